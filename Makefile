@@ -1,17 +1,18 @@
-# radixkv: `make run` serves, `make quick` checks an edit, `make test` tests. Each sets up .venv first, once, and again
-# when pyproject.toml changes.
+# radixkv: `make run` serves, `make quick` checks an edit, `make test` tests. Each first sets up .venv if needed, and
+# again when pyproject.toml changes.
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
-#   make test PYTEST="tests/index -q"   what pytest is told; quick takes it too
-#   make test WORKERS=0                one test at a time; otherwise one more than cores (tests wait too), at most 4
-#   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
-#   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
-#   make lives LIVES=20000             how many random lives
-#   make fuzz SECONDS=600              how long each fuzz driver goes on
-#   make faults MINUTES=60 SEED=7      how long faults happen to a fleet, and their first seed
-#   make test-pure INTERRUPT_ALL=1     interrupt each call at each of its steps, under each policy, not at some: minutes
-#   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
-#   make … VENV=/path/to/venv          another place than .venv
+#   make test PYTEST="tests/index -q"   arguments for pytest; quick takes it too
+#   make test WORKERS=0                one test at a time; default: one more than cores (tests also wait), at most 4
+#   make run RADIXKV_PURE=1            index and policies as pure Python, even if they are compiled
+#   make test RADIXKV_COMPILE=1        1: fail if they can't be compiled; 0: don't compile them
+#   make lives LIVES=20000             number of random lives
+#   make fuzz SECONDS=600              time for each fuzz driver
+#   make docs-serve ADDRESS=0.0.0.0:8000   the address of the server of the docs
+#   make faults MINUTES=60 SEED=7      time for faults in a fleet, and their first seed
+#   make test-pure INTERRUPT_ALL=1     interrupt each call at every step instead of some, under each policy: minutes
+#   make … PYTHON=/path/to/python      the Python (3.11 or newer) for .venv
+#   make … VENV=/path/to/venv          a folder other than .venv
 
 VENV   ?= .venv
 PYTHON ?=
@@ -23,24 +24,29 @@ LIVES ?= 2000
 SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
+ADDRESS ?= 127.0.0.1:8000
 SPREAD = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults lint format clean
+.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults docs docs-serve lint format clean
 MAKEFLAGS += --no-print-directory
+# Many tests start processes, which would compile all modules again each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@printf '%s\n' \
 	  'make run           set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
 	  'make quick         lint, the fast tests on the build that is there, 100 random lives: for every edit' \
 	  'make test          compile, and run the whole test suite once (PYTEST="…" for options)' \
-	  'make test-all      test, test-pure, lives, test-browser, faults: what .ci/run runs after lint' \
+	  'make test-all      test, test-pure, lives, docs, test-browser, faults: what .ci/run runs after lint' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
-	  'make test-browser  the tests that look at pages in a Chromium' \
+	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
 	  'make fuzz          let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
+	  'make docs          build the documentation into site/; warnings are errors' \
+	  'make docs-serve    serve it on http://127.0.0.1:8000, built again when a file changes' \
 	  'make compile       bring the compiled index and policies up to date with their sources' \
 	  'make lint          ruff, mypy --strict, import contracts' \
 	  'make format        let ruff format and mend what it can' \
@@ -56,13 +62,13 @@ quick: lint
 test: compile
 	@$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test test-pure lives test-browser faults
+test-all: test test-pure lives docs test-browser faults
 
-# Where nothing is compiled, `make test` has run them.
+# If nothing is compiled, `make test` runs them already.
 test-pure: compile
 	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) -m pure $(PYTEST)
 
-# The whole cache, two worlds, outages of the store, snapshots of a cache that goes on.
+# Random lives of the whole cache, of two systems side by side, of store outages, and of snapshots during changes.
 lives: compile
 	@RADIXKV_EXAMPLES=$(LIVES) $(VENV)/bin/python -m pytest $(SPREAD) tests/isolation/test_machine.py \
 	  tests/isolation/test_non_interference.py tests/isolation/test_outages.py tests/index/test_snapshot.py
@@ -70,10 +76,10 @@ lives: compile
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py
 
-test-browser: $(VENV)/.installed-dev
+test-browser: $(VENV)/.installed-dev docs
 	@exec $(VENV)/bin/python -m pytest -m browser $(PYTEST)
 
-# Where torch sees no GPU, pytest finds nothing to run and says so (exit 5).
+# Without a GPU for torch, pytest collects no test and exits with 5.
 test-gpu: $(VENV)/.installed-dev
 	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage tests/engines $(PYTEST)
 	@$(VENV)/bin/radixkv bench kernels --device cuda
@@ -83,6 +89,13 @@ fuzz: $(VENV)/.installed-dev
 
 faults: compile
 	@$(VENV)/bin/python fuzz/faults.py --minutes $(MINUTES) --seed $(SEED)
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo 'docs: site/index.html'
+
+docs-serve: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs serve --dev-addr $(ADDRESS)
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet .
@@ -96,10 +109,10 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist radixkv/index/_native radixkv/coordination/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist site radixkv/index/_native radixkv/coordination/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What runs the service is a part of what tests it: whoever has the second has the first.
+# The extra `dev` includes `all`, so installing `dev` also marks `all` as installed.
 $(VENV)/.installed-all: pyproject.toml
 	@if [ -e $(VENV)/.installed-dev ]; then $(MAKE) $(VENV)/.installed-dev; else $(call install,all); fi
 	@touch $@
@@ -108,7 +121,13 @@ $(VENV)/.installed-dev: pyproject.toml
 	@$(call install,dev)
 	@touch $@ $(VENV)/.installed-all
 
-# $(call install,EXTRA): radixkv and an extra into $(VENV), editable. Says one line; on failure, what pip said.
+# Installs into an existing .venv too. The docs alone need no torch and no compiled index.
+$(VENV)/.installed-docs: pyproject.toml
+	@export RADIXKV_COMPILE=0; $(call install,docs)
+	@touch $@
+
+# $(call install,EXTRA): install radixkv with an extra into $(VENV), editable. Prints one line, and pip's output if it
+# fails.
 define install
 	set -e; \
 	if ! $(VENV)/bin/python -c 'import pip' >/dev/null 2>&1; then \
@@ -126,8 +145,8 @@ define install
 	  echo 'The index runs as pure Python, at half the speed (RADIXKV_COMPILE=1 says why it is not compiled)'
 endef
 
-# $(call show_progress,LOG): until end_progress, says how long it takes and what LOG ends with: on a terminal in one line
-# each second, elsewhere in a line each PROGRESS_S seconds.
+# $(call show_progress,LOG): print the elapsed time and the last line of LOG until end_progress is called. A terminal
+# gets one line, updated every second. Other outputs get a line every PROGRESS_S seconds.
 define show_progress
 	( seconds=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do \
 	    seconds=$$((seconds + 1)); step=$$(tail -n 1 $(1) 2>/dev/null | tr -d '[:cntrl:]' || true); \
@@ -138,7 +157,7 @@ define show_progress
 	trap 'end_progress; exit 130' INT TERM;
 endef
 
-# Prints the first Python that is new enough: the one given as PYTHON, otherwise one on PATH.
+# Print the first Python that is new enough: the one given as PYTHON, otherwise one on PATH.
 define find_python
 	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	  if "$$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1; then \

@@ -37,10 +37,10 @@ READ = "[mypy-{}]\nfollow_imports = silent\n"
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Adds the compiled modules to a wheel, or puts them into the tree that an editable install uses."""
+    """Adds the compiled modules to a wheel, or to the source tree of an editable install."""
 
     def dependencies(self) -> list[str]:
-        """Return the packages needed to compile, if compiling is to be tried."""
+        """Return the packages needed to compile, if compiling is possible."""
         return [] if self.target_name != "wheel" or obstacle() else REQUIRES
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
 
 def obstacle() -> str | None:
-    """Return why the index can't or must not be compiled here; None if no reason is known."""
+    """Return the reason why the index can't or must not be compiled here; None if no reason is known."""
     if WISH == "0":
         return "RADIXKV_COMPILE=0"
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -69,15 +69,21 @@ def obstacle() -> str | None:
 
 
 def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
-    """Compile what isn't compiled yet, beside its sources or into ``target``.
+    """Compile everything that isn't compiled yet, beside its sources or into ``target``.
 
-    Returns the folders, by package; none if compiling isn't possible.
+    Libraries that are compiled beside the present sources are copied to ``target``. Returns the folders by package;
+    none if compiling isn't possible.
     """
     plan = _plan()
     folders = {
         build.package: (_place(build.package) if target is None else target / build.package) / plan.FOLDER
         for build in plan.BUILDS
     }
+    if target is not None and WISH != "0":
+        for build in plan.BUILDS:
+            made = build.library(_place(build.package))
+            if made.is_file():
+                _replace(made.parent, folders[build.package])
     missing = [
         build
         for build in plan.BUILDS
@@ -125,7 +131,7 @@ def _plan() -> ModuleType:
 
 
 def _compile(build: Any, folder: Path) -> str | None:
-    """Compile in a separate process, because mypyc ends the process if it fails. Returns its output in that case."""
+    """Compile in a separate process, because mypyc ends its process if it fails. Returns its output in that case."""
     package = _place(build.package)
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
     sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
@@ -147,7 +153,7 @@ def _compile(build: Any, folder: Path) -> str | None:
 
 
 def _replace(made: Path, folder: Path) -> None:
-    """Replace earlier files for this interpreter by the new ones, the library last."""
+    """Replace earlier files for this interpreter by new ones, the library last."""
     files = sorted(made.rglob(f"*{EXTENSION_SUFFIXES[0]}"), key=lambda file: "__mypyc" in file.name)
     for old in folder.rglob(f"*{EXTENSION_SUFFIXES[0]}"):
         old.unlink()

@@ -2,9 +2,9 @@
 
     python examples/audit_your_engine.py
 
-``MyEngine`` stands for whatever you have. The machine makes two of them, plays the same requests of one tenant on
-both, other tenants' requests on one, and compares all that the tenant observes. If your engine has more calls
-(``append``, ``fork``, ``purge``, ``read``, …: see ``radixkv.audit.properties.adapter``), give them to the adapter.
+Replace ``MyEngine`` by your engine. The machine creates two of them. It sends one tenant's requests to both, and
+other tenants' requests to one. Then it compares everything that the tenant observes. If your engine has more calls
+(``append``, ``fork``, ``purge``, ``read``, …: see ``radixkv.audit.properties.adapter``), add them to the adapter.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from radixkv.audit import properties
 
 
 class MyEngine:
-    """An engine with a prefix cache: for each tenant the prompts that it has computed, 16 tokens a block."""
+    """An engine with a prefix cache of blocks of 16 tokens. It stores each tenant's computed prompts."""
 
     def __init__(self) -> None:
         self.prompts: dict[tuple[str, str], list[list[int]]] = {}
 
     def num_cached(self, tenant: str, salt: str, ids: list[int]) -> int:
-        """Leading tokens of ``ids`` that needn't be computed."""
+        """The number of leading tokens of ``ids`` that are cached."""
         seen = self.prompts.get((tenant, salt), [])
         return max(
             (n for n in range(0, len(ids) + 1, 16) for known in seen if known[:n] == ids[:n]), default=0
         )
 
     def remember(self, tenant: str, salt: str, ids: list[int]) -> None:
-        """``ids`` are computed."""
+        """Store ``ids`` as computed."""
         self.prompts.setdefault((tenant, salt), []).append(ids[: len(ids) // 16 * 16])
 
 
-class Adapter(MyEngine):  # ten lines: what your engine calls its things
+class Adapter(MyEngine):  # ten lines: they map the machine's calls to your engine's
     block_size = 16
 
     def match(self, namespace, ids):
@@ -47,7 +47,7 @@ class Adapter(MyEngine):  # ten lines: what your engine calls its things
 
 
 def audit(examples: int = 300) -> properties.PropertyReport:
-    """Attack the engine with so many lives."""
+    """Test the engine with ``examples`` random lives."""
     return properties.run_adapter(Adapter, max_examples=examples)
 
 

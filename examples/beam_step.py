@@ -2,11 +2,15 @@
 
     python examples/beam_step.py [--device cuda] [--beams 4] [--prompt 1000] [--steps 64]
 
-Beams over one long prompt take random parents, step by step, and write a row of KV each, as a decoder would. Once
-paged: the prompt's whole blocks are shared, a step moves tables and copies tail blocks (PrefixCache.lend). Once as
-stock beam search keeps it: a contiguous cache of each beam, picked anew by index_select, layer by layer, and copied
-once more for its new row. In the end both hold the same bytes, or the script fails. On a GPU the shape is
-Llama-3-8B's, on a CPU a small one.
+Beams over one long prompt take random parents, step by step, and each writes a row of KV, as a decoder would. This
+runs in two ways:
+
+- Paged: the beams share the prompt's whole blocks. A step changes tables and copies tail blocks (PrefixCache.lend).
+- Contiguous, as in a common beam search: each beam has a contiguous cache. index_select copies it layer by layer, and
+  another copy adds the new row.
+
+At the end both must hold the same bytes, or the script fails. On a GPU the shape is Llama-3-8B's, on a CPU a small
+one.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ class Paged:
         self.beams = self.cache.lend(self.sequences, steps)
 
     def step(self, parents: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """rows: ``[num_beams, layers, 2, heads, dim]``, written where the step made room; waits for nothing."""
+        """Do a step without waiting, and write the new rows: ``[num_beams, layers, 2, heads, dim]``."""
         self.beams.step(parents, token_ids)
         blocks, offsets = self.beams.slots()
         self.storage[blocks, :, :, offsets] = rows
 
     def read(self) -> list[torch.Tensor]:
-        """``[layers, 2, length, heads, dim]`` of each beam, by the tables that came back to the host."""
+        """Return ``[layers, 2, length, heads, dim]`` of each beam, by the tables that the host read back."""
         self.beams.reconcile()
         return [
             self.storage[sequence.block_table.tolist()]
@@ -59,7 +63,7 @@ class Paged:
 
 
 class Contiguous:
-    """What stock beam search does: keys and values of each layer, ``[num_beams, heads, length, dim]``."""
+    """A common beam search: keys and values of each layer, ``[num_beams, heads, length, dim]``."""
 
     def __init__(self, prompt: torch.Tensor, num_beams: int, steps: int) -> None:
         layers, _, length, heads, dim = prompt.shape
@@ -70,20 +74,20 @@ class Contiguous:
             side[:, :length] = rows
 
     def step(self, parents: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """index_select of all that the beams have, and a row more."""
+        """Select the whole cache of each beam's parent, and add a row."""
         for index, side in enumerate(self.sides):
             side[:, : self.length] = side[:, : self.length].index_select(0, parents)
             side[:, self.length] = rows[:, index // 2, index % 2]
         self.length += 1
 
     def read(self) -> list[torch.Tensor]:
-        """``[layers, 2, length, heads, dim]`` of each beam."""
+        """Return ``[layers, 2, length, heads, dim]`` of each beam."""
         whole = torch.stack(self.sides).unflatten(0, (-1, 2))[:, :, :, : self.length]
         return list(whole.unbind(2))
 
 
 def timed(step: Callable[..., None], work: list[tuple[torch.Tensor, ...]]) -> float:
-    """Median seconds of a step; on a GPU each is waited for, so the host's share is in it."""
+    """Median seconds of a step. On a GPU each step is awaited, so the time includes the host's part."""
     seconds = []
     for tensors in work:
         start = time.perf_counter()

@@ -3,15 +3,15 @@
     python examples/branching.py                                   the demo model on a CPU, half a minute
     python examples/branching.py --model llama-3-8b --device cuda  random weights in Llama-3-8B's shape, bfloat16
 
-Beams, and the branches that a thought may take, are forks: they share the prompt's blocks and copy a block only where
-they part. Tree of thought takes some branches from where it stands, keeps the best, and branches again from there;
-what was computed before is found in the cache. Weights are random, so the text means nothing, and the value of a
-thought is how many different tokens it has. Stock transformers does the same work with a DynamicCache, whose rows are
-whole copies of the prompt, and from the start in every round.
+Beams and the branches of a thought are forks. They share the prompt's blocks, and copy a block only where they
+diverge. Tree of thought makes some branches, keeps the best, and branches again from it. The cache holds everything
+that was computed before. The value of a thought is its number of different tokens, because weights are random and the
+text has no meaning. Stock transformers does the same work with a DynamicCache. Each of its rows has a whole copy of
+the prompt, and each round starts from the beginning.
 
-Printed are the time a step, the KV held, and the time to the first token (of each round). The transformers engine
-gathers a contiguous working copy from the blocks, because stock attention wants one; its size is told beside. In
-bfloat16 a prompt computed in other chunks rounds differently, and the two may come to other tokens.
+The script prints the time of a step, the KV held, and the time to the first token (of each round). The transformers
+engine gathers a contiguous working copy from the blocks, because stock attention needs one. Its size is printed too.
+In bfloat16 a prompt computed in other chunks rounds differently, so the two may generate different tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LLAMA_3_8B = LlamaConfig(
 
 @dataclass
 class Watch:
-    """Seconds to the first token and of each step, and what was held meanwhile; hears of every step."""
+    """Measures seconds to the first token and of each step, and the blocks held. It is called after every step."""
 
     device: torch.device
     cache: PrefixCache | None = None
@@ -53,7 +53,7 @@ class Watch:
         self._stamps = [self._now()]
 
     def step(self, *_: Any, **__: Any) -> bool:
-        """Called after every step, and by radixkv after every chunk of a prompt; True would end the generation."""
+        """Called after every step, and by radixkv after every chunk of a prompt. True would stop the generation."""
         self._stamps.append(self._now())
         if self.cache is not None:
             stats = self.cache.stats()
@@ -109,7 +109,7 @@ class Radix:
 
 
 class Stock:
-    """The same with ``model.generate`` and a DynamicCache, anew for each call."""
+    """Both searches with ``model.generate``, and a new DynamicCache for each call."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
@@ -144,12 +144,12 @@ class Stock:
 
 
 def value(thought: list[int]) -> tuple[int, list[int]]:
-    """What a thought is worth: its different tokens; the tokens themselves decide between equals."""
+    """The value of a thought: its number of different tokens, then the tokens themselves, to order equal ones."""
     return len(set(thought)), thought
 
 
 def beam_search(model: PreTrainedModel, prompt: list[int], num_beams: int, num_new: int) -> None:
-    """One search by each, the same tokens."""
+    """Run one search in both ways, and compare the tokens."""
     length = len(prompt) + num_new
     ours, stock = Radix(model, length + num_beams * (num_new + 2 * BLOCK_SIZE)), Stock(model)
     mine, theirs = (each.generate(prompt, num_new, num_beams=num_beams) for each in (ours, stock))
@@ -169,7 +169,7 @@ def beam_search(model: PreTrainedModel, prompt: list[int], num_beams: int, num_n
 def tree_of_thought(
     model: PreTrainedModel, prompt: list[int], num_branches: int, num_new: int, num_rounds: int
 ) -> None:
-    """Rounds of branches of ``num_new`` tokens, each from the best of the last, by each."""
+    """Run rounds of branches of ``num_new`` tokens in both ways. Each round starts from the best of the last."""
     length = len(prompt) + num_rounds * num_new
     ours, stock = Radix(model, length + num_rounds * num_branches * (num_new + 2 * BLOCK_SIZE)), Stock(model)
     paths = []
@@ -191,7 +191,7 @@ def tree_of_thought(
 
 
 def made(name: str, device: str) -> PreTrainedModel:
-    """The model, random weights, in eval mode."""
+    """The model with random weights, in eval mode."""
     if name == "demo":
         return demo_model().to(device)
     torch.manual_seed(0)

@@ -3,11 +3,11 @@
     radixkv route --redis redis://127.0.0.1:6379 --fleet-secret secret --port 8500
     python examples/gateway.py http://127.0.0.1:8500 8600
 
-Asks the router's ``/v1/route`` with the client's own key, so that a tenant is routed by its own prefixes alone, and
-proxies the request, streams included. A replica that can't be reached, answers 429 or 5xx, or hangs (its ``/healthz``
-says nothing for two seconds) before the first byte, is passed over for the next best; a router that can't be
-reached, for the replicas last heard of, in turn. A client that hangs up ends the request at the replica, too. The
-answer says in ``x-radixkv-replica`` who gave it.
+The gateway asks the router's ``/v1/route`` with the client's own key, so a tenant is routed only by its own prefixes.
+Then it proxies the request, including streams. The next best replica gets the request if one can't be reached,
+answers 429 or 5xx, or hangs before the first byte. A replica hangs if its ``/healthz`` doesn't answer for two
+seconds. If the router can't be reached, the last known replicas take turns. A client that disconnects also ends the
+request at the replica. The header ``x-radixkv-replica`` of an answer names the replica.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOOK_EVERY_S = ANSWERS_WITHIN_S = 2.0
 
 
 class Gateway:
-    """Proxies requests to replicas, in the order that a router names."""
+    """Proxies requests to replicas, in the router's order."""
 
     def __init__(self, router_url: str) -> None:
         self.router_url = router_url
@@ -52,7 +52,7 @@ class Gateway:
         self.turn = itertools.count()
 
     async def proxy(self, request: Request) -> Response:
-        """Answer one request from the first replica that can."""
+        """Answer a request from the first replica that can."""
         body = await request.body()
         headers = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED]
         found = await self.candidates(request, body)
@@ -71,12 +71,15 @@ class Gateway:
             except httpx.TransportError:
                 continue
             except ClientDisconnect:
-                return Response(status_code=499)  # which nobody reads
+                return Response(status_code=499)  # the client doesn't read it
             refusal = Response(answer.content, answer.status_code, kept(answer, name))
         return refusal
 
     async def answer(self, sent: httpx.Request, address: str, request: Request) -> httpx.Response:
-        """A replica's answer once it begins. Raises TransportError, also if the replica hangs, and ClientDisconnect."""
+        """Return a replica's answer once it begins. Raises TransportError and ClientDisconnect.
+
+        A replica that hangs raises TransportError too.
+        """
         sending = asyncio.create_task(self.client.send(sent, stream=True))
         try:
             while not (await asyncio.wait([sending], timeout=LOOK_EVERY_S))[0]:
@@ -88,7 +91,7 @@ class Gateway:
             sending.cancel()
 
     async def candidates(self, request: Request, body: bytes) -> list[tuple[str, str]] | Response:
-        """Names and addresses of replicas, the best first; what the router answers if none was ever heard of."""
+        """Names and addresses of replicas, the best first; or the router's answer if no replica is known."""
         headers = {"authorization": request.headers.get("authorization", "")}
         try:
             found = await self.client.post(
@@ -107,7 +110,7 @@ class Gateway:
 
 
 def question(body: bytes) -> dict[str, Any]:
-    """What the router is asked about an OpenAI request: its (first) prompt or messages, and its namespace."""
+    """The router's request for an OpenAI request: its (first) prompt or messages, and its namespace."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -132,7 +135,7 @@ def kept(answer: httpx.Response, replica: str | None = None) -> dict[str, str]:
 
 
 def streamed(answer: httpx.Response, replica: str) -> StreamingResponse:
-    """A replica's answer, passed on as it comes."""
+    """A replica's answer, passed on as it arrives."""
     background = BackgroundTask(answer.aclose)
     return StreamingResponse(
         answer.aiter_bytes(), answer.status_code, kept(answer, replica), background=background

@@ -1,9 +1,9 @@
-"""Use the cache in process, as an engine would: match, compute what is missing, commit, fork, evict.
+"""Use the cache in process, as an engine would: match, compute the missing tokens, commit, fork, evict.
 
     python examples/in_process.py
 
-No model is needed here: the "KV" of a token is a number that the example writes into the block storage, so that it
-can show that forks share memory and never see each other's writes.
+The example needs no model. The "KV" of a token is a number that the example writes into the block storage. So it can
+show that forks share memory and never see each other's writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, Sequence, aud
 
 
 def compute(cache: PrefixCache, sequence: Sequence, value: float) -> None:
-    """Stand-in for a prefill: write ``value`` as the KV of every token that isn't cached."""
+    """Replaces a prefill: write ``value`` as the KV of every token that isn't cached."""
     assert cache.storage is not None
     size = cache.config.block_size
     blocks = torch.from_numpy(sequence.block_table.copy()).long()

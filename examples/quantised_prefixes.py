@@ -1,15 +1,16 @@
-"""What quantising cached prefixes costs: perplexity and attention error at fp16, FP8, INT8 and INT4.
+"""The cost of quantised prefixes: perplexity and attention error at fp16, FP8, INT8 and INT4.
 
     python examples/quantised_prefixes.py [--steps 600] [--prefixes 2800] [--block-size 16] [--text FILE …]
 
-Trains a small Llama (bytes as tokens, 3 layers, 4 query heads over 2 KV heads of 64) on local text, the Python
-standard library's sources unless told otherwise, for a few minutes on a CPU. Then, for prefixes of held-out text:
-their KV, computed once, go to blocks of a fp16 pool, through quantize and dequantize, and back into the model's
-cache, which reads the next 64 bytes by them. So what is measured is the model on quantised prefixes with everything
-else as it was. The baseline, fp16, is the same way without quantisation.
+Trains a small Llama for a few minutes on a CPU: bytes as tokens, 3 layers, 4 query heads over 2 KV heads of 64. The
+text is local, by default the Python standard library's sources.
 
-Texts differ far more from each other than schemes do on one text, so losses are compared in pairs: the difference from
-fp16 on the same 64 bytes, its mean over the prefixes, and the standard error of that mean.
+Then it takes prefixes of held-out text and computes their KV once. The KV goes to blocks of a fp16 pool, through
+quantize and dequantize, and back into the model's cache. With this cache the model reads the next 64 bytes.
+Everything else is the same for all schemes. The baseline, fp16, takes the same path without quantisation.
+
+Losses differ more between texts than between schemes on one text. So losses are compared in pairs: the difference
+from fp16 on the same 64 bytes, its mean over the prefixes, and the standard error of that mean.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_text(paths: Sequence[str]) -> torch.Tensor:
 
 
 def small_model() -> LlamaForCausalLM:
-    """A Llama of 2.5 million parameters, seeded."""
+    """A Llama of 2.5 million parameters, with a seed."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=HEADS * HEAD_DIM, intermediate_size=3 * HEADS * HEAD_DIM, head_dim=HEAD_DIM,
@@ -52,7 +53,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, text: torch.Tensor, steps: int, batch: int = 8) -> float:
-    """AdamW on random windows, one cycle of the learning rate; returns the mean loss of the last tenth."""
+    """Train with AdamW on random windows, one cycle of the learning rate. Returns the mean loss of the last tenth."""
     length = PREFIX + CONTINUATION
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
@@ -76,9 +77,9 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, steps: int, batch: int = 
 def through(
     keys_values: list[tuple[torch.Tensor, torch.Tensor]], scheme: Scheme | None, block_size: int
 ) -> DynamicCache:
-    """The cache after its KV were in blocks of a fp16 pool, quantised (or not) and back.
+    """The cache after its KV was written to blocks of a fp16 pool, quantised (or not), and read back.
 
-    keys_values: of each layer, float32 ``[batch, KV_HEADS, PREFIX, HEAD_DIM]``.
+    keys_values: for each layer, float32 ``[batch, KV_HEADS, PREFIX, HEAD_DIM]``.
     """
     batch = len(keys_values[0][0])
     num_blocks = batch * PREFIX // block_size
@@ -99,7 +100,7 @@ def through(
 
 
 class AttentionOutputs:
-    """Collects what each layer's attention puts out."""
+    """Collects the attention output of each layer."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.seen: list[torch.Tensor] = []
@@ -119,9 +120,9 @@ def evaluate(
     schemes: Sequence[Scheme | None],
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[schemes, prefixes]``: nats a byte of each continuation; error of attention outputs relative to the first's.
+    """Return two ``[schemes, prefixes]``: nats a byte of each continuation, and the error of attention outputs.
 
-    windows: int64 ``[BATCH or fewer, PREFIX + CONTINUATION]``.
+    The error is relative to the first scheme's outputs. windows: int64 ``[BATCH or fewer, PREFIX + CONTINUATION]``.
     """
     outputs = AttentionOutputs(model)
     losses, errors = [], []
@@ -148,7 +149,7 @@ def evaluate(
 def report(
     losses: torch.Tensor, errors: torch.Tensor, schemes: Sequence[Scheme | None], block_size: int
 ) -> None:
-    """A row for each scheme: its bits, its perplexity, how much more than fp16's, and the attention error."""
+    """Print a row for each scheme: its bits, its perplexity, the increase over fp16's, and the attention error."""
     pool = Pool.of(torch.zeros(1, LAYERS, 2, block_size, KV_HEADS, HEAD_DIM, dtype=torch.float16))
     print("scheme  bits a value  perplexity a byte     against fp16 ± standard error  attention error")
     for scheme, loss, error in zip(schemes, losses, errors, strict=True):

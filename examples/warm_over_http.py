@@ -3,7 +3,7 @@
     radixkv serve &                                # or: make run
     python examples/warm_over_http.py              # [URL [KEY]]
 
-Needs nothing but the standard library, so it can be read as the shortest description of the interface.
+It needs only the standard library, so it is also a short description of the interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUESTION = "How do I return a parcel?"
 
 
 def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST a JSON body; the JSON reply."""
+    """POST a JSON body and return the JSON reply."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as reply:
@@ -30,7 +30,7 @@ def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(url: str = "http://127.0.0.1:8400", key: str = "demo-acme") -> None:
-    """Warm the instructions, then ask a question about them, with and without what was warmed."""
+    """Warm the instructions, then ask a question about them, with and without the warmed prefix."""
     salt = f"example-{time.time_ns()}"
     warmed = post(url, key, "/v1/warm", {"prompt": INSTRUCTIONS, "salt": salt})
     print(f"warmed {warmed['tokens']} tokens in {warmed['blocks']} blocks ({warmed['left_out']} left out)")

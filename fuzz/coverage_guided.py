@@ -1,11 +1,12 @@
-"""Let atheris drive each target of ``fuzz/targets`` for a given time, from the committed corpus.
+"""Run each target of ``fuzz/targets`` under atheris for a given time, from the committed corpus.
 
-    python fuzz/coverage_guided.py --seconds 600 [--target tokens]
+  python fuzz/coverage_guided.py --seconds 600 [--target tokens]
 
-Each target runs in a process of its own. Prints executions and seconds; an input that finds something is written to
-``fuzz/found/``, named, and ends the run with exit code 1. It becomes a regression test by moving it into the
-corpus, which the tests replay. What libFuzzer adds meanwhile goes to a folder that is thrown away, unless
-``--keep`` names one.
+Each target runs in a process of its own. The driver prints executions and seconds. An input that finds something is
+written to ``fuzz/found/``, and its name is printed. The run then ends with exit code 1.
+
+To make such an input a regression test, move it into the corpus, which the tests replay. New inputs of libFuzzer go to
+a temporary folder, unless ``--keep`` names a folder.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def run(target: str, chosen: argparse.Namespace) -> int:
-    """One target in a process of its own; its exit code."""
+    """Run one target in a process of its own. Return its exit code."""
     with tempfile.TemporaryDirectory() as scratch:
         grown = chosen.keep / target if chosen.keep else Path(scratch)
         for folder in (grown, FUZZ / "found"):
@@ -64,7 +65,7 @@ def run(target: str, chosen: argparse.Namespace) -> int:
 
 
 def drive(target: str, arguments: list[str]) -> int:
-    """In the process of a target: libFuzzer over ``one``."""
+    """Run libFuzzer over ``one``, in the process of a target."""
     import atheris
 
     sys.path.insert(0, str(FUZZ.parent))

@@ -1,21 +1,22 @@
-"""Let faults happen to a fleet of real processes over a real Redis, and check what it did afterwards.
+"""Inject faults into a fleet of real processes over a real Redis, and check the histories afterwards.
 
-    python fuzz/faults.py --seconds 600 [--store single] [--seed 7] [--minutes 60]
-    python fuzz/faults.py --seed 7 --store single --rounds 1        the same round again
+  python fuzz/faults.py --seconds 600 [--store single] [--seed 7] [--minutes 60]
+  python fuzz/faults.py --seed 7 --store single --rounds 1        the same round again
 
-A round has four replica processes, two routers, clients that send requests where the routers say, and an operator who
-purges tenants, starts warm jobs and hands out shares of a quota. Its seed says what happens to them and when:
-``fuzz/fleet/plan.py``. Then everything is healed, and this must hold:
+A round has four replica processes and two routers. Clients send requests to the replicas that the routers rank first.
+An operator purges tenants, starts warm jobs and reserves shares of a quota. The seed decides the faults, their targets
+and their times: ``fuzz/fleet/plan.py``. Then all faults are healed, and these invariants must hold:
 
-- no request was given KV of another prompt or tenant, nor of before a purge that its replica had confirmed; a tenant
-  that refuses that got none from a replica that had been cut off either
-- no router ranked a replica that had been dead for longer than its lease
-- of all that claimed an id one is left, and the others know that they are fenced; logs end in the youngest epoch
-- the shares of a quota never came to more than its limit, once it had been set for a lease; in the end all know it
-- every warm job ended: done, failed, lost, or taken over and done
-- the views of the routers and of the replicas agree with what the replicas hold, within ``HEAL_S`` seconds
+- No request got KV of another prompt or tenant. No request got KV from before a purge that its replica had confirmed.
+  A tenant that refuses stale replicas got no KV from before a purge from a replica that had been cut off either.
+- No router ranked a replica that had been dead for longer than its lease.
+- Of all processes that claimed an id, one is left. The others know that they are fenced. Logs end in the newest epoch.
+- The shares of a quota never exceeded its limit, from a lease after the limit was set. In the end all know the limit.
+- Every warm job ended: done, failed, lost, or taken over and done.
+- The views of the routers and of the replicas agree with the blocks that the replicas hold, within ``HEAL_S`` seconds.
 
-Prints each round; of one that found something its seed, its schedule and what was wrong, and ends with exit code 1.
+Prints a line for each round. If a round finds something, prints its seed, its schedule and the violations, and ends
+with exit code 1.
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ from radixkv.coordination.store.redis import RedisStore
 from radixkv.errors import StoreUnavailable
 
 HEAL_S = 90.0
-"""Within this everything is right again; it takes some 3 s where nothing else runs."""
+"""The fleet must recover within this time. It takes some 3 s on an idle machine."""
 SLACK_S = 0.2
-"""What answers later than that has stood still: what a replica had sent before it died may arrive so much later."""
+"""A store or a process that answers later than this has stalled.
+
+A dead replica's last messages may arrive as late as the stall ends.
+"""
 LIMIT = 100
 _WANTED = 40
 _TENANT = "serves"
 
 
 class Job(NamedTuple):
-    """A warm job that was asked for."""
+    """A warm job that was started."""
 
     id: str
     tenant: str
@@ -70,13 +74,13 @@ class Ranked(NamedTuple):
     asked_at: float
 
     def is_excused_by(self, stall: tuple[float, float]) -> bool:
-        """Whether its last beat may have arrived at the end of it: the lease began no earlier."""
+        """Return whether its last beat may have arrived at the end of the stall. Its lease then began no earlier."""
         began, ended = stall
         return began < self.dead_since + SLACK_S and self.asked_at < ended + LEASE_S + SLACK_S
 
 
 class Round:
-    """One fleet, one schedule."""
+    """One fleet with one schedule."""
 
     def __init__(self, seed: int, store: str, seconds: float, folder: Path) -> None:
         self.seed, self.seconds, self.folder = seed, seconds, folder
@@ -97,14 +101,14 @@ class Round:
         self._threads: list[threading.Thread] = []
 
     def run(self) -> float:
-        """All of it; the seconds until everything was right again."""
+        """Run the round. Return the seconds until the fleet had recovered."""
         try:
             self._until(lambda: len(self._members()) == len(NAMES), "the fleet never came together")
             for at, router in enumerate(self.world.routers):
-                self._go(self._send, router, random.Random(f"{self.seed} client {at}"))
-            self._go(self._hold_to_the_limit)
-            self._go(self._watch)
-            self._happen()
+                self._start(self._send, router, random.Random(f"{self.seed} client {at}"))
+            self._start(self._enforce_limit)
+            self._start(self._watch)
+            self._follow_schedule()
             self.world.heal()
             healed_at = time.monotonic()
             self._settle()
@@ -124,9 +128,9 @@ class Round:
         self.wrong += stale
         return took_s
 
-    # ---- while it happens
+    # ---- during the faults
 
-    def _happen(self) -> None:
+    def _follow_schedule(self) -> None:
         """Follow the schedule."""
         began, ending = time.monotonic(), list[tuple[float, Step]]()
         for step in [*self.steps, Step(self.seconds, "", "", 0.0, 0)]:
@@ -145,7 +149,7 @@ class Round:
 
     def _begin(self, step: Step) -> None:
         before = self.world.servers.losses
-        with suppress(OSError, RuntimeError):  # a server that is away can't be told to do anything
+        with suppress(OSError, RuntimeError):  # a server that is down can't be controlled
             self.world.begin(step)
         if self.world.servers.losses != before:
             self._losses.append(time.monotonic())
@@ -159,30 +163,30 @@ class Round:
             return
         replica, tenant = living[step.chance % len(living)], plan.tenant_of(step)
         if step.what == "purge":
-            self._go(self._purge, replica, tenant)
+            self._start(self._purge, replica, tenant)
         elif step.what == "reserve":
             replica.ask("reserve", _TENANT, _WANTED)
         else:
-            self._go(self._warm, Job(uuid.UUID(int=step.chance).hex, tenant, plan.prompt_of(step)), living)
+            self._start(self._warm, Job(uuid.UUID(int=step.chance).hex, tenant, plan.prompt_of(step)), living)
 
     def _purge(self, replica: Replica, tenant: str) -> None:
-        """Until it is complete, or Redis has forgotten something, or the round is over."""
+        """Purge a tenant, until the purge is complete, Redis has lost data, or the round is over."""
         raised_at, num_losses = time.monotonic(), len(self._losses)
         if raised_at < replica.spawned_at + 2 * LEASE_S:
-            return  # what Redis forgot before it came is nothing that it could know
-        said = self._answer(replica, "purge", tenant)
-        while isinstance(said, dict) and num_losses == len(self._losses):
-            if said["complete"]:
-                confirmed, inf = said["confirmed"], float("inf")
+            return  # it can't know data that Redis lost before it started
+        answer = self._answer(replica, "purge", tenant)
+        while isinstance(answer, dict) and num_losses == len(self._losses):
+            if answer["complete"]:
+                confirmed, inf = answer["confirmed"], float("inf")
                 self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, inf))
                 return
             if self._is_over.wait(0.1):
                 return
             knowing = [each for each in self.world.living() if each.spawned_at + 2 * LEASE_S < raised_at]
-            said = self._answer(knowing[0], "purge_report", tenant) if knowing else said
+            answer = self._answer(knowing[0], "purge_report", tenant) if knowing else answer
 
     def _warm(self, job: Job, asked: list[Replica]) -> None:
-        """Two replicas are to have it."""
+        """Start a warm job on two replicas."""
         chosen = asked[:2]
         if self._answer(asked[-1], "begin_job", job.id, job.tenant, [each.name for each in chosen]) is True:
             self.jobs.append(job)
@@ -190,14 +194,14 @@ class Round:
                 each.ask("do_job", job.id, job.tenant, job.prompt)
 
     def _answer(self, replica: Replica, command: str, *arguments: Any) -> Any:
-        """The answer, None if the process or the round ends before."""
+        """Return the answer, or None if the process or the round ends before."""
         asked = replica.ask(command, *arguments)
         while not asked.done() and not self._is_over.wait(0.02):
             pass
         return answered(asked, 0.0)
 
     def _send(self, router: Router, chance: random.Random) -> None:
-        """A client: asks a router, and sends to the first that answers."""
+        """Act as a client: ask a router, and send to the first replica that answers."""
         while not self._is_over.is_set():
             tenant, number = chance.choice(TENANTS), chance.randrange(NUM_PROMPTS)
             asked_at = time.monotonic()
@@ -220,7 +224,7 @@ class Round:
                 self._ranked_late.append(Ranked(name, dead_since, asked_at))
 
     def _watch(self) -> None:
-        """Note when Redis, or this process, stood still without having been told to, as on a busy machine."""
+        """Record the stalls of Redis or of this process that the schedule didn't cause, as on a busy machine."""
         answered_at = time.monotonic()
         while not self._is_over.wait(SLACK_S / 10):
             with suppress(StoreUnavailable):
@@ -229,8 +233,8 @@ class Round:
             if answered_at - before > SLACK_S:
                 self._stalls.append((before, answered_at))
 
-    def _hold_to_the_limit(self) -> None:
-        """An operator who sets a tenant's limit whenever Redis has lost it, and watches the shares."""
+    def _enforce_limit(self) -> None:
+        """Act as an operator: set a tenant's limit whenever Redis has lost it, and check the sum of the shares."""
         set_at = float("inf")
         while not self._is_over.wait(0.05):
             try:
@@ -249,8 +253,8 @@ class Round:
     # ---- afterwards
 
     def _settle(self) -> None:
-        """Wait until all is as it must be; what never comes to be is wrong."""
-        self._until(self._one_each, "of all that claim an id, one is left")
+        """Wait until the fleet has recovered. A condition that is never met is a violation."""
+        self._until(self._one_claimant_each, "of all that claim an id, one is left")
         self._until(self._jobs_end, "every job ends")
         self._is_over.set()
         for thread in self._threads:
@@ -259,8 +263,8 @@ class Round:
         self._until(self._logs_are_whole, "the logs end where their registrations say, in the youngest epoch")
         self._until(self._views_agree, "the views agree with what is held")
 
-    def _one_each(self) -> str:
-        """One claimant of each id is left: the others are fenced, and ended now."""
+    def _one_claimant_each(self) -> str:
+        """Check that one claimant of each id is left. The others are fenced, and are ended here."""
         for name, claimants in self.world.claimants.items():
             states = [(answered(each.ask("state", False), 5.0) or {}).get("state") for each in claimants]
             if sorted(states, key=str) != sorted(["ok", *["fenced"] * (len(states) - 1)]):
@@ -292,7 +296,9 @@ class Round:
             states = dict(found["parts"])
             left.append(found)
             for name, state in states.items():
-                if state in ("queued", "running") and name in living:  # Redis may have lost what it said
+                if (
+                    state in ("queued", "running") and name in living
+                ):  # Redis may have lost the replica's report
                     living[name].ask("do_job", job.id, job.tenant, job.prompt)
             helpers = [name for name in living if states.get(name) not in ("queued", "running", "done")]
             for each in living.values():
@@ -327,7 +333,7 @@ class Round:
         return ""
 
     def _views_agree(self) -> str:
-        """Of every router and every replica, about everybody else."""
+        """Check the view that each router and each replica has of all other replicas."""
         states = {each.name: answered(each.ask("state", True), 10.0) for each in self.world.living()}
         if None in states.values() or len(states) < len(NAMES):
             return f"no answer: {states}"
@@ -346,7 +352,7 @@ class Round:
         return ""
 
     def _lasting_purges(self) -> list[Purged]:
-        """With the moment at which Redis may have forgotten each."""
+        """Return the purges, each with the time at which Redis may have lost it."""
         return [
             purge._replace(
                 lost_at=min((at for at in self._losses if at > purge.raised_at), default=float("inf"))
@@ -355,29 +361,29 @@ class Round:
         ]
 
     def _until(self, holds: Callable[[], object], what: str) -> None:
-        """Wait for a condition that answers "" or True; what it said last is wrong if it never does."""
-        deadline, said = time.monotonic() + HEAL_S, object()
+        """Wait for a condition that returns "" or True. If it never does, its last answer is a violation."""
+        deadline, answer = time.monotonic() + HEAL_S, object()
         while time.monotonic() < deadline:
             try:
-                said = holds()
+                answer = holds()
             except StoreUnavailable as error:
-                said = str(error)
-            if said in ("", True):
+                answer = str(error)
+            if answer in ("", True):
                 return
             time.sleep(0.1)
-        self.wrong.append(f"not within {HEAL_S:g} s: {what}: {said}")
-        self.wrong += self._what_they_do()
+        self.wrong.append(f"not within {HEAL_S:g} s: {what}: {answer}")
+        self.wrong += self._states_and_stacks()
 
-    def _what_they_do(self) -> list[str]:
-        """Where each claimant stands, and where its threads are: what never ends is seen there."""
-        told = []
+    def _states_and_stacks(self) -> list[str]:
+        """Return the state and the stacks of each claimant, to show the calls that never end."""
+        states = []
         for name, claimants in self.world.claimants.items():
             for each in claimants:
                 state, stacks = each.ask("state", False), each.ask("stacks")
-                told.append(f"{name}: {answered(state, 5.0)}\n{answered(stacks, 5.0)}")
-        return told
+                states.append(f"{name}: {answered(state, 5.0)}\n{answered(stacks, 5.0)}")
+        return states
 
-    def _go(self, act: Callable[..., None], *arguments: Any) -> None:
+    def _start(self, act: Callable[..., None], *arguments: Any) -> None:
         def run() -> None:
             try:
                 act(*arguments)
@@ -389,23 +395,23 @@ class Round:
         self._threads[-1].start()
 
 
-def attack(seed: int, store: str, seconds: float) -> bool:
-    """One round; whether nothing was wrong. Prints what it did."""
+def run_round(seed: int, store: str, seconds: float) -> bool:
+    """Run one round and print its figures. Return whether it found nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        attacked = Round(seed, store, seconds, Path(folder))
-        took_s = attacked.run()
-    num_faults = sum(step.what not in ("purge", "job", "reserve") for step in attacked.steps)
+        one_round = Round(seed, store, seconds, Path(folder))
+        took_s = one_round.run()
+    num_faults = sum(step.what not in ("purge", "job", "reserve") for step in one_round.steps)
     print(
-        f"seed {seed}, {store}: {num_faults} faults in {seconds:.0f} s, {attacked.num_served} requests, "
-        f"{attacked.num_ranked} rankings, {len(attacked.purges)} purges; right again after {took_s:.1f} s",
+        f"seed {seed}, {store}: {num_faults} faults in {seconds:.0f} s, {one_round.num_served} requests, "
+        f"{one_round.num_ranked} rankings, {len(one_round.purges)} purges; right again after {took_s:.1f} s",
         flush=True,
     )
-    if attacked.wrong:
+    if one_round.wrong:
         print(
-            "the schedule:", *attacked.steps, "wrong:", *dict.fromkeys(attacked.wrong), sep="\n", flush=True
+            "the schedule:", *one_round.steps, "wrong:", *dict.fromkeys(one_round.wrong), sep="\n", flush=True
         )
         print(f"again: python fuzz/faults.py --seed {seed} --store {store} --length {seconds:g} --rounds 1")
-    return not attacked.wrong
+    return not one_round.wrong
 
 
 def main() -> int:
@@ -424,7 +430,7 @@ def main() -> int:
     while done < chosen.rounds if chosen.rounds else time.monotonic() - began < seconds:
         left_s = seconds - (time.monotonic() - began)
         length = chosen.length if chosen.rounds else min(chosen.length, max(2.0, left_s / 2))
-        if not attack(chosen.seed + done, chosen.store or STORES[done % len(STORES)], length):
+        if not run_round(chosen.seed + done, chosen.store or STORES[done % len(STORES)], length):
             return 1
         done += 1
     print(f"{done} rounds: nothing found")

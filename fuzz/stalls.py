@@ -1,13 +1,14 @@
-"""Search for request bodies that stop the service's event loop, and so make all other callers wait.
+"""Search for request bodies that stall the service's event loop, and so delay all other callers.
 
-    python fuzz/stalls.py --seconds 600 --seed 7
+  python fuzz/stalls.py --seconds 600 --seed 7
 
-The generator takes each endpoint that reads a body and each place in its schema. It fills that place up to a size:
+The generator takes each endpoint that reads a body, and each place in its schema. It fills that place up to a size:
 lists of many kinds of items, maps, long strings, long numbers, deep nesting. It sends the body as a tenant, as the
-operator, and without a key, to a demo service whose event loop ticks every 2 ms. The stall of a body is the longest
-time between two ticks, or the CPU time that the process spent in it if that is less: a busy machine delays ticks
-too. Of several sends of a body the least stall counts. Prints the worst bodies; exit code 1 if one stalled the loop
-for more than LIMIT_S.
+operator, and without a key. The demo service has an event loop that ticks every 2 ms.
+
+The stall of a body is the longest time between two ticks. If the process spent less CPU time than that, the CPU time
+counts, because a busy machine delays ticks too. A body is sent several times, and its least stall counts. Prints the
+worst bodies. The exit code is 1 if a body stalled the loop for more than LIMIT_S.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ _TICK_S = 0.002
 _SETTLE_S = 0.01
 _TIMEOUT_S = 120.0
 _HOLE = "@@"
-WHO: Mapping[str, str | None] = {"tenant": DEMO_KEYS["acme"], "operator": DEMO_OPERATOR_KEY, "nobody": None}
+KEYS: Mapping[str, str | None] = {
+    "tenant": DEMO_KEYS["acme"],
+    "operator": DEMO_OPERATOR_KEY,
+    "anonymous": None,
+}
 
 
 def _repeated(item: str, opening: str, closing: str) -> Callable[[int], str]:
@@ -135,7 +140,7 @@ class Recipe(NamedTuple):
     size: int
 
     def body(self) -> bytes:
-        """The body: valid but for the filler, where the endpoint's example has other fields."""
+        """Return the body. It is valid except for the filler, if the endpoint's example has other fields."""
         document = dict(_EXAMPLES.get(self.path, {}))
         if self.place:
             if self.place[0] in _PROMPTS:
@@ -168,7 +173,7 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def places(endpoint: Endpoint) -> list[tuple[str, ...]]:
-    """Where a filler can stand: the whole body, an unknown field, and each field of the schema, nested ones too."""
+    """Return the places for a filler: the whole body, an unknown field, and each field of the schema, also nested."""
     assert endpoint.body is not None
     schema = endpoint.body.model_json_schema()
     found = dict.fromkeys([(), ("unknown",), *_below(schema, schema, ())])
@@ -196,19 +201,22 @@ def _below(
 
 
 def recipes(chance: random.Random, limit: int = Limits().max_body_bytes) -> Iterator[Recipe]:
-    """Without end: half of them of the greatest size, the others of any from 1 KB, evenly on a logarithmic scale."""
+    """Yield requests without end. Half have the greatest size, the others any from 1 KB, on a logarithmic scale."""
     targets = [(each, place) for each in ENDPOINTS if each.body is not None for place in places(each)]
     while True:
         endpoint, place = chance.choice(targets)
         size = limit if chance.random() < 0.5 else int(1_000 * (limit / 1_000) ** chance.random())
-        who = chance.choice(["tenant", "tenant", "operator", "nobody"])
+        who = chance.choice(["tenant", "tenant", "operator", "anonymous"])
         if endpoint.who == "operator" and chance.random() < 0.7:
             who = "operator"
         yield Recipe(who, endpoint.method, endpoint.path, place, chance.choice(list(FILLERS)), size)
 
 
 class Loop:
-    """A service whose event loop is watched: ``longest`` is the longest stall since ``reset``, in seconds."""
+    """A service with a watch on its event loop.
+
+    ``longest`` is the longest stall since it was last reset, in seconds.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -216,7 +224,7 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def watch(self) -> None:
-        """Tick for ever."""
+        """Tick until cancelled."""
         self._loop = asyncio.get_running_loop()
         wall, cpu = time.perf_counter(), time.process_time()
         while True:
@@ -226,7 +234,7 @@ class Loop:
             wall, cpu = now, spent
 
     def block(self, seconds: float) -> None:
-        """Spend CPU time on the loop, as a test of the watch itself."""
+        """Spend CPU time on the loop, to test the watch itself."""
         loop = self._loop
         assert loop is not None
         self.longest = 0.0
@@ -242,11 +250,11 @@ class Loop:
         done.wait()
 
     def stall_s(self, recipe: Recipe) -> tuple[float, int]:
-        """The stall of one send, and the status of the answer (0: none)."""
+        """Send a request once. Return the stall in seconds, and the status of the answer (0: no answer)."""
         body = recipe.body()
         headers = {"Content-Type": "application/json"}
-        if WHO[recipe.who] is not None:
-            headers["Authorization"] = f"Bearer {WHO[recipe.who]}"
+        if KEYS[recipe.who] is not None:
+            headers["Authorization"] = f"Bearer {KEYS[recipe.who]}"
         path = recipe.path.replace("{tenant}", quote("acme")).replace("{base}", "base")
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
         time.sleep(_SETTLE_S)
@@ -263,7 +271,7 @@ class Loop:
 
 @contextmanager
 def watched_service() -> Iterator[Loop]:
-    """A demo service in a thread of this process, as long as the ``with`` lasts."""
+    """Run a demo service in a thread of this process for the ``with`` block."""
     settings = ServeSettings.parse({"port": "0", "num-blocks": "512", "threads": "1"})
     with bind(settings.host, settings.port) as listener:
         ready = threading.Event()
@@ -286,7 +294,7 @@ def watched_service() -> Iterator[Loop]:
 
 
 def least_stall_s(service: Loop, recipe: Recipe) -> tuple[float, int]:
-    """The least stall of up to SENDS sends of a request, and the status of the last answer."""
+    """Return the least stall of up to SENDS sends of a request, and the status of the last answer."""
     least, status = service.stall_s(recipe)
     for _ in range(SENDS - 1):
         if least <= LIMIT_S / 2:

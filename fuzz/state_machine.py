@@ -1,10 +1,10 @@
-"""Attack the cache with random lives for a given time, each batch under a new seed.
+"""Test the cache with random lives for a given time, each batch under a new seed.
 
-    python fuzz/state_machine.py --seconds 600
+  python fuzz/state_machine.py --seconds 600
 
-The machine is the one that the tests run (``radixkv.audit.properties``), with longer lives. Prints the lives, steps
-and seconds spent; a finding is shrunk, printed with its seed, and ends the run with exit code 1. What is found
-becomes a regression test with the shrunk example.
+The state machine is that of the tests (``radixkv.audit.properties``), with longer lives. Prints the lives, steps and
+seconds spent. A failure is shrunk and printed with its seed, and the run ends with exit code 1. The shrunk example can
+then become a regression test.
 """
 
 from __future__ import annotations

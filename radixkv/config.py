@@ -155,21 +155,17 @@ def _check_tenant_id(value: object) -> None:
 
 def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
     if not isinstance(value, str):
-        raise NamespaceError(f"namespace field {name} is a {type(value).__name__}: allowed is a string")
+        raise NamespaceError(f"namespace field {name} is a {type(value).__name__}; allowed: a string")
     if not value and not may_be_empty:
-        raise NamespaceError(
-            f"namespace field {name} is empty: allowed is a string of at least one character"
-        )
+        raise NamespaceError(f"namespace field {name} is empty; allowed: a string of at least one character")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
         raise NamespaceError(
-            f"namespace field {name} has no UTF-8 form: allowed is text without lone surrogates"
+            f"namespace field {name} has no UTF-8 form; allowed: text without lone surrogates"
         ) from None
     if size > MAX_FIELD_BYTES:
-        raise NamespaceError(
-            f"namespace field {name} has {size} bytes: allowed are at most {MAX_FIELD_BYTES}"
-        )
+        raise NamespaceError(f"namespace field {name} has {size} bytes; allowed: at most {MAX_FIELD_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +212,7 @@ class Tenant:
         if self.max_blocks is not None:
             _check_count("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
             if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
-                allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
+                allowed = f"{self.guaranteed_blocks}, its guarantee, or None, because a strict tenant borrows nothing"
                 raise ArgumentError("max_blocks", self.max_blocks, allowed)
         _check_count("max_pins", self.max_pins, 0)
         if self.policy is not None and not isinstance(self.policy, str) and not callable(self.policy):
@@ -417,7 +413,7 @@ def _checked(setting: str, name: str, found: object) -> type[Policy]:
     if not isinstance(found, type):
         raise ConfigError(setting, name, f"a class; this is a {type(found).__name__}")
     if not issubclass(found, Policy):
-        raise ConfigError(setting, name, "a subclass of radixkv_policies.Policy; this class is none")
+        raise ConfigError(setting, name, "a subclass of radixkv_policies.Policy; this class isn't one")
     missing = [each for each in found.required if getattr(found, each) is getattr(Policy, each)]
     if missing:
         allowed = f"a policy with {', '.join(found.required)}; this one lacks {', '.join(missing)}"

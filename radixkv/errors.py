@@ -7,24 +7,24 @@
     ├── NamespaceError        an invalid namespace or tenant (also a ValueError)
     ├── CapacityError         too few blocks; nothing was changed
     │   ├── OutOfBlocks       the pool can't give the needed blocks
-    │   │   └── FlushRequired it can, once the engine has fetched the copies that wait
+    │   │   └── FlushRequired the pool can give them after the engine has executed waiting copies
     │   ├── QuotaExceeded     the tenant's own limit is too low
     │   ├── PinBudgetExceeded the tenant may not pin that many blocks
     │   └── PinLimitExceeded  the tenant may not have that many pins
-    ├── LeaseError            a lease, match or sequence that isn't valid any more
-    │   ├── StaleGeneration   its tenant was purged meanwhile
-    │   ├── SequenceLent      it is lent to the device, which moves it on by itself
+    ├── LeaseError            a lease, match or sequence that is no longer valid
+    │   ├── StaleGeneration   its tenant was purged while it ran
+    │   ├── SequenceLent      it is lent to the device, which advances it by itself
     │   └── NotResident       a prefix to pin isn't completely resident
-    ├── PendingError          another sequence computes the prefix, and the caller didn't wait longer
+    ├── PendingError          another sequence computes the prefix, and the caller doesn't wait for it
     ├── CoordinationError     an error of the metadata store or another replica
     │   ├── StoreUnavailable  the store can't be reached
-    │   │   └── UnreadableRecord it can, but no replica wrote its record of this tenant
+    │   │   └── UnreadableRecord the store's record of a tenant was written by no replica
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
     └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
-        └── BrokenLaws        the same, found by the audit, with its report (in radixkv.audit)
+        └── BrokenLaws        found by the audit, with its report (in radixkv.audit)
 
 A miss is not an error: it is a match of length 0.
 """
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import ClassVar
 
 MAX_SHOWN = 200
 """Characters of a value that a message shows."""
@@ -47,7 +48,9 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
 
 
 class RadixKVError(Exception):
-    """Base of all errors of radixkv."""
+    """Base of all errors of radixkv. ``hint`` is one line about what to do; each class has its own."""
+
+    hint: ClassVar[str] = "Read the message: it names what was wrong, and what is allowed."
 
 
 def refusal(name: str, value: object, allowed: str) -> str:
@@ -62,6 +65,8 @@ class ConfigError(RadixKVError):
     ``SETTING PROBLEM``.
     """
 
+    hint: ClassVar[str] = "Correct the setting that the message names, and start again."
+
     def __init__(self, setting: str, value: object, allowed: str, *, problem: str | None = None) -> None:
         self.setting, self.value, self.allowed, self.problem = setting, value, allowed, problem
         if problem is None and value is None:
@@ -74,6 +79,8 @@ class ArgumentError(RadixKVError, ValueError):
 
     ``problem`` describes the error, after the argument's name, where the value alone would mislead.
     """
+
+    hint: ClassVar[str] = "Correct the argument that the message names. The call changed nothing."
 
     def __init__(self, argument: str, value: object, allowed: str, *, problem: str | None = None) -> None:
         self.argument, self.value, self.allowed, self.problem = argument, value, allowed, problem
@@ -89,6 +96,8 @@ def wrong_count(argument: str, found: int, allowed: str) -> ArgumentError:
 class TokenError(RadixKVError, ValueError):
     """Invalid token ids. ``index`` is the position of the first invalid one, if there is such a position."""
 
+    hint: ClassVar[str] = "Pass integers of the model's vocabulary, from 0 to 2**32 - 1."
+
     def __init__(self, message: str, index: int | None = None) -> None:
         self.index = index
         super().__init__(message)
@@ -97,9 +106,15 @@ class TokenError(RadixKVError, ValueError):
 class NamespaceError(RadixKVError, ValueError):
     """An invalid field of a namespace or a tenant."""
 
+    hint: ClassVar[str] = (
+        "Correct the field that the message names: text that can name a namespace or a tenant."
+    )
+
 
 class CapacityError(RadixKVError):
     """Too few blocks. The call changed nothing."""
+
+    hint: ClassVar[str] = "Release sequences or leases, or let other requests end, then call again."
 
 
 class OutOfBlocks(CapacityError):
@@ -109,6 +124,10 @@ class OutOfBlocks(CapacityError):
     nothing of the pool or of other tenants. For ``PrefixCache.allocate``, which the engine itself calls, they are the
     pool's.
     """
+
+    hint: ClassVar[str] = (
+        "Let running requests end, then call again. Or guarantee the tenant blocks, or enlarge the pool."
+    )
 
     def __init__(self, needed: int, free: int, evictable: int) -> None:
         self.needed, self.free, self.evictable = needed, free, evictable
@@ -121,10 +140,12 @@ class OutOfBlocks(CapacityError):
 class FlushRequired(OutOfBlocks):
     """The pool can give ``needed`` blocks once the engine has called ``flush`` and executed the plan.
 
-    Raised only if the engine executes copies itself. The missing blocks have no owner any more, but waiting copies read
-    them. The engine handles this error: it executes the copies and calls again. Don't show it to a tenant, because it
-    depends on when the engine made its last step.
+    Raised only if the engine executes copies itself. The missing blocks no longer have an owner, but waiting copies
+    read them. The engine handles this error: it executes the copies and calls again. Don't show it to a tenant, because
+    it depends on when the engine made its last step.
     """
+
+    hint: ClassVar[str] = "Call flush, execute its plan, and call again."
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(needed, free, 0)
@@ -137,6 +158,8 @@ class FlushRequired(OutOfBlocks):
 class QuotaExceeded(CapacityError):
     """The tenant's own limit can't give ``needed`` blocks. Reveals nothing of other tenants."""
 
+    hint: ClassVar[str] = "Let the tenant's other requests end, or raise max_blocks."
+
     def __init__(self, needed: int, limit: int, used: int, evictable: int) -> None:
         self.needed, self.limit, self.used, self.evictable = needed, limit, used, evictable
         super().__init__(
@@ -146,6 +169,8 @@ class QuotaExceeded(CapacityError):
 
 class PinBudgetExceeded(CapacityError):
     """Pinning ``needed`` more blocks would exceed the tenant's ``budget``. The tenant has pinned ``pinned`` blocks."""
+
+    hint: ClassVar[str] = "Unpin something, pin a shorter prefix, or raise max_pinned_blocks."
 
     def __init__(self, needed: int, budget: int, pinned: int) -> None:
         self.needed, self.budget, self.pinned = needed, budget, pinned
@@ -157,25 +182,35 @@ class PinBudgetExceeded(CapacityError):
 class PinLimitExceeded(CapacityError):
     """The tenant has as many pins as its ``limit`` allows. ``num_pins`` is greater if the limit was lowered."""
 
+    hint: ClassVar[str] = "Unpin something, wait until a pin ends, or raise max_pins."
+
     def __init__(self, limit: int, num_pins: int) -> None:
         self.limit, self.num_pins = limit, num_pins
         super().__init__(f"{num_pins} of the tenant's {limit} pins are in use: unpin one, or let one end")
 
 
 class LeaseError(RadixKVError):
-    """A lease, match or sequence that isn't valid any more: released, consumed, or its blocks were evicted."""
+    """A lease, match or sequence that is no longer valid: released, consumed, or its blocks were evicted."""
+
+    hint: ClassVar[str] = "Match again, and open a new sequence."
 
 
 class StaleGeneration(LeaseError):
     """The tenant was purged while this sequence ran."""
 
+    hint: ClassVar[str] = "Release the sequence and start the request again."
+
 
 class SequenceLent(LeaseError):
     """The sequence is lent to the device (``PrefixCache.lend``). Reconcile first, or release it."""
 
+    hint: ClassVar[str] = "Call reconcile, or release the sequence."
+
 
 class NotResident(LeaseError):
     """Only ``resident_tokens`` of a prefix of ``num_tokens`` tokens (whole blocks) are resident. Compute it first."""
+
+    hint: ClassVar[str] = "Compute and commit the whole prefix, then pin it."
 
     def __init__(self, num_tokens: int, resident_tokens: int) -> None:
         self.num_tokens, self.resident_tokens = num_tokens, resident_tokens
@@ -187,29 +222,47 @@ class NotResident(LeaseError):
 class PendingError(RadixKVError):
     """Another sequence is computing the prefix. Raised for ``on_pending="raise"``, or when a wait timed out."""
 
+    hint: ClassVar[str] = (
+        "Call again later, wait longer, or compute the prefix yourself with another on_pending."
+    )
+
 
 class CoordinationError(RadixKVError):
     """The metadata store or another replica can't do what was requested."""
+
+    hint: ClassVar[str] = "Read the message. Matching and computing on this replica continue."
 
 
 class StoreUnavailable(CoordinationError):
     """The metadata store can't be reached. Matching continues. Views of other replicas become outdated."""
 
+    hint: ClassVar[str] = "Check Redis and the network to it, then call again."
+
 
 class UnreadableRecord(StoreUnavailable):
     """The store has a record of this tenant that no replica of the fleet wrote. Other tenants are not affected."""
+
+    hint: ClassVar[str] = "Find what else writes into this Redis. A purge of the tenant replaces the record."
 
 
 class StaleEpoch(CoordinationError):
     """A younger process has registered this replica's id. This process is fenced and must not write."""
 
+    hint: ClassVar[str] = "End this process, or start it with another replica id."
+
 
 class UnverifiedRequest(CoordinationError):
     """A request claims to come from a replica of the fleet, but its proof is missing, wrong or too old."""
 
+    hint: ClassVar[str] = "Check that all replicas have the same fleet secret, and that their clocks agree."
+
 
 class KernelError(RadixKVError):
     """A kernel was given what it can't run, or its launch failed."""
+
+    hint: ClassVar[str] = (
+        "Read the message: it names the shape, the dtype or the device that the kernel needs."
+    )
 
 
 class ReentrantCall(RadixKVError):
@@ -217,6 +270,8 @@ class ReentrantCall(RadixKVError):
 
     The clock, the journal, ``scrub_blocks``, policies and the storage are called under the cache's lock.
     """
+
+    hint: ClassVar[str] = "Return from the callback, then call the cache."
 
     def __init__(
         self,
@@ -232,6 +287,8 @@ class IntegrityError(RadixKVError):
     Report it. Never handle or retry it. A dead cache raises it from every call: replace the cache.
     """
 
+    hint: ClassVar[str] = "Report it as a bug of radixkv. Replace the cache; don't handle or retry the error."
+
 
 _TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")
 _STORAGE = ("torch",)
@@ -244,8 +301,8 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": _TOKENIZER,
     "redis": ("redis",),
     "http": _HTTP,
-    "service": (*_HF, *_HTTP),
-    "route": (*_HTTP, "redis"),
+    "service": (*_HF, *_HTTP, "swagger_ui"),
+    "route": (*_HTTP, "swagger_ui", "redis"),
     "audit": ("httpx", "hypothesis", "scipy"),
     "bench": ("matplotlib", "plotly"),
 }

@@ -1,1 +1,1 @@
-"""The tests. A package, so that shared parts import as ``tests.<name>`` whatever else is installed."""
+"""The tests. They are a package, so that shared parts import as ``tests.<name>`` in any environment."""

@@ -1,4 +1,6 @@
-"""What all tests share: one thread for the maths, Hypothesis profiles, the real redis-server, the GPU gate."""
+"""Shared by all tests: one thread for numerics, Hypothesis profiles, the real redis-server, and the selection by
+hardware.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import os
 import sys
 import warnings
 
-# Before NumPy or torch are imported, here and in every process that a test starts: on a loaded machine of
-# two cores, two threads for small matrices are many times slower than one.
+# Set before NumPy or torch are imported, here and in every process that a test starts. On a busy machine with two
+# cores, two threads for small matrices are many times slower than one.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 
@@ -37,7 +39,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if _in_ci el
 
 
 RELEASES = ("cli", "engines", "examples", "service")
-"""Folders of tests of code that uses the cache and has to release all that it opens."""
+"""Folders of tests whose code uses the cache and has to release everything that it opens."""
 
 
 def _must_release(path: Path) -> bool:
@@ -48,7 +50,7 @@ def _must_release(path: Path) -> bool:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Collect what a module left open before a module begins in which a forgotten sequence is an error."""
+    """Collect garbage of earlier modules before a module in which an unreleased sequence is an error."""
     done = yield
     if nextitem is not None and nextitem.path != item.path and _must_release(nextitem.path):
         with warnings.catch_warnings():
@@ -58,7 +60,7 @@ def pytest_runtest_protocol(
 
 
 def pytest_report_header() -> str:
-    """Says which redis-server the tests use, and which build of the index."""
+    """Report the redis-server that the tests use, and the build of the index."""
     index = "index: " + ("compiled" if radixkv.COMPILED else "pure Python")
     binary = find_binary()
     if binary is None:
@@ -67,8 +69,10 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run only where torch sees a GPU, those marked ``browser`` only with ``-m browser``, those
-    marked ``pure`` only where the index isn't compiled.
+    """Select the tests by hardware and build.
+
+    Tests marked ``gpu`` run only if torch sees a GPU. Tests marked ``browser`` run only with ``-m browser``. Tests
+    marked ``pure`` run only if the index isn't compiled.
     """
     for item in items:
         if _must_release(item.path):
@@ -100,7 +104,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture
 def _eager_switches() -> Iterator[None]:
-    """Threads take turns every 20 µs instead of every 5 ms."""
+    """Threads switch every 20 µs instead of every 5 ms."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2e-5)
     yield
@@ -118,6 +122,6 @@ def _redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 
 @pytest.fixture
 def redis_server(_redis_process: RedisServer) -> RedisServer:
-    """A real redis-server, running and empty. A test may kill, pause and restart it: the next finds it whole."""
+    """A real redis-server, running and empty. A test may kill, pause and restart it; the next test gets it repaired."""
     _redis_process.reset()
     return _redis_process

@@ -1,8 +1,10 @@
 """Slow, obvious models of a cache.
 
-``Oracle`` says what may be served: it may forget but may not lie; the audit ships it, for the state machine needs
-it wherever it runs. ``Blocks`` says exactly what is resident, block by block, when requests come one after the
-other and the least recently used goes.
+``Oracle`` knows the prefixes that may be served. A cache may forget them, but may not serve anything else. The class is
+part of the audit package, because the state machine needs it wherever it runs.
+
+``Blocks`` knows exactly the resident blocks, if requests come one after the other. It evicts the least recently used
+blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ Prefix = tuple[int, ...]
 
 
 class Blocks:
-    """Blocks by their prefix, each with when its last use ended: what an LRU of single blocks would hold."""
+    """Blocks by their prefix, each with the end of its last use: the content of an LRU cache of single blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -24,13 +26,13 @@ class Blocks:
         self.now = 0
 
     def use(self, prefixes: list[Prefix]) -> None:
-        """A use of a path ended."""
+        """Record that a use of a path has ended."""
         self.now += 1
         for prefix in prefixes:
             self.ended[prefix] = self.now
 
     def evict(self, num_blocks: int) -> None:
-        """The oldest block that is no other's parent, so the deepest of a path first."""
+        """Evict the oldest blocks that are no other block's parent, so the deepest of a path first."""
         for _ in range(min(num_blocks, len(self.ended))):
             parents = {prefix[: -self.block_size] for prefix in self.ended}
             leaves = [prefix for prefix in self.ended if prefix not in parents]
@@ -38,7 +40,7 @@ class Blocks:
 
 
 def resident_prefixes(cache: PrefixCache) -> set[Prefix]:
-    """The prefix that each resident block ends, read from the trees. O(blocks × depth)."""
+    """Return the prefix that each resident block ends, read from the trees. O(blocks × depth)."""
     found = set()
     for tree in cache.snapshot().trees:
         keys: list[bytes] = []

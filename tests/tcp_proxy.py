@@ -1,12 +1,12 @@
-"""A TCP proxy of the suite's own, between a client and one server: passes bytes on, or does what networks do.
+"""A TCP proxy between a client and one server. It forwards bytes, or causes faults of a network.
 
-proxy.cut("before")    the next bytes that the client sends are lost with their connection
-proxy.cut("after")     they arrive, and the connection is lost before the answer gets back
-proxy.refuse = True    connections are closed as soon as they are made, and those that were are cut
-proxy.reset = True     … and the client is told so by a reset, as by a server that died with a request unread
-proxy.hold = True      nothing passes, either way, and nobody is told: a partition; new connections are made, and hang
-proxy.delay_s = 0.05   whatever passes does so later
-proxy.garble = bytes   what the server says next is replaced by this, and the connection is lost
+proxy.cut("before")    the next bytes from the client are lost, and the connection breaks
+proxy.cut("after")     the next bytes reach the server; the connection breaks before the answer gets back
+proxy.refuse = True    new connections are closed at once, and existing ones are cut
+proxy.reset = True     as refuse, but the client gets a reset, as from a server that died with an unread request
+proxy.hold = True      a partition: nothing passes either way, without an error; new connections hang
+proxy.delay_s = 0.05   everything passes later by this time
+proxy.garble = bytes   these bytes replace the server's next answer, and the connection breaks
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fault = Literal["before", "after"]
 
 
 class TcpProxy:
-    """Listens on ``port`` from the moment it is made; ``close`` ends it."""
+    """A proxy that listens on ``port`` as soon as it is made. ``close`` ends it."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.target = (host, port)
@@ -52,8 +52,12 @@ class TcpProxy:
 
     @property
     def is_armed(self) -> bool:
-        """The fault hasn't struck yet."""
+        """Whether the fault is armed and hasn't happened yet."""
         return self._fault is not None
+
+    def connections(self) -> list[threading.Thread]:
+        """Return a thread for each open connection. It ends once both sides are closed."""
+        return [thread for thread in self._threads if thread.is_alive()]
 
     def close(self) -> None:
         """Close all connections, and wait for the threads."""
@@ -68,7 +72,7 @@ class TcpProxy:
         while not self._is_closed:
             with contextlib.suppress(TimeoutError):
                 client, _ = self._listener.accept()
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads = self.connections()
                 self._threads.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
                 self._threads[-1].start()
 
@@ -93,6 +97,8 @@ class TcpProxy:
                     time.sleep(_TICK_S)
                     continue
                 for key, _ in both.select(_TICK_S):
+                    if self.refuse or self.hold:  # set while this thread waited: nothing passes from now on
+                        break
                     source, sink = key.fileobj, key.data
                     assert isinstance(source, socket.socket)
                     data = source.recv(1 << 20)

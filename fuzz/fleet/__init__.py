@@ -1,1 +1,1 @@
-"""What ``fuzz/faults.py`` is made of: replicas in processes of their own, what happens to them, what must hold."""
+"""The parts of ``fuzz/faults.py``: replicas in processes of their own, their faults, and the invariants."""

@@ -1,4 +1,4 @@
-"""What must hold of what happened, whatever happened: read from the histories of the replicas and of the driver."""
+"""The invariants on served requests, checked in the histories of the replicas and of the driver."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 
 class Purged(NamedTuple):
-    """A purge that was complete: who had confirmed, and how often Redis had forgotten something by then."""
+    """A complete purge: the replicas that had confirmed it, and when Redis may have lost it."""
 
     tenant: str
     raised_at: float
     complete_at: float
     confirmed: dict[str, int]
-    """With the epochs under which they did: a process that another had taken the id from hasn't."""
+    """By replica id, the epoch in which it confirmed. A process whose id another one had taken hasn't confirmed."""
     lost_at: float
-    """When Redis forgot something after it; infinite if it didn't."""
+    """When Redis lost data after the purge. Infinite if it didn't."""
 
 
 def read(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every line of every replica, with its name; a last line that a kill cut short is left out."""
+    """Yield every line of every replica, with its name. A last line that a kill cut short is left out."""
     for path in sorted(folder.glob("*.history")):
         for line in path.read_text().splitlines():
             try:
@@ -31,25 +31,25 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def wrongs(folder: Path, purges: list[Purged]) -> tuple[list[str], int]:
-    """What was wrong in the histories, and how many requests were served."""
+    """Return the violations in the histories, and the number of requests that were served."""
     found, num_served = [], 0
-    for told in read(folder):
-        if told["event"] == "crashed":
-            found.append(f"replica {told['replica']} crashed: {told['error']}")
-        if told["event"] == "served":
+    for entry in read(folder):
+        if entry["event"] == "crashed":
+            found.append(f"replica {entry['replica']} crashed: {entry['error']}")
+        if entry["event"] == "served":
             num_served += 1
-            if told["wrong"]:
-                found.append(f"wrong KV: {told}")
-            found += [f"purged KV: {told} after {purge}" for purge in purges if _is_stale(told, purge)]
+            if entry["wrong"]:
+                found.append(f"wrong KV: {entry}")
+            found += [f"purged KV: {entry} after {purge}" for purge in purges if _is_stale(entry, purge)]
     return found, num_served
 
 
 def _is_stale(served: dict[str, Any], purge: Purged) -> bool:
-    """A request of a purged tenant was given what is older than the purge, by a replica that must not do so.
+    """Return whether a replica served KV from before a purge, though it must not do so.
 
-    Those that have confirmed must not; nobody must who thinks that no purge can be complete that it hasn't applied,
-    be it that another process has its id, as long as Redis remembers the purge. A tenant that refuses to be served
-    where that isn't known is served by no others.
+    A replica that has confirmed the purge must not do so. Neither must one that believes that no purge can be complete
+    before it has applied it, as long as Redis remembers the purge. That includes a process whose id another one has
+    taken. A tenant that refuses stale replicas is served only by replicas that believe so.
     """
     if served["tenant"] != purge.tenant or served["began"] <= purge.complete_at:
         return False

@@ -1,4 +1,4 @@
-"""What happens to a fleet, and when: drawn from a seed, printed line by line, and the same again for the same seed."""
+"""The schedule of faults for a fleet. It depends on the seed only, and is printed line by line."""
 
 from __future__ import annotations
 
@@ -38,21 +38,24 @@ _WORK: Final = ("purge", "job", "reserve", "job", "reserve")
 
 
 class Step(NamedTuple):
-    """Something that begins at ``at_s`` and, where it lasts, ends by itself; ``chance`` decides its details."""
+    """A fault or some work that begins at ``at_s``.
+
+    A fault that lasts ends by itself. ``chance`` decides the details.
+    """
 
     at_s: float
     what: str
-    whom: str
+    target: str
     lasts_s: float
     chance: int
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""
-        return f"{self.at_s:6.2f} s  {self.what} {self.whom}{lasts} (chance {self.chance})"
+        return f"{self.at_s:6.2f} s  {self.what} {self.target}{lasts} (chance {self.chance})"
 
 
 def draw(seed: int, store: str, seconds: float) -> list[Step]:
-    """The faults and the work of one round, in order."""
+    """Return the faults and the work of one round, in order."""
     chance = random.Random(f"{seed} {store}")
     faults = dict(_TO_REPLICAS) | _TO_SERVERS[store]
     if store == "single":
@@ -67,11 +70,11 @@ def _drawn(
     steps, at_s, kinds = [], 1.0, sorted(faults)
     while at_s < seconds:
         what = chance.choice(kinds)
-        everybody = (*NAMES, "router") if what in _THROUGH_PROXIES else NAMES
+        names = (*NAMES, "router") if what in _THROUGH_PROXIES else NAMES
         of_a_server = what not in _TO_REPLICAS and what not in _THROUGH_PROXIES
         lasts_s = round(faults[what] * chance.uniform(0.2, 1.0), 2)
-        whom = "" if of_a_server else chance.choice(everybody)
-        steps.append(Step(round(at_s, 2), what, whom, lasts_s, chance.randrange(1 << 30)))
+        target = "" if of_a_server else chance.choice(names)
+        steps.append(Step(round(at_s, 2), what, target, lasts_s, chance.randrange(1 << 30)))
         at_s += chance.uniform(least_s, most_s)
     return steps
 
@@ -87,10 +90,10 @@ def _work(chance: random.Random, seconds: float) -> list[Step]:
 
 
 def tenant_of(step: Step) -> str:
-    """Whom the work of a step is for."""
+    """Return the tenant that the work of a step is for."""
     return TENANTS[step.chance % len(TENANTS)]
 
 
 def prompt_of(step: Step) -> int:
-    """Which prompt it is about."""
+    """Return the number of the prompt that the work of a step is for."""
     return step.chance // 2 % NUM_PROMPTS

@@ -1,4 +1,4 @@
-"""The Redis of a round: one server, a Cluster or a group under Sentinel, and what is done to it."""
+"""The Redis of a round: one server, a Cluster or a group under Sentinel, and the faults of its servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOUR_S = 3600
 
 
 class Servers:
-    """A deployment in a folder. ``losses`` counts what may have made it forget something."""
+    """A deployment in a folder. ``losses`` counts the faults that may have made it lose data."""
 
     def __init__(self, store: str, folder: Path) -> None:
         binary = find_binary()
@@ -51,25 +51,25 @@ class Servers:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL of the deployment."""
         return self.group.url
 
     @property
     def nodes(self) -> list[RedisServer]:
-        """Those that have keys."""
+        """The servers that have keys."""
         return [self.group] if isinstance(self.group, RedisServer) else self.group.data_nodes
 
     def act(self, what: str, chance: int) -> None:
-        """Begin what a step says."""
+        """Begin the fault of a step."""
         getattr(self, what.replace(" ", "_"))(random.Random(chance))
 
     def heal(self) -> None:
-        """All run, and nothing is paused."""
+        """Make all servers run and resume."""
         group = self.group
         if isinstance(group, SentinelServers):
             group.resume()
             until(lambda: self.tend() and group.master.is_running, "a master")
-            self.tend()  # it may have been replaced between the two
+            self.tend()  # the master may have been replaced between the two calls
             group.wait()
             return
         self.tend()
@@ -81,7 +81,7 @@ class Servers:
             group.wait()
 
     def tend(self) -> bool:
-        """A master that was replaced comes back as a replica, empty; in a Cluster it is replaced now. True."""
+        """Restart a replaced master as an empty replica. In a Cluster, replace a failed master first. Returns True."""
         group = self.group
         if isinstance(group, ClusterServers):
             for shard in range(len(group.primaries)):
@@ -106,46 +106,46 @@ class Servers:
     # ---- faults
 
     def restart_empty(self, chance: random.Random) -> None:
-        """It dies, and comes back without anything when it is healed."""
+        """Kill the server. It comes back empty when it is healed."""
         self.losses += 1
         self.group.kill()
         (self.folder / "dump.rdb").unlink(missing_ok=True)
 
     def restart_with_data(self, chance: random.Random) -> None:
-        """It dies after it has saved everything."""
+        """Kill the server after it has saved everything."""
         self.save(chance)
         self.group.kill()
 
     def save(self, chance: random.Random) -> None:
-        """It saves what it has."""
+        """Save the data."""
         for node in self.nodes:
             with suppress(RuntimeError, OSError):
                 node.command("SAVE")
 
     def restart_as_saved(self, chance: random.Random) -> None:
-        """It dies, and has forgotten all since it was saved the last time."""
+        """Kill the server. It comes back with the data of the last save."""
         self.losses += 1
         self.group.kill()
 
     def restart_node(self, chance: random.Random) -> None:
-        """One of several dies, and comes back empty."""
+        """Kill one of several servers. It comes back empty."""
         self.losses += 1
         chance.choice(self.nodes).kill()
 
     def pause_server(self, chance: random.Random) -> None:
-        """It stands still; of several, one does."""
+        """Pause the server, or one of several."""
         chance.choice(self.nodes).pause()
 
     def fail_over(self, chance: random.Random, *, lagging: bool = False) -> None:
-        """A master dies, and its replica takes its place. It comes back, empty, as a replica of that one."""
+        """Kill a master, whose replica takes its place. The master comes back as an empty replica."""
         group, shard = self.group, chance.randrange(3)
         assert not isinstance(group, RedisServer)
         if isinstance(group, SentinelServers):
-            master, replica = group.master, group.replica
+            master, replica = group.roles
         else:
             master, replica = group.primaries[shard], group.replicas[shard]
         if not replica.is_running or not follows(replica):
-            return  # the one before isn't over
+            return  # the fail-over before isn't complete
         self.losses += 1
         if lagging:
             replica.pause()
@@ -155,35 +155,35 @@ class Servers:
         replica.resume()
 
     def fail_over_with_a_lagging_replica(self, chance: random.Random) -> None:
-        """The same, and what came last had not reached the replica."""
+        """Fail over while the last writes haven't reached the replica."""
         self.fail_over(chance, lagging=True)
 
     def trim(self, chance: random.Random) -> None:
-        """Logs lose their beginnings, and what the readers have not read yet of them."""
+        """Trim the beginnings of logs, with entries that the readers have not read yet."""
         for client in self._clients():
-            with suppress(redis.RedisError):  # it may lose its place, or come to stand still, meanwhile
+            with suppress(redis.RedisError):  # it may be replaced or paused meanwhile
                 for key in client.scan_iter("rk1:*:ev"):
                     client.xtrim(key, maxlen=chance.randint(0, 4), approximate=False)
 
     def lose_scripts(self, chance: random.Random) -> None:
-        """It has forgotten its scripts."""
+        """Make the servers forget their scripts."""
         for client in self._clients():
             client.script_flush()
 
     def drop_connections(self, chance: random.Random) -> None:
-        """Every client has to connect anew."""
+        """Drop all connections. Every client has to connect again."""
         for client in self._clients():
             client.execute_command("CLIENT", "KILL", "TYPE", "normal")
 
     def skew(self, chance: random.Random) -> None:
-        """Its wall clock jumps by an hour, either way."""
+        """Let the wall clock of the server jump by an hour, forwards or backwards."""
         if self.is_skewable:
             (now,) = struct.unpack("<q", self.skew_file.read_bytes())
             with self.skew_file.open("r+b") as file:
                 file.write(struct.pack("<q", now + chance.choice((-HOUR_S, HOUR_S))))
 
     def _clients(self) -> list[Any]:
-        """One for each server that answers."""
+        """Return a client for each server that answers."""
         found = []
         for node in self.nodes:
             client = redis.Redis.from_url(node.url, protocol=2, socket_timeout=0.5)
@@ -193,7 +193,7 @@ class Servers:
         return found
 
     def _skewable(self, binary: Binary) -> Binary:
-        """The same server under a clock that can be turned, where there is a C compiler."""
+        """Return the same server with a clock that can be set, if there is a C compiler."""
         library, script = self.folder / "skew.so", self.folder / "redis-server"
         compiler, source = shutil.which("cc"), Path(__file__).with_name("skew.c")
         if compiler is None:

@@ -1,11 +1,11 @@
-"""One replica, in a process of its own: a real cache and a real coordinator; only the KV are pretended.
+"""One replica in a process of its own: a real cache and a real coordinator. Only the KV is simulated.
 
-Each block has a tag: what was computed into it, and when. A request checks the tags of what it was given, as an engine
-that reads KV would suffer from them, and writes those of what it computes. What happened is written to a history,
-a JSON object a line, with times of the machine's monotonic clock, which all processes share.
+Each block has a tag: its content, and when it was computed. A request checks the tags of its cached blocks, as an
+engine reads their KV. It writes the tags of the blocks that it computes. Events are written to a history, one JSON
+object per line. Times are those of the machine's monotonic clock, which all processes share.
 
-Commands come over a pipe as ``(number, name, arguments)``, and are answered by ``(number, value)``. Those that may wait
-for Redis are run by a second thread, one after the other, and repeated until Redis has heard them.
+Commands come over a pipe as ``(number, name, arguments)``. The answer is ``(number, value)``. A second thread runs the
+commands that may wait for Redis, one after the other. It repeats them until Redis answers.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ LEASE_S: Final = 1.5
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 384
 TENANTS: Final = ("serves", "refuses")
-"""What each wants of a replica that can't know whether the tenant was purged."""
+"""How each wants a replica to act that can't know whether the tenant was purged."""
 NUM_PROMPTS: Final = 10
 RETRY_S: Final = 0.1
 
 
 def namespace(tenant: str) -> Namespace:
-    """The one namespace of a tenant."""
+    """Return the one namespace of a tenant."""
     return Namespace(tenant, MODEL)
 
 
 def prompts(seed: int) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-    """Prompts of 1 to 5 segments; half of them begin alike."""
+    """Return prompts of 1 to 5 segments. Half of them begin alike."""
     chance = np.random.default_rng(seed)
     common = chance.integers(0, 32_000, 512, dtype=np.uint32)
     found = []
@@ -66,18 +66,18 @@ def prompts(seed: int) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
 
 
 class History:
-    """Lines of JSON, each written at once: a process that is killed leaves those before."""
+    """Lines of JSON. Each is written at once, so a process that is killed leaves all lines before."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
-    def tell(self, event: str, **facts: Any) -> None:
-        """One line."""
+    def record(self, event: str, **facts: Any) -> None:
+        """Write one line."""
         self._file.write(json.dumps({"t": time.monotonic(), "event": event, **facts}) + "\n")
 
 
 class Worker:
-    """See the module's docstring."""
+    """The replica of this process. See the module's docstring."""
 
     def __init__(self, pipe: Connection, url: str, name: str, path: Path, seed: int) -> None:
         self.pipe, self.name, self.prompts = pipe, name, prompts(seed)
@@ -97,12 +97,12 @@ class Worker:
         self.coordinator.purges.meet(TENANTS)
 
     def clock(self) -> float:
-        """Monotonic seconds, unless somebody has turned it."""
+        """Return monotonic seconds plus the offset that the schedule has set."""
         return time.monotonic() + self.offset_s
 
     def run(self) -> None:
-        """Until the pipe is closed."""
-        threading.Thread(target=self.errands, daemon=True).start()
+        """Execute commands until the pipe is closed."""
+        threading.Thread(target=self.run_waiting, daemon=True).start()
         self.waiting.put((0, "register", []))
         while True:
             try:
@@ -115,18 +115,18 @@ class Worker:
                 self.waiting.put((number, name, arguments))
 
     def reply(self, number: int, value: Any) -> None:
-        """The answer to a command."""
+        """Send the answer to a command."""
         with self.replying:
             self.pipe.send((number, value))
 
-    def errands(self) -> None:
-        """What waits for Redis."""
+    def run_waiting(self) -> None:
+        """Run the commands that may wait for Redis."""
         while True:
             number, name, arguments = self.waiting.get()
-            self.reply(number, self.insisted(name, getattr(self, name), arguments))
+            self.reply(number, self.with_retries(name, getattr(self, name), arguments))
 
-    def insisted(self, name: str, act: Callable[..., Any], arguments: list[Any]) -> Any:
-        """Repeated while Redis is away; the name of the error if it is another one."""
+    def with_retries(self, name: str, act: Callable[..., Any], arguments: list[Any]) -> Any:
+        """Run a command, and repeat it while Redis is unavailable. Return the name of any other error."""
         while True:
             try:
                 return act(*arguments)
@@ -135,13 +135,13 @@ class Worker:
             except StaleEpoch:
                 return "fenced"
             except (CoordinationError, RadixKVError) as error:
-                self.history.tell("refused", name=name, error=repr(error))
+                self.history.record("refused", name=name, error=repr(error))
                 return type(error).__name__
 
-    # ---- what needs no store
+    # ---- commands without the store
 
     def serve(self, tenant: str, number: int) -> str | int:
-        """A request: how many tokens of the prompt were there already, or why it wasn't served."""
+        """Serve a request. Return the number of cached tokens of the prompt, or the reason why it wasn't served."""
         began, epoch = time.monotonic(), self.coordinator.info().epoch
         knew = self.coordinator.knows_generations
         if tenant == "refuses" and not knew:
@@ -150,7 +150,7 @@ class Worker:
         try:
             with (
                 self.serving,
-                nullcontext(time.monotonic()) as opened_at,  # a purge may have passed since the request began
+                nullcontext(time.monotonic()) as opened_at,  # a purge may have come since the request began
                 self.cache.open(namespace(tenant), ids) as sequence,
             ):
                 num_cached = sequence.num_cached_tokens
@@ -168,11 +168,11 @@ class Worker:
         except StaleGeneration:  # it was purged between the two
             return "purged"
         facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong}
-        self.history.tell("served", tenant=tenant, began=began, epoch=epoch, knew=knew, **facts)
+        self.history.record("served", tenant=tenant, began=began, epoch=epoch, knew=knew, **facts)
         return num_cached
 
     def contents(self, tenant: str, ids: np.ndarray[Any, np.dtype[np.uint32]]) -> list[bytes]:
-        """What belongs into each whole block of a prompt."""
+        """Return the expected content of each whole block of a prompt."""
         digest = sha256(tenant.encode())
         found = []
         for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
@@ -181,16 +181,16 @@ class Worker:
         return found
 
     def purged(self, tenant: str, generation: int) -> None:
-        """The fleet purges a tenant."""
+        """Purge a tenant, as the fleet asks."""
         self.cache.purge(tenant)
-        self.history.tell("purged", tenant=tenant, generation=generation)
+        self.history.record("purged", tenant=tenant, generation=generation)
 
     def turn(self, seconds: float) -> None:
-        """Turn the clock of this replica."""
+        """Change the clock of this replica by ``seconds``."""
         self.offset_s += seconds
 
     def stacks(self) -> str:
-        """What each thread is at."""
+        """Return the stack of each thread."""
         names = {each.ident: each.name for each in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(thread)}\n{''.join(traceback.format_stack(frame))}"
@@ -198,7 +198,7 @@ class Worker:
         )
 
     def state(self, with_hints: bool) -> dict[str, Any]:
-        """Where it stands; with what it holds and what it thinks of others."""
+        """Return the replica's state. ``with_hints`` adds the tokens that it holds, and its view of the others."""
         health = self.coordinator.health()
         found: dict[str, Any] = {
             "state": health.state,
@@ -221,30 +221,30 @@ class Worker:
         return found
 
     def hints(self, tenant: str, number: int) -> dict[str, int]:
-        """Who it thinks holds how much."""
+        """Return the number of tokens that each other replica holds, in this replica's view."""
         found = self.coordinator.hints(namespace(tenant), self.prompts[number])
         return {hint.replica.id: hint.num_tokens for hint in found}
 
-    # ---- errands
+    # ---- commands that may wait for Redis
 
     def register(self) -> int:
         """Take the id."""
         info = self.coordinator.register()
         self.coordinator.report_load(Load(resident_blocks=self.cache.stats().resident_blocks))
-        self.history.tell("registered", name=self.name, epoch=info.epoch)
+        self.history.record("registered", name=self.name, epoch=info.epoch)
         return info.epoch
 
     def purge(self, tenant: str) -> dict[str, Any]:
-        """Forget a tenant in the whole fleet."""
+        """Purge a tenant in the whole fleet."""
         self.cache.purge(tenant)
-        return self.told(tenant, self.coordinator.purge(tenant))
+        return self.purge_state(tenant, self.coordinator.purge(tenant))
 
     def purge_report(self, tenant: str) -> dict[str, Any]:
-        """How far that has come."""
-        return self.told(tenant, self.coordinator.purge_report(tenant))
+        """Return the progress of the last purge."""
+        return self.purge_state(tenant, self.coordinator.purge_report(tenant))
 
-    def told(self, tenant: str, found: Purge) -> dict[str, Any]:
-        """Whether a purge is complete, and the epochs of those that have confirmed it."""
+    def purge_state(self, tenant: str, found: Purge) -> dict[str, Any]:
+        """Return whether a purge is complete, and the epochs of the replicas that have confirmed it."""
         store = self.coordinator.store
         said = store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
         nonces = {name: each.nonce for name, each in said.items()}
@@ -255,16 +255,16 @@ class Worker:
         return {"complete": found.is_complete, "confirmed": confirmed}
 
     def limit(self, tenant: str, blocks: int) -> bool:
-        """Hold a tenant to a limit in the whole fleet."""
+        """Set a tenant's limit in the whole fleet."""
         self.coordinator.set_limit(tenant, blocks)
         return True
 
     def reserve(self, tenant: str, blocks: int) -> int:
-        """State a share."""
+        """Reserve a share of the limit."""
         return self.coordinator.reserve(tenant, blocks).blocks
 
     def job(self, job_id: str, tenant: str) -> dict[str, Any] | None:
-        """A warm job."""
+        """Return the state of a warm job."""
         job = self.coordinator.job(job_id, tenant)
         if job is None:
             return None
@@ -279,13 +279,13 @@ class Worker:
         return job.id == job_id
 
     def do_job(self, job_id: str, tenant: str, number: int) -> bool:
-        """This replica's part of a job."""
+        """Execute this replica's part of a job."""
         self.coordinator.report_job(job_id, "running", 0)
         self.serve(tenant, number)
         return self.coordinator.report_job(job_id, "done", 256)
 
     def take_job(self, job_id: str, tenant: str, helper: str) -> bool:
-        """See to a job whose owner is gone, and ask one replica more if one is missing."""
+        """Take over a job whose owner is gone. If a replica is missing, ask ``helper`` too."""
         job = self.coordinator.take_job(job_id, tenant)
         if job is None:
             return False
@@ -295,10 +295,10 @@ class Worker:
 
 
 def main(pipe: Connection, url: str, name: str, path: str, seed: int) -> None:
-    """What the process does."""
+    """Run the process of a replica."""
     worker = Worker(pipe, url, name, Path(path), seed)
     try:
         worker.run()
     except BaseException as error:
-        worker.history.tell("crashed", error=repr(error))
+        worker.history.record("crashed", error=repr(error))
         raise

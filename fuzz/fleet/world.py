@@ -1,7 +1,7 @@
-"""A fleet under attack: four replicas in processes of their own, two routers, and the Redis between them.
+"""A fleet under faults: four replicas in processes of their own, two routers, and the Redis between them.
 
-Over a single Redis each of them has a proxy of its own, so that one can be cut off and the others not. A Cluster's and
-a Sentinel's clients are told addresses by the servers, so there it is the servers that fail.
+Over a single Redis, each replica and the routers have a proxy of their own, so that one can be cut off alone. Clients
+of a Cluster and of Sentinel get addresses from the servers. There the servers fail instead of the connections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_ROUTERS = 2
 
 
 class Replica:
-    """One process that claims an id. Commands are answered in any order; a process that is gone answers nothing."""
+    """One process that claims an id. Commands are answered in any order. A process that has ended answers nothing."""
 
     def __init__(self, name: str, url: str, path: Path, seed: int) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class Replica:
         self._thread.start()
 
     def ask(self, command: str, *arguments: Any) -> Future[Any]:
-        """The answer, when it comes; None if the process is gone."""
+        """Send a command. Return its answer as a future, which is None if the process has ended."""
         answer: Future[Any] = Future()
         with self._sending:
             self._number += 1
@@ -63,14 +63,14 @@ class Replica:
         return answer
 
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT or SIGKILL."""
+        """Send SIGSTOP, SIGCONT or SIGKILL."""
         pid = self.process.pid
         if pid is not None and self.process.is_alive():
             os.kill(pid, number)
         self.is_paused = number == signal.SIGSTOP
 
     def kill(self) -> None:
-        """SIGKILL, and wait for it."""
+        """Send SIGKILL, and wait until the process has ended."""
         self.was_killed = True
         self.signal(signal.SIGKILL)
         self.process.join()
@@ -94,7 +94,7 @@ class Replica:
 
 
 def answered(answer: Future[Any], timeout_s: float) -> Any:
-    """The answer, None if it doesn't come in time."""
+    """Return the answer, or None if it doesn't come in time."""
     try:
         return answer.result(timeout_s)
     except TooLong:
@@ -102,7 +102,7 @@ def answered(answer: Future[Any], timeout_s: float) -> Any:
 
 
 class World:
-    """See the module's docstring. ``claimants`` has the processes of each id, oldest first."""
+    """The fleet. See the module's docstring. ``claimants`` has the processes of each id, oldest first."""
 
     def __init__(self, store: str, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
@@ -123,12 +123,12 @@ class World:
             self.routers.append(Router.connect(self.url("router"), fleet_secret=worker.SECRET))
 
     def url(self, name: str) -> str:
-        """Where Redis is for one of them."""
+        """Return the URL of Redis for a replica or the routers."""
         proxy = self.proxies.get(name)
         return self.servers.url if proxy is None else f"redis://127.0.0.1:{proxy.port}/0"
 
     def spawn(self, name: str) -> Replica:
-        """One more process that claims an id."""
+        """Start one more process that claims an id."""
         self._num_histories += 1
         path = self.folder / f"{name}.{self._num_histories}.history"
         replica = Replica(name, self.url(name), path, self.seed)
@@ -137,28 +137,30 @@ class World:
         return replica
 
     def living(self) -> list[Replica]:
-        """The last claimant of each id whose process runs and isn't stopped."""
+        """Return the last claimant of each id, if its process runs and isn't paused."""
         found = [claimants[-1] for claimants in self.claimants.values() if claimants]
         return [each for each in found if not each.was_killed and not each.is_paused]
 
     def disturbed_until(self, name: str) -> float:
-        """Until when a dead replica's last beat may have been on its way, or Redis may not have counted its lease."""
+        """Return until when the last beat of a dead replica may have been in flight, or Redis may not have counted its
+        lease.
+        """
         return float("inf") if any(_delays(step, name) for step in self._active) else self._disturbed[name]
 
     def begin(self, step: Step) -> None:
-        """Do what a step says, and let it last."""
+        """Begin a step."""
         self._active.append(step)
         claimants, proxy = (
-            self.claimants[step.whom] if step.whom in NAMES else [],
-            self.proxies.get(step.whom),
+            self.claimants[step.target] if step.target in NAMES else [],
+            self.proxies.get(step.target),
         )
         if step.what == "kill":
             for each in claimants:
                 each.kill()
             claimants.clear()
-            self.dead_since.setdefault(step.whom, time.monotonic())
+            self.dead_since.setdefault(step.target, time.monotonic())
         elif step.what == "claim":
-            self.spawn(step.whom)
+            self.spawn(step.target)
         elif step.what == "pause":
             for each in claimants:
                 each.signal(signal.SIGSTOP)
@@ -171,12 +173,12 @@ class World:
             self.servers.act(step.what, step.chance)
 
     def end(self, step: Step) -> None:
-        """Heal what a step did."""
-        proxy = self.proxies.get(step.whom)
-        if step.what == "kill" and not self.claimants[step.whom]:
-            self.spawn(step.whom)
+        """End the fault of a step."""
+        proxy = self.proxies.get(step.target)
+        if step.what == "kill" and not self.claimants[step.target]:
+            self.spawn(step.target)
         elif step.what == "pause":
-            for each in self.claimants[step.whom]:
+            for each in self.claimants[step.target]:
                 each.signal(signal.SIGCONT)
         elif proxy is not None and step.what in ("partition", "reset", "delay"):
             proxy.hold = proxy.refuse = proxy.reset = False
@@ -193,7 +195,7 @@ class World:
         self._disturbed |= {name: time.monotonic() for name in NAMES if _delays(step, name)}
 
     def heal(self) -> None:
-        """Everything runs and is connected."""
+        """End all faults: everything runs and is connected."""
         self.servers.heal()
         for proxy in self.proxies.values():
             proxy.hold = proxy.refuse = proxy.reset = False
@@ -206,7 +208,7 @@ class World:
                 self.spawn(name)
 
     def close(self) -> None:
-        """End all of it."""
+        """End all processes, routers and proxies."""
         for claimants in self.claimants.values():
             for each in claimants:
                 each.kill()
@@ -228,6 +230,6 @@ class World:
 
 
 def _delays(step: Step, name: str) -> bool:
-    """Whether what that replica sent can arrive late, or its lease be counted wrong."""
+    """Return whether the messages of that replica can arrive late, or its lease can be counted wrongly."""
     of_all = step.what in ("pause server", "skew") or step.what.startswith(("restart", "fail over"))
-    return of_all or (step.what in ("partition", "delay") and step.whom == name)
+    return of_all or (step.what in ("partition", "delay") and step.target == name)

@@ -1,1 +1,1 @@
-"""What is fuzzed, one module a target: ``one(data)`` raises if ``data`` finds a bug. Needs no fuzzer itself."""
+"""The fuzz targets, one module each: ``one(data)`` raises if ``data`` finds a bug. It needs no fuzzer itself."""

@@ -1,6 +1,6 @@
-"""What the audit is answered: by an adapter, and by a server under audit. Lies and rubbish are findings, never crashes.
+"""Answers to the audit, from an adapter and from a server. False and malformed ones are findings, never crashes.
 
-An adapter that answers rubbish fails the machine with AssertionError; a server that does, with TargetError.
+A malformed answer of an adapter fails the state machine with AssertionError. That of a server raises TargetError.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from radixkv.audit.target import Target, TargetError
 
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _TARGET = Target("http://127.0.0.1:1", "key")
-"""Made once: TLS takes longer than all the rest."""
+"""Made once: TLS takes longer than everything else."""
 
 
-class Rubbish:
-    """An adapter whose answers are drawn."""
+class RandomAnswers:
+    """An adapter with random answers."""
 
     block_size = 4
 
@@ -45,7 +45,7 @@ class Rubbish:
 
 
 def one(data: bytes) -> None:
-    """A few calls on an adapter, or a request to a server."""
+    """Make a few calls on an adapter, or a request to a server."""
     material = Material(data)
     if material.byte() % 2:
         _adapter(material)
@@ -54,7 +54,7 @@ def one(data: bytes) -> None:
 
 
 def _adapter(material: Material) -> None:
-    player = Player("a", Rubbish(material), Oracle(4))
+    player = Player("a", RandomAnswers(material), Oracle(4))
     ids = [0, 0, 1, 0, 0, 0, 0, 2]
     calls = (
         lambda: player.open(0, ids, 8),

@@ -1,7 +1,7 @@
-"""HTTP bodies: whatever a tenant sends, the service answers in its documented shape and is well afterwards.
+"""HTTP bodies of a tenant: the service answers any of them in its documented form, and stays healthy.
 
-The real application with the demo model, called as an ASGI application. The first byte chooses the path, whether a
-key comes along, and the content type; the rest is the body.
+The target calls the real application with the demo model as an ASGI application. The first byte chooses the path, the
+presence of a key, and the content type. The rest is the body.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from fuzz.targets.material import Material
 
 _PATHS = ("/v1/lookup", "/v1/completions", "/v1/warm", "/v1/lookup")
+_ERROR_FIELDS = {"type", "message", "field", "value", "allowed", "docs_url"}
 _ALLOWED = {200, 202, 400, 401, 404, 409, 413, 415, 422, 429, 503}
 
 
@@ -31,7 +32,7 @@ def _application() -> tuple[Any, Any, asyncio.AbstractEventLoop]:
 
 
 def one(data: bytes) -> None:
-    """One request."""
+    """Send one request."""
     material = Material(data)
     choice = material.byte()
     body = material.rest()
@@ -46,7 +47,7 @@ def one(data: bytes) -> None:
     else:
         document = json.loads(content)
         if status >= 400:
-            assert set(document["error"]) == {"type", "message", "field", "value", "allowed"}, content
+            assert set(document["error"]) == _ERROR_FIELDS, content
     if choice & 8:
         assert status == 401, "answered without a key"
     assert not service.failures.has_broken_laws

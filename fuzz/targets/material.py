@@ -1,4 +1,4 @@
-"""Values drawn from bytes, so that a corpus file is a test case with a fuzzer and without."""
+"""Values drawn from bytes, so that a corpus file is a test case with and without a fuzzer."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 
 class Material:
-    """Reads ``data`` from its front; when it is at its end, everything is zero and empty."""
+    """Reads ``data`` from its front. At its end, all values are zero or empty."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
 
     @property
     def left(self) -> int:
-        """Bytes that are left."""
+        """The number of bytes that are left."""
         return len(self.data) - self.at
 
     def take(self, size: int) -> bytes:
-        """Up to ``size`` bytes."""
+        """Return up to ``size`` bytes."""
         found = self.data[self.at : self.at + size]
         self.at += len(found)
         return found
 
     def byte(self) -> int:
-        """0 to 255."""
+        """Return 0 to 255."""
         return (self.take(1) or b"\0")[0]
 
     def number(self) -> int:
-        """A signed 64-bit integer, small ones often."""
+        """Return a signed 64-bit integer, often a small one."""
         kind = self.byte()
         if kind < 160:
             return kind % 20
         return int(struct.unpack("<q", self.take(8).ljust(8, b"\0"))[0])
 
     def chunk(self) -> bytes:
-        """Bytes behind a length of one byte."""
+        """Return bytes whose length is the first byte."""
         return self.take(self.byte())
 
     def rest(self) -> bytes:
-        """What is left."""
+        """Return the bytes that are left."""
         return self.take(self.left)
 
     def value(self, depth: int = 2) -> Any:
-        """Something that an answer may be: nothing, numbers, text, bytes, lists, objects."""
+        """Return a possible answer: None, numbers, text, bytes, lists, objects."""
         kind = self.byte() % (9 if depth else 7)
         if kind == 0:
             return None
@@ -64,7 +64,7 @@ class Material:
         return items if kind == 7 else {str(at): item for at, item in enumerate(items)}
 
     def document(self) -> Any:
-        """The rest as JSON if it is some, otherwise drawn."""
+        """Return the rest parsed as JSON. If it isn't JSON, return a drawn value."""
         try:
             return json.loads(self.data[self.at :])
         except (ValueError, RecursionError):

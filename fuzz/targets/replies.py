@@ -1,4 +1,4 @@
-"""Redis' replies and stream entries: whatever stands in the store is taken in its form, or refused by WireError."""
+"""Redis' replies and stream entries: any content of the store is parsed in its format, or refused with WireError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENTRY = (b"o", b"n", b"p", b"b", b"e", b"s")
 
 
 def one(data: bytes) -> None:
-    """One reply, read as one of the things that it may be."""
+    """Parse one reply as one of the kinds."""
     material = Material(data)
     (_entry, _registration, _load, _snapshot, _job)[material.byte() % 5](material)
 
@@ -52,7 +52,7 @@ def _load(material: Material) -> None:
 
 
 def _snapshot(material: Material) -> None:
-    """Half of them with their right checksum, so that what is inside is looked at."""
+    """Half of the inputs get their right checksum, so that their content is parsed."""
     is_right = material.byte() % 2
     chunks = [material.rest()]
     checksum = wire.xxh3_128_hexdigest(chunks[0]) if is_right else "0" * 32

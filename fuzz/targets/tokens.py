@@ -1,4 +1,4 @@
-"""Token encodings: what is encoded is decoded to the same ids; what can't be ids raises TokenError alone."""
+"""Token encodings: encoded ids decode to the same ids, and invalid ids raise TokenError only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = "bBhHiIlLqQfd"
 
 
 def one(data: bytes) -> None:
-    """One container of ids, in any form."""
+    """Test one container of ids, in any form."""
     material = Material(data)
     kind = material.byte() % 6
     if kind == 0:
@@ -52,7 +52,7 @@ def _numpy(material: Material) -> Any:
 
 
 def _agrees(ids: Any) -> None:
-    if not isinstance(ids, bytes) and not len(ids):  # an empty array is of floats unless one says otherwise
+    if not isinstance(ids, bytes) and not len(ids):  # an empty array has a float dtype by default
         assert _or_none(lambda: encode(ids)) in (b"", None)
         return
     expected = _plain(ids)
@@ -74,7 +74,7 @@ def _or_none(call: Callable[[], bytes]) -> bytes | None:
 
 
 def _plain(ids: Any) -> list[int] | None:
-    """The ids as a list of integers, or None if they are none: the slow and obvious way."""
+    """Return the ids as a list of integers, or None if they are invalid, in the slow and obvious way."""
     if isinstance(ids, bytes):
         return (
             None

@@ -1,27 +1,26 @@
-"""radixkv_kernels: moving KV blocks at the speed of memory, in Triton with a plain torch reference each.
+"""radixkv_kernels: kernels that move KV blocks at memory speed, in Triton, each with a plain torch reference.
 
-    fork_blocks(pool, src, dst, num_rows)    the valid rows of block src[i] become those of block dst[i]
+    fork_blocks(pool, src, dst, num_rows)    copy the valid rows of block src[i] to block dst[i]
     gather(pool, block_ids, staging)         blocks to one contiguous buffer, converted if its dtype differs
     scatter(staging, pool, block_ids)        and back
-    scrub(pool, block_ids)                   blocks become zeros
-    quantize(pool, block_ids, records, …)    blocks to records of 8 or 4 bits a value, scales beside the codes
+    scrub(pool, block_ids)                   zero blocks
+    quantize(pool, block_ids, records, …)    blocks to records of 8 or 4 bits a value, with scales
     dequantize(records, pool, block_ids, …)  and back
     reorder(pool, beams, parents)            a beam step on the device: tables, counts, free blocks, copies
-    Beams                                    the books that it moves on
+    Beams                                    the state of the beams that reorder changes
     Fences                                   the order of copies, scrubs and compute on several streams
-    Quantized                                how such a record is made up, and its true bits a value
-    Pool                                     where the blocks are: block-major storage or an engine's own tensors
-    backend(pool)                            which path a call on this pool takes: "triton" or "torch"
-    reference                                the same functions in plain torch: the truth
+    Quantized                                the layout of such a record, and its real bits per value
+    Pool                                     the memory of the blocks: block-major storage or an engine's own tensors
+    backend(pool)                            the path of a call on this pool: "triton" or "torch"
+    reference                                the same functions in plain torch, which define the correct result
 
-Wherever a pool is wanted, block-major storage will do: one contiguous tensor ``[num_blocks, num_layers, 2,
-block_size, num_kv_heads, head_dim]`` of any dtype, index 0 of the third dimension being keys and 1 values.
-Copies move bytes and never interpret them, so one kernel serves every dtype and results are bit for bit those
-of the reference.
+Functions take a Pool or block-major storage. That is one contiguous tensor ``[num_blocks, num_layers, 2, block_size,
+num_kv_heads, head_dim]`` of any dtype, where index 0 of the third dimension is keys and 1 is values. Copies move
+bytes and never interpret them. So one kernel serves every dtype, and results equal the reference bit for bit.
 
-A call checks its arguments on the host, raises InputError (a ValueError) before anything has changed, then
-enqueues and returns: it never waits for a device. The package imports nothing of radixkv, and Triton only
-when a Triton kernel is launched. ``RADIXKV_KERNELS=reference`` forces the torch path.
+A call checks its arguments on the host, and raises InputError (a ValueError) before anything has changed. Then it
+enqueues its work and returns without waiting for the device. The package doesn't import radixkv. It imports Triton
+only when it launches a Triton kernel. ``RADIXKV_KERNELS=reference`` forces the torch path.
 """
 
 from __future__ import annotations

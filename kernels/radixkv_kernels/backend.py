@@ -1,8 +1,8 @@
-"""Which path a call takes: Triton's kernel, or the torch reference with the same result.
+"""The path of a call: Triton's kernel, or the torch reference with the same result.
 
-"triton": CUDA and ROCm tensors, and CPU tensors in a process with ``TRITON_INTERPRET=1``. "torch": all other
-tensors, and all of them under ``RADIXKV_KERNELS=reference``. A GPU without Triton gets the reference with one
-warning. Both variables are read once, at the first call: a process has one mode.
+"triton": CUDA and ROCm tensors, and CPU tensors in a process with ``TRITON_INTERPRET=1``. "torch": all other tensors,
+and all tensors under ``RADIXKV_KERNELS=reference``. A GPU without Triton uses the reference and warns once. Both
+variables are read at the first call only, so the mode of a process never changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _has_triton() -> bool:
 @cache
 def _warn_of_slow_path(device: str) -> None:
     warnings.warn(
-        f"no Triton kernels for {device} tensors here: radixkv_kernels takes the slower torch path",
+        f"no Triton kernels for {device} tensors here: radixkv_kernels uses the slower torch path",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,30 +1,30 @@
-"""Beams: the books of a batch of beams on the device, which ``reorder`` moves one step on without the host.
+"""Beams: the state of a batch of beams on the device. ``reorder`` advances it by one step without the host.
 
     tables    int32 [num_beams, max_columns]   block ids; column c holds rows [c × block_size, (c + 1) × block_size)
-    lengths   int32 [num_beams]                rows that a beam has, its prefix included
-    refs      int32 [num_blocks]               beams that hold a block, in columns from the prefix on
+    lengths   int32 [num_beams]                rows of a beam, including its prefix
+    refs      int32 [num_blocks]               beams that hold a block, in columns after the prefix
     free      int32 [num_blocks]               a stack of block ids: free[:num_free]
-    history   int32 [max_steps, 2, num_beams]  of each step the parents, and the ids of the tokens that it appended
-    counters  int32 [7]                        num_free, status, what one launch tells the next, steps, copies, limit
+    history   int32 [max_steps, 2, num_beams]  for each step the parents, and the ids of the appended tokens
+    counters  int32 [7]                        num_free, status, values between launches, steps, copies, limit
 
-A beam belongs to a group (one request); the beams of a group begin with the same ``num_prefix_blocks`` blocks,
-which somebody else owns: they are never counted, moved, written or freed. Blocks behind the prefix that somebody else
-holds too (``held``) count one holder more, and so are never written or freed either. All other blocks are *lent*:
-until the host takes the books back, each is free, or held by as many beams as ``refs`` says. ``read`` brings the
-books to the host, ``check`` proves this law.
+A beam belongs to a group (one request). The beams of a group begin with the same ``num_prefix_blocks`` blocks. These
+have another owner, so they are never counted, moved, written or freed. Blocks after the prefix that another owner
+holds too (``held``) count one more holder, so they are never written or freed either. All other blocks are *lent*.
+Until the host takes the state back, each is free, or held by as many beams as ``refs`` says. ``read`` copies the
+state to the host, and ``check`` verifies this invariant.
 
-With ``max_steps`` the books remember what a step was told, so that the host can find out later which tokens a beam's
-rows stand for: ``lineage``.
+With ``max_steps`` the state records the parents and token ids of each step. The host can later find the token ids of
+a beam's rows: ``lineage``.
 
-A step that can't be made sets a bit of ``status`` and changes nothing else; so do all steps after it, until
-``clear_status``. The host may look whenever it likes, since nothing is lost in the meantime:
+A step that can't be done sets a bit of ``status`` and changes nothing else. The same holds for all steps after it,
+until ``clear_status``. No state is lost, so the host may read the status at any time:
 
     OUT_OF_BLOCKS   more blocks needed than free ones; blocks that the step itself frees don't count yet
     TABLE_FULL      a beam's next row has no column
-    BAD_PARENT      a parent that is no beam, or one of another group
-    BAD_TOKEN       an id that isn't one: below 0, or 2³² and above
+    BAD_PARENT      not the index of a beam, or a beam of another group
+    BAD_TOKEN       an invalid token id: below 0, or 2³² and above
     HISTORY_FULL    more steps than ``max_steps``
-    CLOSED          the host has taken the books back for good: ``close``
+    CLOSED          the host has taken the state back for good: ``close``
 """
 
 from __future__ import annotations
@@ -40,15 +40,26 @@ from numpy.typing import NDArray
 from radixkv_kernels.checks import Ids, InputError, block_list, check_distinct, int32_list
 from radixkv_kernels.launch import upload
 
-OUT_OF_BLOCKS, TABLE_FULL, BAD_PARENT, BAD_TOKEN, HISTORY_FULL, CLOSED = (1 << bit for bit in range(6))
+OUT_OF_BLOCKS = 1 << 0
+"""A step needs more blocks than are free."""
+TABLE_FULL = 1 << 1
+"""The next row of a beam has no column."""
+BAD_PARENT = 1 << 2
+"""A parent is no beam, or a beam of another group."""
+BAD_TOKEN = 1 << 3
+"""A token id is below 0, or 2³² or above."""
+HISTORY_FULL = 1 << 4
+"""More steps than ``max_steps``."""
+CLOSED = 1 << 5
+"""The host has closed these beams."""
 NUM_FREE, STATUS, NUM_COPIES, LEFT, NUM_STEPS, NUM_COPIED, MAX_STEPS = range(7)
-"""Places in ``counters``; LEFT is what is free once a step has taken its blocks, NUM_COPIED the copies of all steps."""
+"""Indices of ``counters``. LEFT: free blocks after a step has taken its blocks. NUM_COPIED: copies of all steps."""
 MAX_NUM_BEAMS = 1024
 MAX_TOKEN_ID = 2**32 - 1
 
 
 class BooksOnHost(NamedTuple):
-    """The books at one moment: each beam's block ids, its rows, the free ids in order, the status, steps and copies."""
+    """A copy of the state: block ids and rows of each beam, the free ids in order, status, steps and copies."""
 
     tables: list[list[int]]
     lengths: list[int]
@@ -59,21 +70,23 @@ class BooksOnHost(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """The beam that each was at first, and the ids that it appended since, uint32 ``[num_beams, steps]``."""
+    """The original index of each beam, and the ids that it appended since: uint32 ``[num_beams, steps]``."""
 
     origins: list[int]
     token_ids: NDArray[np.uint32]
 
 
 class Beams:
-    """``len(tables)`` beams on ``device``, of a pool of ``num_blocks`` blocks of ``block_size`` rows.
+    """``len(tables)`` beams on ``device``, in a pool of ``num_blocks`` blocks of ``block_size`` rows.
 
-    tables: block ids of each beam, ``ceil(length / block_size)`` of them. lengths: rows of each beam.
-    num_prefix_blocks: how many blocks at the front of each table are the group's shared prefix; whole ones.
-    free: ids lent besides. groups: a number for each beam, one group if left out. max_columns: most blocks of
-    a beam. held: ids of the tables that somebody else holds too. max_steps: steps that are remembered; with 0 none
-    are, and there may be any number. Raises InputError, naming what is wrong. Cost: tensors of the sizes above, and
-    three of the size of ``tables`` for the step's own use.
+    - tables: block ids of each beam, ``ceil(length / block_size)`` of them. lengths: rows of each beam.
+    - num_prefix_blocks: the number of whole blocks at the start of each table that are the group's shared prefix.
+    - free: ids of free blocks, which are lent too. held: ids of the tables that another owner holds too.
+    - groups: a number for each beam, one group by default. max_columns: maximum of blocks of a beam.
+    - max_steps: the number of steps that are recorded. With 0 none are, and their number is unlimited.
+
+    Raises InputError, which names the invalid argument. Memory: tensors of the sizes above, and three of the size of
+    ``tables`` as workspace of a step.
     """
 
     def __init__(
@@ -144,15 +157,15 @@ class Beams:
         self.cells = torch.empty(num_tiles * 2 * tile, dtype=torch.int32, device=device)
         self.dead = torch.empty(num_tiles * width * num_beams, dtype=torch.int32, device=device)
         self.num_dead = torch.zeros(num_tiles, dtype=torch.int32, device=device)
-        self.launchers: dict[object, Any] = {}  # of the kernels that move these books, see ``reorder_triton``
+        self.launchers: dict[object, Any] = {}  # the kernels for this state, see ``reorder_triton``
 
     @property
     def device(self) -> torch.device:
-        """Where the books are."""
+        """The device of the state."""
         return self.tables.device
 
     def read(self) -> BooksOnHost:
-        """The books now. Waits for the device: not for use in a step."""
+        """Copy the state to the host. Waits for the device, so don't use it in a step."""
         counters, lengths = self.counters.tolist(), self.lengths.tolist()
         tables = [
             table[: -(-length // self.block_size)]
@@ -162,7 +175,7 @@ class Beams:
         return BooksOnHost(tables, lengths, free, counters[STATUS], counters[NUM_STEPS], counters[NUM_COPIED])
 
     def lineage(self) -> Lineage:
-        """Where the beams come from, if steps are remembered. Waits for the device. O(beams × steps)."""
+        """Where the beams come from, if steps are recorded. Waits for the device. O(beams × steps)."""
         num_steps = min(int(self.counters[NUM_STEPS]), self.max_steps)
         history = self.history[:num_steps].cpu().numpy()
         origins = np.arange(self.num_beams)
@@ -174,15 +187,15 @@ class Beams:
         return Lineage(origins.tolist(), token_ids)
 
     def clear_status(self) -> None:
-        """Lets steps go on after one that couldn't be made, unless the books are closed; enqueued."""
+        """Allow steps again after a step that couldn't be done, unless the beams are closed. Enqueues the change."""
         self.counters[STATUS] &= CLOSED
 
     def close(self) -> None:
-        """No step is made any more, nor by a graph that was captured before; enqueued."""
+        """Disable all further steps, including those of CUDA graphs that were captured before. Enqueues the change."""
         self.counters[STATUS].fill_(CLOSED)
 
     def lend(self, block_ids: Ids) -> None:
-        """More free blocks, none of them here already; enqueued, for the steps after it. Raises InputError."""
+        """Add free blocks for later steps. None may be in the state already. Enqueues the change. Raises InputError."""
         new = block_list("block_ids", block_ids, len(self.refs))
         check_distinct("block_ids", new, "each block once")
         places = self.counters[NUM_FREE] + torch.arange(len(new), device=self.device)
@@ -191,7 +204,7 @@ class Beams:
         self.num_lent += len(new)
 
     def check(self) -> None:
-        """Raises AssertionError unless every lent block is free once, or held by as many beams as counted."""
+        """Raise AssertionError unless each lent block is free once, or held by as many beams as counted."""
         books = self.read()
         counts = _held(books.tables, self.num_prefix_blocks.tolist())
         assert len(set(books.free)) == len(books.free), f"free twice: {books.free}"
@@ -207,7 +220,7 @@ class Beams:
 
 
 def tile_columns(num_beams: int) -> int:
-    """Columns that one program of ``reorder`` moves, a power of two: freed blocks are ordered by them first."""
+    """Columns that one program of ``reorder`` moves, a power of two. Freed blocks are ordered by program first."""
     return max(2, min(32, 256 // (1 << (num_beams - 1).bit_length())))
 
 

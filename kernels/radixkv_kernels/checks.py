@@ -1,8 +1,8 @@
-"""What a kernel may be given: checked on the host, before anything is launched or changed.
+"""Argument checks on the host, before a kernel is launched or anything changes.
 
-The checks read host arrays and a tensor's metadata only, so they never wait for a device; ids that live on
-a device can't be checked without waiting, and are refused. O(pairs). They work on Python lists, since a step
-has few pairs: 5 µs for 8 on one core, where the same checks as array operations took 9.
+The checks read only host arrays and a tensor's metadata, so they never wait for a device. Ids on a device can't be
+checked without waiting, so they are refused. O(pairs). The checks use Python lists, because a step has few pairs: 5
+µs for 8 pairs on one core. The same checks as array operations took 9 µs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_IDS = "0 to num_blocks - 1 = {}"
 
 
 class InputError(ValueError):
-    """An argument that a kernel can't work on: the ``argument``, its ``value`` and what is ``allowed``."""
+    """An invalid argument of a kernel: the ``argument``, its ``value`` and what is ``allowed``."""
 
     def __init__(self, argument: str, value: object, allowed: str) -> None:
         self.argument, self.value, self.allowed = argument, value, allowed
@@ -32,7 +32,7 @@ class InputError(ValueError):
 
 
 def check_storage(storage: torch.Tensor) -> None:
-    """Raises InputError unless ``storage`` is block storage: six dimensions, the third 2 or 1, contiguous."""
+    """Raise InputError unless ``storage`` is block storage: six dimensions, the third 2 or 1, contiguous."""
     if not isinstance(storage, torch.Tensor):
         raise InputError("storage", type(storage).__name__, f"a torch.Tensor {STORAGE_SHAPE}")
     shape = tuple(storage.shape)
@@ -53,11 +53,11 @@ class BlockPairs(NamedTuple):
 
 
 def fork_pairs(src: Ids, dst: Ids, num_rows: Ids, num_blocks: int, block_size: int) -> BlockPairs:
-    """The pairs as lists, checked.
+    """Return the checked pairs as lists.
 
-    Raises InputError for unequal lengths, ids outside ``[0, num_blocks)``, rows outside
-    ``[1, block_size]``, a target that is named twice, and a source that is also a target: with those gone,
-    the order in which pairs are copied can't matter. A source may be named any number of times.
+    Raises InputError for unequal lengths, ids outside ``[0, num_blocks)``, rows outside ``[1, block_size]``, a
+    repeated target, and a source that is also a target. So the order of the copies doesn't matter. A source may occur
+    any number of times.
     """
     pairs = BlockPairs(_host_list("src", src), _host_list("dst", dst), _host_list("num_rows", num_rows))
     sources, targets, rows = pairs
@@ -90,16 +90,16 @@ def int32_list(argument: str, numbers: Ids) -> list[int]:
 
 def _host_list(argument: str, ids: Ids) -> list[int]:
     if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
-        return cast(list[int], ids.tolist())  # what a cache's plans are: no more to look at
+        return cast(list[int], ids.tolist())  # the type of a cache's plans; no other check needed
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
             raise InputError(
-                f"{argument}.device", str(ids.device), "the host, where checks wait for no device"
+                f"{argument}.device", str(ids.device), "the host (cpu), where checks wait for no device"
             )
         is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     else:
         ids = np.asarray(ids)
-        is_integer = ids.dtype.kind in "iu" or ids.size == 0  # an empty list has no type to speak of
+        is_integer = ids.dtype.kind in "iu" or ids.size == 0  # an empty list has a float dtype
     if ids.ndim != 1:
         raise InputError(f"{argument}.shape", tuple(ids.shape), "one dimension")
     if not is_integer:
@@ -126,7 +126,7 @@ def _check_disjoint(pairs: BlockPairs) -> None:
 
 
 def check_distinct(argument: str, values: list[int], allowed: str) -> None:
-    """Raises InputError for the first value that is there a second time."""
+    """Raise InputError for the first value that occurs a second time."""
     if len(set(values)) == len(values):
         return
     seen: set[int] = set()

@@ -1,21 +1,22 @@
-"""The Triton kernel that copies blocks: fork_blocks, gather and scatter are launches of it.
+"""The Triton kernel that copies blocks. fork_blocks, gather and scatter launch it.
 
-It copies between two pools (which may be one). A plane of a block is *runs*: rows of all heads where both
-pools keep those together, one head of one row otherwise. A *lane* is the runs of all rows for one head, or for
-all heads at once:
+It copies between two pools (or within one). A plane of a block consists of *runs*. A run is a row of all heads if
+both pools keep those contiguous, otherwise one head of one row. A *lane* is the runs of all rows for one head, or for
+all heads together:
 
     lane   [ run 0 | run 1 | … | run num_rows-1 | … run block_size-1 ]      run i is row i
            └────────── copied ─────────────────┘ └─── untouched ───┘
 
-A program copies one chunk (at most CHUNK units) of one lane of one plane of one pair; units beyond the
-valid rows are masked, which costs no memory traffic. Up to 32 pairs, a step's usual copies, are arguments of the
-launch; more are a table on the device, uploaded before it. A unit is an int32 word where every run, stride and
-address is a multiple of 4 bytes, otherwise a byte; when dtypes differ it is an element, converted on its way.
-Sizes and strides are compile-time constants and addresses are known to be multiples of ALIGNMENT bytes, so
-Triton makes 16-byte loads and stores wherever runs have a multiple of 16 bytes. A pair of layouts is compiled at
-its first launch (or comes from Triton's disk cache), once for few pairs and once for a table.
+A program copies one chunk (at most CHUNK units) of one lane of one plane of one pair. Units beyond the valid rows are
+masked, which costs no memory traffic. Launches of up to 32 pairs, the usual size of a step, pass them as kernel
+arguments. More pairs are uploaded to a table on the device first.
 
-Importing this module imports triton, and so fixes whether this process interprets or compiles.
+A unit is an int32 word if every run, stride and address is a multiple of 4 bytes, otherwise a byte. If dtypes differ,
+a unit is an element, which is converted. Sizes and strides are compile-time constants, and addresses are declared as
+multiples of ALIGNMENT bytes. So Triton uses 16-byte loads and stores if runs are multiples of 16 bytes. Each pair of
+layouts is compiled at its first launch (or read from Triton's disk cache): once for few pairs, once for a table.
+
+Importing this module imports triton, which fixes whether this process interprets or compiles kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from radixkv_kernels.checks import BlockPairs
 from radixkv_kernels.pool import Geometry, Pool
 
 CHUNK = 1024
-"""4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
+"""4 KiB, so that one pair uses a whole GPU. Larger chunks were no faster for many pairs either."""
 MAX_NUM_WARPS = 2
-"""64 bytes a thread. With 4 warps, half of which have nothing to do for a single row, 512 such rows take 5 % longer."""
+"""64 bytes a thread. 4 warps take 5 % longer for 512 single rows, because half of the threads have no work."""
 FEW = {8: MAX_NUM_WARPS, 32: 4}
-"""Up to so many pairs are arguments of a launch, a beam step's or a batch's: a kernel each, of so many warps at most.
-96 numbers are more than an MI300's scalar registers hold beside what 2 warps need there."""
+"""Maximum numbers of pairs as kernel arguments, with the most warps of each kernel: for a beam step, and a batch.
+
+The arguments of 32 pairs are 96 numbers. With 2 warps they don't fit an MI300's scalar registers.
+"""
 MAX_NUM_LANES = 65535
-"""Of the second dimension of a grid."""
+"""The maximum of a grid's second dimension."""
 TYPES = {
     torch.int32: tl.int32,
     torch.int8: tl.int8,
@@ -53,7 +56,7 @@ TYPES = {
 class CopyShape(NamedTuple):
     """Compile-time constants of a copy between two pools. Strides and sizes are in units of READ or WRITE.
 
-    READ_PLANE, WRITE_PLANE: bytes from plane to plane, where these lie one behind the other, else 0.
+    READ_PLANE, WRITE_PLANE: bytes between planes if they are contiguous, else 0.
     """
 
     READ: tl.dtype
@@ -74,7 +77,7 @@ class CopyShape(NamedTuple):
     CHUNK: int
 
     def num_warps(self, most: int = MAX_NUM_WARPS) -> int:
-        """As many as have 16 bytes a thread: more would narrow the loads of a short lane."""
+        """Warps for 16 bytes a thread. More would narrow the loads of a short lane."""
         return min(most, max(1, self.CHUNK // 128))
 
 
@@ -103,10 +106,10 @@ def copy_chunk(
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """One chunk of one lane of one plane: block ``source`` to block ``target``."""
+    """Copy one chunk of one lane of one plane from block ``source`` to block ``target``."""
     read = _address(read_planes, plane, READ_PLANE).to(tl.pointer_type(READ))
     write = _address(write_planes, plane, WRITE_PLANE).to(tl.pointer_type(WRITE))
-    # 64 bits: a pool of 2**31 words is 8 GiB, and pools are larger.
+    # 64 bits: a pool of 2**31 words has 8 GiB, and pools are larger.
     read = tl.multiple_of(read, READ_ALIGNMENT) + source.to(tl.int64) * READ_BLOCK + lane * READ_LANE
     write = tl.multiple_of(write, WRITE_ALIGNMENT) + target.to(tl.int64) * WRITE_BLOCK + lane * WRITE_LANE
     offsets = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -118,7 +121,7 @@ def copy_chunk(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _address(planes: tl.tensor, plane: tl.tensor, STRIDE: tl.constexpr) -> tl.tensor:
-    """Where a plane begins: ``planes`` is the first one's address, or a table of all where STRIDE is 0."""
+    """The address of a plane. ``planes`` is the first plane's address, or a table of all if STRIDE is 0."""
     return planes.to(tl.int64) + plane.to(tl.int64) * STRIDE if STRIDE != 0 else tl.load(planes + plane)
 
 
@@ -127,7 +130,7 @@ def copy_kernel(
     read_planes: tl.tensor,  # address of the first plane, or pointer to int64 [NUM_PLANES]: addresses
     write_planes: tl.tensor,
     pairs: tl.tensor,  # pointer to int32 [num_pairs, 3]: source, target, rows
-    num_chunks: int,  # of a lane
+    num_chunks: int,  # per lane
     READ: tl.constexpr,
     WRITE: tl.constexpr,
     READ_BLOCK: tl.constexpr,
@@ -162,9 +165,9 @@ def copy_kernel(
 
 @triton.jit(do_not_specialize=["read_planes", "write_planes"])  # type: ignore[untyped-decorator]
 def copy_few_kernel(
-    read_planes: tl.tensor,  # as of copy_kernel
+    read_planes: tl.tensor,  # see copy_kernel
     write_planes: tl.tensor,
-    sources: tl.tuple,  # as many int32 each as pairs at most, a power of two
+    sources: tl.tuple,  # int32s, as many as the most pairs of this kernel, a power of two
     targets: tl.tuple,
     num_rows: tl.tuple,
     READ: tl.constexpr,
@@ -200,7 +203,7 @@ def copy_few_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick(numbers: tl.tuple, index: tl.tensor, FIRST: tl.constexpr, NUM: tl.constexpr) -> tl.tensor:
-    """``numbers[index]``, of those in ``[FIRST, FIRST + NUM)``: selects, since arguments can't be indexed."""
+    """Select ``numbers[index]`` from ``[FIRST, FIRST + NUM)``, because arguments can't be indexed."""
     if NUM == 1:
         number = numbers[FIRST]
     else:
@@ -212,13 +215,13 @@ def _pick(numbers: tl.tuple, index: tl.tensor, FIRST: tl.constexpr, NUM: tl.cons
 
 
 def copy_shape(source: Pool, target: Pool, chunk: int = CHUNK) -> CopyShape:
-    """The constants that a copy between these pools is compiled with; chunks have at most ``chunk`` units."""
+    """The compile-time constants of a copy between these pools. Chunks have at most ``chunk`` units."""
     sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
     return _copy_shape(*sides, (source.dtype, target.dtype), chunk)
 
 
 Side = tuple[Geometry, tuple[int, ...]]
-"""Of a pool: its geometry and its addresses."""
+"""Geometry and addresses of a pool."""
 
 
 @lru_cache(maxsize=256)
@@ -252,11 +255,11 @@ def _copy_shape(source: Side, target: Side, dtypes: tuple[torch.dtype, torch.dty
 
 
 Planes = int | torch.Tensor
-"""What a kernel is given of the addresses of planes: the first, if the others follow from it, or a table."""
+"""The addresses of planes as a kernel's argument: the first one if they are contiguous, else a table."""
 
 
 class Copier:
-    """Copies between two pools, ready to be launched on their device."""
+    """Launches copies between two pools on their device."""
 
     def __init__(self, shape: CopyShape, read_planes: Planes, write_planes: Planes) -> None:
         self._planes = (read_planes, write_planes)
@@ -270,11 +273,11 @@ class Copier:
         self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps())
 
     def may_copy_few(self, num_pairs: int) -> bool:
-        """Whether so many are few, and their lanes not too many for a dimension of the grid."""
+        """Whether the pairs fit the arguments of a launch, and their lanes fit a dimension of the grid."""
         return num_pairs <= max(FEW) and self._lanes_per_pair <= MAX_NUM_LANES
 
     def copy_few(self, pairs: BlockPairs) -> None:
-        """Enqueues the copies of pairs of which it ``may_copy_few``: one launch, of which they are arguments."""
+        """Enqueue the copies with one launch and the pairs as its arguments. ``may_copy_few`` must be true."""
         num_pairs = len(pairs.sources)
         room = next(num for num in FEW if num_pairs <= num)
         grid = (self._num_chunks(max(pairs.num_rows)), self._lanes_per_pair, num_pairs)
@@ -282,7 +285,7 @@ class Copier:
         self._few[room](grid, *self._planes, *columns)
 
     def copy_many(self, table: torch.Tensor, most_rows: int) -> None:
-        """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows``."""
+        """Enqueue the copies of an int32 ``[num_pairs, 3]`` table on the device, each of at most ``most_rows`` rows."""
         num_chunks = self._num_chunks(most_rows)
         per_pair = self._lanes_per_pair * num_chunks
         for part in launch.slices(len(table), per_pair):
@@ -294,7 +297,7 @@ class Copier:
 
 
 def copier(source: Pool, target: Pool) -> Copier:
-    """The copier of these pools, kept for the next call."""
+    """The copier of these pools, cached."""
     sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
     return _copier(*sides, (source.dtype, target.dtype), source.device)
 
@@ -308,12 +311,12 @@ def _copier(
 
 
 def planes_of(geometry: Geometry, addresses: tuple[int, ...], device: torch.device) -> Planes:
-    """The same for a pool's addresses."""
+    """The kernel argument for a pool's addresses."""
     return addresses[0] if launch.plane_stride(addresses, geometry) else launch.addresses(addresses, device)
 
 
 def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
-    """Enqueues the copies of non-empty, checked pairs from one pool to another: one launch, and one upload for many."""
+    """Enqueue the copies of checked pairs, one or more: one launch, and one upload for more than 32 pairs."""
     with launch.on_device(source.device):
         ready = copier(source, target)
         if ready.may_copy_few(len(pairs.sources)):

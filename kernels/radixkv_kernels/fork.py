@@ -1,4 +1,4 @@
-"""fork_blocks: the copies that a step's copy-on-write needs, all pairs, layers, keys and values at once."""
+"""fork_blocks: the copies of a step's copy-on-write, all pairs, layers, keys and values in one call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from radixkv_kernels.pool import PoolLike, as_pool
 
 
 def fork_blocks(pool: PoolLike, src: Ids, dst: Ids, num_rows: Ids) -> None:
-    """Copies the first ``num_rows[i]`` rows of block ``src[i]`` into block ``dst[i]``, every layer, K and V.
+    """Copy the first ``num_rows[i]`` rows of block ``src[i]`` to block ``dst[i]``, in every layer, keys and values.
 
-    ``pool``: a Pool, or block-major storage. ``src``, ``dst``, ``num_rows``: equally long host arrays of
-    integers (NumPy, torch CPU, lists). Rows from ``num_rows[i]`` on and blocks that are no target keep their
-    bytes. Nothing to copy, nothing launched.
+    pool: a Pool, or block-major storage. src, dst, num_rows: host arrays of integers of equal length (NumPy, torch
+    CPU, lists). Rows from ``num_rows[i]`` on and blocks that are no target keep their bytes. Without pairs nothing is
+    launched.
 
-    Raises InputError (a ValueError), with nothing changed, for storage of another form and for pairs that
-    can't be copied in any order, such as a target that is also a source (see ``checks.fork_pairs``). Enqueues
-    on the current stream and returns without waiting for it. Cost: bytes of the valid rows, read and
-    written, and one launch; of more than 32 pairs one upload of 12 bytes a pair before it.
+    Raises InputError (a ValueError), with nothing changed, for an invalid pool and for pairs that can't be copied in
+    any order, such as a target that is also a source (see ``checks.fork_pairs``). Enqueues on the current stream and
+    returns without waiting. Cost: bytes of the valid rows, read and written, and one launch. More than 32 pairs also
+    need one upload of 12 bytes a pair.
     """
     pool = as_pool(pool)
     shape = pool.geometry

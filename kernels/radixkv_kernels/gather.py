@@ -2,8 +2,8 @@
 
     staging   [n, num_layers, 2 or 1, block_size, num_kv_heads, head_dim]     contiguous, on the pool's device
 
-It is block-major whatever the pool's own layout, so a staged block is one run of bytes, ready to be sent or
-hashed. For overlap with compute, layer by layer: ``gather(pool.layers(i, i + 1), ids, staging_of_layer)``.
+It is block-major for every layout of the pool. So a staged block is contiguous bytes, ready to be sent or hashed. To
+overlap with compute, gather layer by layer: ``gather(pool.layers(i, i + 1), ids, staging_of_layer)``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def gather(pool: PoolLike, block_ids: Ids, staging: torch.Tensor) -> None:
-    """Block ``block_ids[i]`` becomes ``staging[i]``; a block may be named more than once.
+    """Copy block ``block_ids[i]`` to ``staging[i]``. A block may occur more than once.
 
-    ``staging``: contiguous ``[n, num_layers, planes_per_layer, block_size, num_kv_heads, head_dim]`` on the
-    pool's device. Of the pool's dtype: bytes, any dtype. Of another: converted, among float32, float16 and
-    bfloat16, to the nearest. ``block_ids``: n ids on the host. Raises InputError with nothing changed.
-    Enqueues and returns. Cost: bytes read and written, one launch; of more than 32 blocks one upload of 12 bytes each.
+    staging: contiguous ``[n, num_layers, planes_per_layer, block_size, num_kv_heads, head_dim]`` on the pool's
+    device. With the pool's dtype, any dtype is allowed and bytes are copied. Otherwise values are converted among
+    float32, float16 and bfloat16, rounded to nearest. block_ids: n ids on the host.
+
+    Raises InputError with nothing changed. Enqueues and returns. Cost: bytes read and written, one launch; for more
+    than 32 blocks also one upload of 12 bytes each.
     """
     pool = as_pool(pool)
     ids = block_list("block_ids", block_ids, pool.geometry.num_blocks)
@@ -40,7 +42,7 @@ def gather(pool: PoolLike, block_ids: Ids, staging: torch.Tensor) -> None:
 
 
 def scatter(staging: torch.Tensor, pool: PoolLike, block_ids: Ids) -> None:
-    """``staging[i]`` becomes block ``block_ids[i]``, each block once; otherwise as ``gather``."""
+    """Copy ``staging[i]`` to block ``block_ids[i]``, each block at most once; otherwise like ``gather``."""
     pool = as_pool(pool)
     ids = block_list("block_ids", block_ids, pool.geometry.num_blocks)
     check_distinct("block_ids", ids, "each block once")
@@ -60,7 +62,7 @@ def _whole_blocks(pool: Pool, sources: list[int], targets: list[int]) -> BlockPa
 
 
 def _staged(pool: Pool, staging: torch.Tensor, num_blocks: int) -> Pool | None:
-    """Staging as a pool of its own, checked; None if it has no blocks."""
+    """The checked staging buffer as a pool. None if it has no blocks."""
     if not isinstance(staging, torch.Tensor):
         raise InputError("staging", type(staging).__name__, "a torch.Tensor")
     wanted = (num_blocks, *pool.block_shape)

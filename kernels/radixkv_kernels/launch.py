@@ -1,4 +1,4 @@
-"""What the launches of all kernels share: tables on the device, words, and how work is cut into programs.
+"""Parts that the launches of all kernels share: tables on the device, words, and the division of work into programs.
 
 Host code only: importing it does not import triton.
 """
@@ -21,19 +21,19 @@ MAX_NUM_PROGRAMS = 2**31 - 1
 WIDEST = 16
 """Bytes of the widest access of a thread."""
 MAX_STAGED_BYTES = 32 << 10
-"""So many bytes the driver takes at once, from any memory, and sends with its commands: the GPU waits less for them."""
+"""The driver sends up to this many bytes with its commands, from any host memory. The GPU waits less for them."""
 PLAIN = 2
-"""An integer that Triton sees nothing special in: 1 and multiples of 16 would be compiled in."""
+"""An integer that Triton doesn't specialise on, unlike 1 and multiples of 16."""
 _HERE = nullcontext()
 
 
 class Launcher:
-    """A kernel and its compile-time constants, launched past Triton's dispatch once it is compiled.
+    """A kernel with its compile-time constants. Once it is compiled, a launch skips Triton's dispatch.
 
-    The first launch is compiled by Triton, which looks at each argument; to look again at every launch would be half
-    of what a small step costs the host. So arguments must always look alike: tensors of one dtype that begin at a
-    multiple of 16 bytes, integers that the kernel isn't specialised on, and tuples of integers, in whose place Triton
-    sees PLAIN ones. One launcher is for one device. Triton's interpreter compiles nothing.
+    Triton compiles at the first launch and inspects each argument. Inspecting them at every launch would be half of
+    the host's time for a small step. So arguments must always be alike: tensors of one dtype at addresses that are
+    multiples of 16 bytes, integers that the kernel isn't specialised on, and tuples of integers, for which Triton
+    sees PLAIN. A launcher is for one device. Triton's interpreter compiles nothing.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], **options: object) -> None:
@@ -42,7 +42,7 @@ class Launcher:
         self._compiled: Any = None
 
     def __call__(self, grid: tuple[int, int, int], *arguments: object) -> None:
-        """Enqueues so many programs on the current stream of the current device."""
+        """Enqueue a grid of programs on the current stream of the current device."""
         if self._compiled is None:
             shown = [(PLAIN,) * len(each) if isinstance(each, tuple) else each for each in arguments]
             self._compiled = self._kernel.warmup(*shown, grid=grid, **self._options)
@@ -53,14 +53,14 @@ class Launcher:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the pool's GPU the current one, which is where Triton launches."""
+    """Make the pool's GPU the current one, because Triton launches there."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
 
 
 def upload(columns: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Equally long columns as the int32 table ``[n, len(columns)]`` on ``device``; enqueued, never waited for."""
+    """Upload columns of equal length as an int32 table ``[n, len(columns)]``. Enqueues without waiting."""
     host = torch.from_numpy(np.array(columns, dtype=np.int32).T.copy())
     if device.type == "cpu":
         return host
@@ -71,30 +71,30 @@ def upload(columns: Sequence[Sequence[int]], device: torch.device) -> torch.Tens
 
 @lru_cache(maxsize=256)
 def addresses(planes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where planes begin: int64 ``[num_planes]`` on the device, uploaded once for a pool."""
+    """The planes' addresses as int64 ``[num_planes]`` on the device, uploaded once for a pool."""
     # Waits for the upload, the first time only: later launches may be on other streams.
     return torch.tensor(planes, dtype=torch.int64, device=device)
 
 
 def plane_stride(planes: tuple[int, ...], geometry: Geometry) -> int:
-    """Bytes of a plane of a block, if each begins where the one before it ends, as in block-major storage; else 0."""
+    """Bytes of a plane of a block if planes are contiguous, as in block-major storage; else 0."""
     stride = geometry.block_size * geometry.row_stride
     return stride if all(after - before == stride for before, after in pairwise(planes)) else 0
 
 
 @lru_cache(maxsize=256)
 def alignment(planes: tuple[int, ...], geometry: Geometry) -> int:
-    """The bytes, at most 16, that every plane's address, every stride and a run are multiples of."""
-    # A run is a whole row where heads are one behind the other, otherwise one head of it.
+    """The largest number of bytes, at most 16, that divides every plane's address, every stride and a run."""
+    # A run is a whole row if its heads are contiguous, otherwise one head of a row.
     run_bytes = geometry.head_bytes * (geometry.num_heads if geometry.has_whole_rows else 1)
     lane_stride = 0 if geometry.has_whole_rows else geometry.head_stride
     return gcd(WIDEST, *planes, geometry.block_stride, geometry.row_stride, lane_stride, run_bytes)
 
 
 def slices(num_items: int, programs_per_item: int) -> list[slice]:
-    """Cuts items so that no launch has more programs than a grid may; one slice, but for millions of items.
+    """Divide items so that no launch exceeds the limit of a grid: one slice, except for millions of items.
 
-    Slices begin at multiples of 4, so that those of a table of int32 on the device are aligned to 16 bytes.
+    Slices begin at multiples of 4, so slices of an int32 table on the device are aligned to 16 bytes.
     """
     step = max(4, MAX_NUM_PROGRAMS // programs_per_item // 4 * 4)
     return [slice(start, start + step) for start in range(0, num_items, step)]

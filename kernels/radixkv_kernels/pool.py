@@ -1,15 +1,15 @@
-"""Pool: blocks where an engine keeps them, described once for all kernels.
+"""Pool: a description of the memory of an engine's blocks, for all kernels.
 
 A pool is a list of *planes*, one for each layer and each of keys and values (MLA's latent: one a layer):
 
-    plane   [num_blocks, block_size, num_kv_heads, head_dim]      a view, in whatever order the memory has
+    plane   [num_blocks, block_size, num_kv_heads, head_dim]      a view, with any order in memory
 
-All planes of a pool have one shape, dtype, device and one set of strides; only their addresses differ. That
-covers block-major storage, an engine's own tensors a layer, keys and values apart or together, rows of all
-heads (NHD) and heads of all rows (HND): the strides say which it is.
+All planes of a pool have the same shape, dtype, device and strides. Only their addresses differ. The strides describe
+block-major storage, an engine's own tensors per layer, keys and values separate or together, rows of all heads (NHD)
+and heads of all rows (HND):
 
     block-major       Pool.of(storage)                [num_blocks, num_layers, 2, block_size, heads, dim]
-    K and V apart     Pool(keys, values)              a layer: [num_blocks, block_size, heads, dim]
+    K and V separate  Pool(keys, values)              a layer: [num_blocks, block_size, heads, dim]
     K and V together  Pool.together(caches, dim=1)    a layer: [num_blocks, 2, …]; dim=0: [2, num_blocks, …]
     HND               the same of cache.transpose(-3, -2), a view of […, heads, block_size, dim]
     MLA               Pool(latents)                   a layer: [num_blocks, block_size, latent_dim]
@@ -28,11 +28,11 @@ from radixkv_kernels.checks import MAX_NUM_BLOCKS, InputError, check_storage
 PLANE_SHAPE = "[num_blocks, block_size, num_kv_heads, head_dim] or [num_blocks, block_size, latent_dim]"
 
 MAX_SPAN = 2**31 - 1
-"""Bytes within which a plane of a block must lie: only from block to block do kernels count in 64 bits."""
+"""Maximum span of a block's plane in bytes. Kernels use 64-bit offsets only between blocks."""
 
 
 class Geometry(NamedTuple):
-    """What the planes of a pool have in common. Strides are in bytes."""
+    """The common shape and strides of a pool's planes. Strides are in bytes."""
 
     num_blocks: int
     block_size: int
@@ -45,22 +45,24 @@ class Geometry(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one row, always one run."""
+        """Bytes of one head of one row, which are contiguous."""
         return self.head_dim * self.element_bytes
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether the heads of a row are one run, as in NHD."""
+        """Whether the heads of a row are contiguous, as in NHD."""
         return self.num_heads == 1 or self.head_stride == self.head_bytes
 
 
 class Pool:
     """Planes of one geometry: keys and values of each layer, or MLA's single latent.
 
-    ``keys[layer]``, ``values[layer]``: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of any dtype, and
-    of any strides that keep a head's elements in one run and let no two elements overlap. Three dimensions
-    are one head. A pool holds its tensors; make it once and use it for every call: O(planes). Raises
-    InputError for planes of other forms. Keys and values of different head sizes are two pools.
+    keys[layer], values[layer]: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of any dtype. Any strides are
+    allowed that keep a head's elements contiguous and let no two elements overlap. A tensor of three dimensions has
+    one head. Keys and values of different head sizes need two pools.
+
+    A pool holds references to its tensors. Make it once and use it for every call: O(planes). Raises InputError for
+    invalid planes.
     """
 
     __slots__ = ("_planes", "addresses", "device", "dtype", "geometry", "num_layers", "storage")
@@ -88,14 +90,14 @@ class Pool:
         self.geometry = _geometry(first.shape, first.stride(), first.element_size())
         self.addresses = tuple(plane.data_ptr() for plane in self._planes)
         if len(set(self.addresses)) != len(self.addresses):
-            raise InputError("keys, values", "twice the same memory", "planes of their own")
+            raise InputError("keys, values", "the same memory twice", "a separate plane for each")
         self.device, self.dtype, self.num_layers = first.device, first.dtype, len(keys)
 
     @classmethod
     def of(cls, storage: torch.Tensor) -> Pool:
         """The pool of block-major storage, contiguous ``[num_blocks, num_layers, 2, block_size, heads, dim]``.
 
-        MLA's has 1 in place of 2. Raises InputError for storage of another form.
+        For MLA the third dimension is 1. Raises InputError for storage of another form.
         """
         check_storage(storage)
         pool = cls.__new__(cls)
@@ -108,7 +110,7 @@ class Pool:
 
     @classmethod
     def together(cls, caches: Sequence[torch.Tensor], dim: int) -> Pool:
-        """The pool of one tensor a layer that holds keys and values, in this order, along ``dim``."""
+        """The pool of one tensor a layer, which holds first keys, then values along ``dim``."""
         for layer, cache in enumerate(caches):
             if not isinstance(cache, torch.Tensor):
                 raise InputError(
@@ -121,7 +123,7 @@ class Pool:
 
     @property
     def planes_per_layer(self) -> int:
-        """2, keys and values; 1 for MLA's latent."""
+        """2 for keys and values; 1 for MLA's latent."""
         return len(self.addresses) // self.num_layers
 
     @property
@@ -138,21 +140,21 @@ class Pool:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """All blocks in as few tensors as it takes, each ``[num_blocks, block_size, …]``."""
+        """All blocks in as few tensors as possible, each ``[num_blocks, block_size, …]``."""
         if self.storage is not None:
             return [self.storage.movedim(3, 1)]
         assert self._planes is not None
         return self._planes
 
     def plane(self, layer: int, side: int) -> torch.Tensor:
-        """``[num_blocks, block_size, num_kv_heads, head_dim]`` of a layer; side 0 is keys, 1 values."""
+        """The plane of a layer, ``[num_blocks, block_size, num_kv_heads, head_dim]``. Side 0 is keys, 1 values."""
         if self.storage is not None:
             return self.storage[:, layer, side]
         assert self._planes is not None
         return self._planes[layer * self.planes_per_layer + side]
 
     def layers(self, start: int, stop: int) -> Pool:
-        """The pool of layers ``[start, stop)`` alone, for work layer by layer. Raises InputError outside."""
+        """The pool of layers ``[start, stop)`` only, for work layer by layer. Raises InputError outside the range."""
         if not 0 <= start < stop <= self.num_layers:
             raise InputError("(start, stop)", (start, stop), f"0 ≤ start < stop ≤ {self.num_layers}")
         sides = [
@@ -161,7 +163,7 @@ class Pool:
         return Pool(*sides)
 
     def beside(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of views, ``[num_blocks, …]`` and ``[n, …]``, in which block and staged block have one shape."""
+        """Yield pairs of views with blocks of one shape: the pool's ``[num_blocks, …]`` and staging's ``[n, …]``."""
         if self.storage is not None:
             yield self.storage, staging
             return
@@ -174,11 +176,11 @@ class Pool:
 
 
 PoolLike = Pool | torch.Tensor
-"""A pool, or block-major storage that is one."""
+"""A pool, or block-major storage, from which ``as_pool`` makes one."""
 
 
 def as_pool(pool: PoolLike) -> Pool:
-    """The pool itself, or that of block-major storage. Raises InputError for anything else."""
+    """Return the pool itself, or the pool of block-major storage. Raises InputError for anything else."""
     return pool if isinstance(pool, Pool) else Pool.of(pool)
 
 

@@ -1,13 +1,13 @@
 """quantize and dequantize: blocks to and from records of fewer bits, in one pass over their bytes.
 
-    records   uint8 [n, record_bytes]     contiguous, on the pool's device; ``Quantized`` says how they are made up
+    records   uint8 [n, record_bytes]     contiguous, on the pool's device; see ``Quantized`` for the layout
 
-Errors, of finite values, before the rounding to the pool's dtype (half a unit in its last place):
+Errors of finite values, before the rounding to the pool's dtype (half a unit in its last place):
 
     fp8          at most 1/16 of the value, and scale / 1024 near zero; scale is the head's largest / 448
     int8, int4   at most scale / 2; scale is the group's (largest − least) / 255 or / 15, rounded up
 
-Groups with values that are not finite come back as anything; the others are not touched by them.
+The result is undefined in groups with values that are not finite. Such values don't affect other groups.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from radixkv_kernels.quantized import Quantized, Scheme
 
 
 def quantize(pool: PoolLike, block_ids: Ids, records: torch.Tensor, scheme: Scheme) -> None:
-    """Block ``block_ids[i]`` becomes ``records[i]``; a block may be named more than once.
+    """Quantise block ``block_ids[i]`` to ``records[i]``. A block may occur more than once.
 
-    ``pool``: float32, float16 or bfloat16, any layout. ``records``: uint8 ``[n, record_bytes]``. Raises
-    InputError with nothing changed. Enqueues and returns. Cost: the blocks' bytes read, the records' written,
-    one upload of 4 bytes a block, one launch.
+    pool: float32, float16 or bfloat16, any layout. records: uint8 ``[n, record_bytes]``. Raises InputError with
+    nothing changed. Enqueues and returns. Cost: the blocks' bytes read, the records' bytes written, one upload of 4
+    bytes a block, one launch.
     """
     pool = as_pool(pool)
     form = Quantized(pool, scheme)
@@ -42,7 +42,7 @@ def quantize(pool: PoolLike, block_ids: Ids, records: torch.Tensor, scheme: Sche
 
 
 def dequantize(records: torch.Tensor, pool: PoolLike, block_ids: Ids, scheme: Scheme) -> None:
-    """``records[i]`` becomes block ``block_ids[i]``, each block once; otherwise as ``quantize``."""
+    """Restore block ``block_ids[i]`` from ``records[i]``, each block at most once; otherwise like ``quantize``."""
     pool = as_pool(pool)
     form = Quantized(pool, scheme)
     ids = _checked(form, block_ids, records)

@@ -1,12 +1,12 @@
-"""The Triton kernels of quantize and dequantize: a program turns one head of one plane of one block.
+"""The Triton kernels of quantize and dequantize. A program processes one head of one plane of one block.
 
-A program holds its tile ``[block_size, head_dim]`` in registers, so a block is read once and a record written
-once. int4 holds two half tiles, channels ``[0, head_dim / 2)`` and the rest, whose codes share bytes. All
-arithmetic is float32 with nothing fused, divisions rounded to nearest: the same bits as the reference.
-FP8 codes are made and read by integer arithmetic where the hardware has no e4m3 (before sm_89, and on gfx942,
-whose own fp8 is another one), with the same result.
+A program holds its tile ``[block_size, head_dim]`` in registers. So a block is read once and a record is written
+once. int4 has two half tiles, channels ``[0, head_dim / 2)`` and the rest, whose codes share bytes. All arithmetic is
+float32 without fused operations, and divisions round to nearest, so results have the same bits as the reference.
+Hardware without e4m3 (before sm_89, and gfx942, whose fp8 differs) uses integer arithmetic for FP8 codes, with the
+same result.
 
-Importing this module imports triton, and so fixes whether this process interprets or compiles.
+Importing this module imports triton, which fixes whether this process interprets or compiles kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from radixkv_kernels.reference import LARGEST_E4M3, LEAST_LARGEST, smallest_step
 
 MAX_NUM_WARPS = 16
 CHANNELS_PER_THREAD = 2
-"""Of keys, whose groups are channels: so few that a thread has room for all tokens of them."""
+"""For keys, whose groups are channels. So few that a thread has registers for all their tokens."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -46,7 +46,7 @@ def encode_e4m3(values: tl.tensor, IS_NATIVE: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decode_e4m3(codes: tl.tensor, IS_NATIVE: tl.constexpr) -> tl.tensor:
-    """The float32 values of e4m3 codes, other than NaN."""
+    """The float32 values of e4m3 codes, except NaN."""
     if IS_NATIVE:
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -60,7 +60,7 @@ def decode_e4m3(codes: tl.tensor, IS_NATIVE: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def as_parameter(values: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
-    """Positive float32 rounded to nearest; by hand for bfloat16, which Triton's interpreter truncates."""
+    """Round positive float32 to nearest. bfloat16 is rounded by hand, because Triton's interpreter truncates it."""
     if TYPE == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -74,7 +74,7 @@ def as_parameter(values: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
 def extremes(
     values: tl.tensor, mask: tl.tensor, is_group: tl.tensor, AXIS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Least and largest of each group; zeros where there is none."""
+    """Minimum and maximum of each group; zeros where there is no group."""
     least = tl.min(tl.where(mask, values, float("inf")), axis=AXIS)
     largest = tl.max(tl.where(mask, values, float("-inf")), axis=AXIS)
     return tl.where(is_group, least, 0.0), tl.where(is_group, largest, 0.0)
@@ -91,9 +91,9 @@ def scale_of(
 def codes_of(
     values: tl.tensor, mask: tl.tensor, least: tl.tensor, scale: tl.tensor, LEVELS: tl.constexpr
 ) -> tl.tensor:
-    """int32 in 0 to LEVELS, 15 or 255: steps of ``scale`` above ``least``, to the nearest, ties to even."""
+    """Codes as int32 from 0 to LEVELS (15 or 255): steps of ``scale`` above ``least``, rounded to nearest even."""
     steps = tl.where(mask, values - least, 0.0) * tl.div_rn(1.0, scale.to(tl.float32))
-    # No finite value is more than LEVELS steps away; what is added rounds, and leaves the integer in the lowest bits.
+    # No finite value is more than LEVELS steps away. The constant rounds, and leaves the integer in the lowest bits.
     return (steps + 12582912.0).to(tl.int32, bitcast=True) & LEVELS
 
 
@@ -106,7 +106,7 @@ def tile(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers of a tile ``[ROWS, WIDTH]``, and which of them are of the block."""
+    """Pointers of a tile ``[ROWS, WIDTH]``, and a mask of those that belong to the block."""
     rows = tl.arange(0, ROWS)[:, None]
     channels = tl.arange(0, WIDTH)[None, :]
     return begin + rows * ROW + channels, (rows < NUM_ROWS) & (channels < HALF)
@@ -122,8 +122,9 @@ def tile_of_channels(
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The same, transposed, and told to have no more than CHANNELS neighbours: so Triton gives a thread whole channels,
-    and their scales take no word between threads, and no work twice.
+    """The same, transposed, with at most CHANNELS contiguous elements.
+
+    So Triton gives each thread whole channels. Their scales need no exchange between threads and no repeated work.
     """
     channels = tl.arange(0, WIDTH)[:, None]
     rows = tl.arange(0, ROWS)[None, :]
@@ -133,10 +134,10 @@ def tile_of_channels(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_channels(
-    read: tl.tensor,  # pointers, to the first value of a head of a plane
+    read: tl.tensor,  # pointers to the first value of a head of a plane
     write: tl.tensor,
     scales: tl.tensor,
-    MINIMA: tl.constexpr,  # so much further on
+    MINIMA: tl.constexpr,  # offset of the minima from the scales
     VALUE: tl.constexpr,
     ROW: tl.constexpr,
     CODE_ROW: tl.constexpr,
@@ -150,7 +151,7 @@ def quantize_channels(
     SURPLUS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Codes and parameters of a tile whose groups are channels."""
+    """Write codes and parameters of a tile whose groups are channels."""
     pointers, mask = tile_of_channels(read, ROW, NUM_ROWS, HALF, ROWS, WIDTH, CHANNELS)
     channels = tl.arange(0, WIDTH)
     is_channel = channels < HALF
@@ -175,7 +176,7 @@ def quantize_channels(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_tokens(
-    read: tl.tensor,  # as of quantize_channels
+    read: tl.tensor,  # see quantize_channels
     write: tl.tensor,
     scales: tl.tensor,
     MINIMA: tl.constexpr,
@@ -192,7 +193,7 @@ def quantize_tokens(
     SURPLUS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Codes and parameters of a tile whose groups are its rows."""
+    """Write codes and parameters of a tile whose groups are its rows."""
     pointers, mask = tile(read, ROW, NUM_ROWS, HALF, ROWS, WIDTH)
     rows = tl.arange(0, ROWS)
     is_row = rows < NUM_ROWS
@@ -289,7 +290,7 @@ def restored(
     AXIS: tl.constexpr,
     VALUE: tl.constexpr,
 ) -> tl.tensor:
-    """Values of codes, by the scales of their groups and the minima MINIMA further on."""
+    """Values of codes, from the scales of their groups and the minima at offset MINIMA."""
     scale = tl.expand_dims(tl.load(scales, mask=is_group, other=0.0).to(tl.float32), AXIS)
     least = tl.expand_dims(tl.load(scales + MINIMA, mask=is_group, other=0.0).to(tl.float32), AXIS)
     return (steps.to(tl.float32) * scale + least).to(VALUE)
@@ -335,7 +336,7 @@ def dequantize_kernel(
     record = records + index.to(tl.int64) * RECORD
     codes = record + (plane * NUM_ROWS * NUM_HEADS + head) * half
     codes = codes + rows[:, None] * (NUM_HEADS * half) + channels[None, :]
-    # As many neighbours a thread as it stores values at once: nothing changes hands on its way.
+    # A thread reads as many adjacent codes as it stores values at once, so threads exchange nothing.
     codes = tl.max_contiguous(codes, (1, 128 // VALUE.primitive_bitwidth))
     steps = tl.load(codes, mask=mask, other=0)
     parameters = record + PARAMETERS + (plane // SIDES) * LAYER + (plane % SIDES) * KEYS
@@ -345,7 +346,7 @@ def dequantize_kernel(
     else:
         scales = parameters.to(tl.pointer_type(VALUE), bitcast=True)
         low = steps.to(tl.int32) & 15 if SCHEME == "int4" else steps.to(tl.int32)
-        high = steps.to(tl.int32) >> 4  # int4 alone
+        high = steps.to(tl.int32) >> 4  # int4 only
         if (SIDES == 2) & (plane % SIDES == 0):  # keys
             key_at = scales + head * DIM + channels
             tl.store(write, restored(low, key_at, NUM_HEADS * DIM, is_channel, 0, VALUE), mask=mask)
@@ -361,7 +362,7 @@ def dequantize_kernel(
 
 
 def constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
-    """What both kernels are compiled with; strides are in elements."""
+    """Compile-time constants of both kernels. Strides are in elements."""
     pool, shape = form.pool, form.pool.geometry
     half = form.code_dim
     return {
@@ -387,7 +388,7 @@ def constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
 
 
 def quantizing_constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
-    """What ``quantize_kernel`` is compiled with besides."""
+    """Compile-time constants of ``quantize_kernel``."""
     dtype = form.parameter_dtype
     return constants(form, is_native=is_native) | {
         "SHARE": 1 / form.levels,
@@ -400,13 +401,13 @@ def quantizing_constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
 
 
 def quantizing_warps(form: Quantized) -> int:
-    """Of a key in blocks of 16, as many as give each thread whole channels; otherwise 32 values a thread."""
+    """Enough warps to give each thread whole channels of keys in blocks of 16; otherwise 32 values a thread."""
     width = form.code_dim if form.is_by_channel(0) else form.pool.geometry.head_dim
     return _warps(form, width, values_per_thread=32)
 
 
 def dequantizing_warps(form: Quantized) -> int:
-    """As many as have 16 values a thread."""
+    """Warps for 16 values a thread."""
     return _warps(form, form.pool.geometry.head_dim, values_per_thread=16)
 
 
@@ -416,13 +417,13 @@ def _warps(form: Quantized, width: int, values_per_thread: int) -> int:
 
 
 def quantize(form: Quantized, block_ids: list[int], records: torch.Tensor) -> None:
-    """Enqueues one upload of the ids and one launch."""
+    """Enqueue one upload of the ids and one launch."""
     fixed = quantizing_constants(form, is_native=_is_native(form))
     _launch(quantize_kernel, form, block_ids, records, fixed, quantizing_warps(form))
 
 
 def dequantize(form: Quantized, block_ids: list[int], records: torch.Tensor) -> None:
-    """Enqueues one upload of the ids and one launch."""
+    """Enqueue one upload of the ids and one launch."""
     fixed = constants(form, is_native=_is_native(form))
     _launch(dequantize_kernel, form, block_ids, records, fixed, dequantizing_warps(form))
 

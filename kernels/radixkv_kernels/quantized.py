@@ -1,22 +1,22 @@
-"""Quantized: how blocks lie in memory when they are quantised, codes first and their scales beside them.
+"""Quantized: the memory layout of quantised blocks, codes first and their scales after them.
 
-    record   [ codes of all planes | parameters of all planes ]     one block; its bytes need nothing else
+    record   [ codes of all planes | parameters of all planes ]     one block, decodable alone
 
-    scheme   code    parameters                                      of
-    fp8      e4m3    scale, float32                                  a head of a block
-    int8     8 bits  scale and minimum, of the pool's dtype          a channel of a key head; a token of a value head
+    scheme   code    parameters                                      for each
+    fp8      e4m3    scale, float32                                  head of a block
+    int8     8 bits  scale and minimum, of the pool's dtype          channel of a key head; token of a value head
     int4     4 bits  the same                                        the same
 
-Keys are quantised by channel, since some channels of keys are large in every token, and values by token, as
-KIVI found (Liu et al., 2024). A group of keys is the ``block_size`` values of one channel, one of values the
-``head_dim`` values of one token; MLA's single latent is quantised by token. So a value takes, in fact,
+Keys are quantised by channel, because some channels of keys are large in every token. Values are quantised by token,
+as in KIVI (Liu et al., 2024). A group of keys is the ``block_size`` values of one channel. A group of values is the
+``head_dim`` values of one token. MLA's single latent is quantised by token. The real bits per value are:
 
     fp8              8 + 32 / (block_size × head_dim) bits
     int, b bits      keys b + 2 p / block_size, values b + 2 p / head_dim        p: bits of the pool's dtype
 
-which for blocks of 16 tokens, 128 channels and 16-bit pools is 8.02 for fp8, 9.13 for int8 (keys 10, values
-8.25) and 5.13 for int4 (keys 6, values 4.25): 2.0, 1.8 and 3.1 times less than 16 bits. Blocks of 64 tokens
-bring int4 to 4.4. ``bits_per_value`` is this number, padding of the record to 16 bytes included.
+For blocks of 16 tokens, 128 channels and 16-bit pools that is 8.02 for fp8, 9.13 for int8 (keys 10, values 8.25) and
+5.13 for int4 (keys 6, values 4.25). This is 2.0, 1.8 and 3.1 times less than 16 bits. With blocks of 64 tokens, int4
+needs 4.4. ``bits_per_value`` is this number, including the padding of the record to 16 bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_TILE = 1 << 15
 class Quantized:
     """The record of a block of ``pool`` under ``scheme``: sizes in bytes, and views into records.
 
-    Raises InputError for a scheme that is none, a pool of other dtypes than float32, float16 and bfloat16,
-    int4 with an odd ``head_dim``, and heads of more than 32,768 values a block (both rounded up to powers of 2).
+    Raises InputError for an unknown scheme, for a dtype other than float32, float16 and bfloat16, and for int4 with an
+    odd ``head_dim``. Also for heads of more than 32,768 values a block, with both sizes rounded up to powers of 2.
     """
 
     pool: Pool
@@ -60,7 +60,7 @@ class Quantized:
 
     @property
     def levels(self) -> int:
-        """Steps between the least and the largest code of int8 and int4."""
+        """The largest code of int8 and int4; the smallest is 0."""
         return 15 if self.scheme == "int4" else 255
 
     @property
@@ -70,7 +70,7 @@ class Quantized:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Of scales, and of minima, which are values of the pool and so exact."""
+        """The dtype of scales and minima. Minima are values of the pool, so they are exact."""
         return torch.float32 if self.scheme == "fp8" else self.pool.dtype
 
     @property
@@ -80,14 +80,14 @@ class Quantized:
         return _padded(len(self.pool.addresses) * shape.block_size * shape.num_heads * self.code_dim)
 
     def num_parameters(self, side: int) -> int:
-        """Scales of one plane; minima are as many. Side 0 is keys, 1 values."""
+        """The number of scales of one plane, and of its minima. Side 0 is keys, 1 values."""
         shape = self.pool.geometry
         if self.scheme == "fp8":
             return shape.num_heads
         return shape.num_heads * (shape.head_dim if self.is_by_channel(side) else shape.block_size)
 
     def is_by_channel(self, side: int) -> bool:
-        """Whether groups of this side's planes are channels (keys), rather than tokens (values, MLA's latent)."""
+        """Whether groups of this side's planes are channels (keys) instead of tokens (values, MLA's latent)."""
         return self.scheme != "fp8" and side == 0 and self.pool.planes_per_layer == 2
 
     def plane_bytes(self, side: int) -> int:
@@ -107,7 +107,7 @@ class Quantized:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits that a quantised value takes, parameters and padding included."""
+        """Bits per quantised value, including parameters and padding."""
         return 8 * self.record_bytes / math.prod(self.pool.block_shape)
 
     def codes(self, records: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,10 @@ class Quantized:
         return records[:, :num_bytes].view(-1, *outer, self.code_dim)
 
     def parameters(self, records: torch.Tensor, layer: int, side: int) -> torch.Tensor:
-        """A view of one plane's scales, then minima: ``[n, 1 or 2, num_heads, head_dim]`` by channel,
-        ``[n, 1 or 2, block_size, num_heads]`` by token, ``[n, 1, num_heads]`` for fp8.
+        """A view of one plane's scales, then minima.
+
+        Shape: ``[n, 1 or 2, num_heads, head_dim]`` by channel, ``[n, 1 or 2, block_size, num_heads]`` by token, ``[n,
+        1, num_heads]`` for fp8.
         """
         shape = self.pool.geometry
         start = self.codes_bytes + layer * self.layer_bytes + (self.plane_bytes(0) if side else 0)

@@ -1,6 +1,7 @@
-"""The truth: every kernel in plain torch, written to be believed rather than to be fast.
+"""The reference: every kernel in plain torch. It defines the correct result and is simple rather than fast.
 
-Nothing is checked here; callers have done that. Each function works on any torch device, pool and dtype.
+Arguments are not checked here, because callers have checked them. Each function works on any torch device, pool and
+dtype.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ LEAST_LARGEST = 1e-30
 
 
 def fork_blocks(pool: PoolLike, src: Sequence[int], dst: Sequence[int], num_rows: Sequence[int]) -> None:
-    """Copies the first ``num_rows[i]`` rows of block ``src[i]`` into block ``dst[i]``, every plane.
+    """Copy the first ``num_rows[i]`` rows of block ``src[i]`` to block ``dst[i]``, in every plane.
 
-    One ``copy_`` a pair in block-major storage, one a pair and plane in others.
+    One ``copy_`` a pair in block-major storage, otherwise one a pair and plane.
     """
     for view in as_pool(pool).views:
         for source, target, rows in zip(src, dst, num_rows, strict=True):
@@ -45,23 +46,24 @@ def fork_blocks(pool: PoolLike, src: Sequence[int], dst: Sequence[int], num_rows
 
 
 def gather(pool: PoolLike, block_ids: Sequence[int], staging: torch.Tensor) -> None:
-    """Block ``block_ids[i]`` becomes ``staging[i]``, converted if dtypes differ: one ``copy_`` a block and view."""
+    """Copy block ``block_ids[i]`` to ``staging[i]``, converted if dtypes differ: one ``copy_`` a block and view."""
     for view, staged in as_pool(pool).beside(staging):
         for index, block_id in enumerate(block_ids):
             staged[index].copy_(view[block_id])
 
 
 def scatter(staging: torch.Tensor, pool: PoolLike, block_ids: Sequence[int]) -> None:
-    """``staging[i]`` becomes block ``block_ids[i]``, converted if dtypes differ: one ``copy_`` a block and view."""
+    """Copy ``staging[i]`` to block ``block_ids[i]``, converted if dtypes differ: one ``copy_`` a block and view."""
     for view, staged in as_pool(pool).beside(staging):
         for index, block_id in enumerate(block_ids):
             view[block_id].copy_(staged[index])
 
 
 def scrub(pool: PoolLike, block_ids: Sequence[int]) -> None:
-    """Zeroes whole blocks, whose zeros are zero bytes in every dtype.
+    """Zero whole blocks. Zeros are zero bytes in every dtype.
 
-    Block-major storage on a CPU in one assignment, as fast as a memset; otherwise one ``zero_`` a block and tensor.
+    Block-major storage on a CPU takes one assignment, as fast as a memset. Otherwise: one ``zero_`` a block and
+    tensor.
     """
     pool = as_pool(pool)
     if pool.storage is not None and pool.storage.device.type == "cpu":
@@ -73,7 +75,7 @@ def scrub(pool: PoolLike, block_ids: Sequence[int]) -> None:
 
 
 def _words(storage: torch.Tensor) -> torch.Tensor:
-    """Block-major storage as integers ``[num_blocks, n]``, the widest that blocks and where they begin allow."""
+    """Block-major storage as integers ``[num_blocks, n]``, the widest that block size and offset allow."""
     data = storage.view(len(storage), -1).view(torch.uint8)
     grain = math.gcd(data.shape[1], data.storage_offset())
     widths = (torch.int64, torch.int32, torch.int16)
@@ -81,7 +83,7 @@ def _words(storage: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -> None:
-    """Block ``block_ids[i]`` becomes ``records[i]``: plane by plane, in float32."""
+    """Quantise block ``block_ids[i]`` to ``records[i]``, plane by plane, in float32."""
     codes = form.codes(records)
     for layer in range(form.pool.num_layers):
         for side in range(form.pool.planes_per_layer):
@@ -91,7 +93,7 @@ def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -
                 largest = values.abs().amax((1, 3)).clamp(min=LEAST_LARGEST)
                 most = torch.full_like(
                     largest, LARGEST_E4M3
-                )  # divided by a number, or into one, torch may round twice
+                )  # with a Python number as an operand, torch may round twice
                 parameters[:, 0] = largest / most
                 inverse = most / largest
                 scaled = values * inverse[:, None, :, None]
@@ -110,7 +112,7 @@ def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -
 
 
 def dequantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -> None:
-    """``records[i]`` becomes block ``block_ids[i]``: plane by plane, in float32, rounded to the pool's dtype."""
+    """Restore block ``block_ids[i]`` from ``records[i]``, plane by plane, in float32, rounded to the pool's dtype."""
     codes = form.codes(records)
     for layer in range(form.pool.num_layers):
         for side in range(form.pool.planes_per_layer):
@@ -129,12 +131,12 @@ def dequantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor)
 
 
 def _scale(width: torch.Tensor, levels: int, dtype: torch.dtype) -> torch.Tensor:
-    """A step of ``dtype`` so large that ``levels`` of it reach over ``width``, whichever way it is rounded."""
+    """A step of ``dtype`` so large that ``levels`` steps cover ``width``, even after rounding down."""
     return (width * (1 / levels) * (1 + 2 * torch.finfo(dtype).eps) + smallest_step(dtype)).to(dtype)
 
 
 def smallest_step(dtype: torch.dtype) -> float:
-    """Added to a scale, so that none is zero and none too small for having been rounded."""
+    """An addend to scales, so that no scale is zero, or too small after rounding."""
     return 2.0**-24 if dtype == torch.float16 else 2.0**-126
 
 
@@ -150,7 +152,7 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
 def reorder(
     pool: PoolLike, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None = None
 ) -> None:
-    """One step of ``beams``, as ``reorder.reorder`` describes it: the same ids, in the same order."""
+    """Advance ``beams`` by one step, as ``reorder.reorder`` describes: the same ids, in the same order."""
     books = beams.read()
     if books.status:
         return
@@ -165,7 +167,7 @@ def reorder(
     for block_id in before | after:
         refs[block_id] += after[block_id] - before[block_id]
     beams.refs.copy_(torch.tensor(refs, dtype=torch.int32))
-    dead: dict[int, None] = {}  # in the order of tiles of columns, then beams, then columns
+    dead: dict[int, None] = {}  # ordered by tiles of columns, then beams, then columns
     width = tile_columns(beams.num_beams)
     for start in range(0, beams.max_columns, width):
         for table, first in zip(books.tables, skipped, strict=True):
@@ -191,7 +193,7 @@ Step = tuple[list[list[int]], list[int], int, list[tuple[int, int, int]]]
 
 
 def _plan(books: BooksOnHost, beams: Beams, parents: list[int], token_ids: list[int]) -> Step | int:
-    """New tables and lengths, how many blocks are taken, and copies; or the bits of what makes the step impossible."""
+    """New tables and lengths, the number of blocks taken, and copies; or the status bits of an impossible step."""
     groups, size = beams.groups.tolist(), beams.block_size
     is_bad = any(
         not 0 <= parent < beams.num_beams or groups[parent] != group

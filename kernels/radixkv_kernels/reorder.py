@@ -1,21 +1,21 @@
 """reorder: one step of a beam search, all on the device.
 
-Beam i goes on from beam ``parents[i]``. Afterwards
+Beam i continues beam ``parents[i]``. After the step
 
-    lengths[i]   is its parent's, and one row more: the one that the engine writes next, for ``token_ids[i]``
-    tables[i]    is its parent's, and the block of that row is held by nobody else
-    refs, free   are those of the new tables: blocks that no beam holds any more are free again
+    lengths[i]   is its parent's length + 1. The engine writes the new row next, for ``token_ids[i]``.
+    tables[i]    is its parent's table. No other beam holds the block of the new row.
+    refs, free   match the new tables. Blocks that no beam holds any more are free again.
 
-A tail block that is not full and has several children stays with the first of them; the others get copies of its
-rows. Blocks are taken from the end of the free stack in the order of the beams that need one, and come back in the
-order of columns and beams: prefix sums of integers, so every rank and every run has the same ids.
+If a tail block is not full and has several children, the first child keeps it. The others get copies of its rows.
+Blocks are taken from the end of the free stack, in the order of the beams that need one. Freed blocks return in the
+order of columns and beams. Both use prefix sums of integers, so every rank and every run has the same ids.
 
-On a GPU, three launches and no word from the host: capturable in a CUDA graph, and replayable with other parents in
-the same tensor. Grids depend on shapes alone.
+On a GPU this is three launches without any synchronisation with the host. They can be captured in a CUDA graph, and
+replayed with other parents in the same tensor. Grids depend only on shapes.
 
-    plan     one program: who needs a block, which one, which rows are copied; or the bit of ``status``
-    permute  a program for some columns: tables in place, reference counts, what is dead
-    finish   copies, spread over the GPU; dead blocks to the stack, each program those of its columns; lengths
+    plan     one program: decides which beams need a block, which one, and which rows are copied; or sets ``status``
+    permute  a program per range of columns: updates tables in place, counts references, finds dead blocks
+    finish   copies rows with the whole GPU, pushes dead blocks to the stack, updates lengths
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from radixkv_kernels.pool import PoolLike, as_pool
 def reorder(
     pool: PoolLike, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None = None
 ) -> None:
-    """One step of ``beams``, whose blocks are in ``pool``; ``parents``: int32 ``[num_beams]`` on their device.
+    """Advance ``beams`` by one step. Their blocks are in ``pool``.
 
-    ``token_ids``: int32 or int64 ``[num_beams]``, what the new rows stand for; wanted by beams that remember their
-    steps, and by no others. Whether parents and ids make sense is seen on the device (``Beams.counters``). Raises
-    InputError, with nothing changed, for tensors of other forms. Enqueues and returns. Cost: columns behind the
-    prefix read and written once, times beams compared with each other; the copied rows; three launches.
+    parents: int32 ``[num_beams]`` on the beams' device. token_ids: int32 or int64 ``[num_beams]``, the tokens of the
+    new rows. Required if the beams record their steps, and forbidden otherwise. The device checks the values of
+    parents and ids (``Beams.counters``).
+
+    Raises InputError, with nothing changed, for tensors of other forms. Enqueues and returns. Cost: each column after
+    the prefix is read and written once, and all beams are compared with each other; the copied rows; three launches.
     """
     pool = as_pool(pool)
     _check("parents", parents, (torch.int32,), beams)
     if (token_ids is not None) != (beams.max_steps > 0):
-        allowed = "ids of tokens, since these beams remember" if beams.max_steps else "none without max_steps"
+        allowed = (
+            "token ids, because these beams remember them" if beams.max_steps else "none without max_steps"
+        )
         raise InputError("token_ids", "None" if token_ids is None else "ids", allowed)
     if token_ids is not None:
         _check("token_ids", token_ids, (torch.int32, torch.int64), beams)
@@ -64,7 +68,7 @@ def reorder(
 
 
 def _check(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], beams: Beams) -> None:
-    """Raises InputError unless it is a contiguous tensor ``[num_beams]`` on the beams' device."""
+    """Raise InputError unless it is a contiguous tensor ``[num_beams]`` on the beams' device."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InputError(name, getattr(tensor, "dtype", type(tensor).__name__), f"contiguous {allowed}")

@@ -1,14 +1,14 @@
-"""The three Triton kernels of reorder (see ``reorder`` for what they make of the books, ``beams`` for the books).
+"""The three Triton kernels of reorder. ``reorder`` describes the step, ``beams`` the state.
 
-A launch changes nothing that a later program of the same launch still reads: plan is one program, which decides
-before it writes; a program of permute owns its columns, reads them all, waits for its own threads, then writes;
-finish reads what plan and permute left for it, and writes elsewhere. Reference counts need no atomics, since a
-block stands in one column, and so in one program, whoever holds it.
+No launch changes data that a later program of the same launch still reads. plan is one program, which decides before
+it writes. A program of permute owns its columns: it reads them all, waits for its own threads, then writes. finish
+reads the results of plan and permute, and writes to other places. Reference counts need no atomics, because a block
+is in one column only, and so in one program.
 
-Permute compares every beam with every other: what a beam holds now and next it writes to ``cells`` first, so that a
-comparison is two loads from the cache and no arithmetic about lengths and prefixes.
+permute compares every beam with every other. It first writes each beam's current and next blocks to ``cells``. So a
+comparison is two loads from the cache, without arithmetic on lengths and prefixes.
 
-Importing this module imports triton, and so fixes whether this process interprets or compiles.
+Importing this module imports triton, which fixes whether this process interprets or compiles kernels.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NUM_STEPS, NUM_COPIED = tl.constexpr(books.NUM_STEPS), tl.constexpr(books.NUM_CO
 MAX_STEPS = tl.constexpr(books.MAX_STEPS)
 PROGRAMS_PER_SM = 8
 INTERPRETED_PROGRAMS = 3
-"""Few, so that a test's copies take more than one turn of the loop."""
+"""Few, so that the loop over copies runs more than once in tests."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plan_kernel(
-    parents: tl.tensor,  # pointers, all to int32, but for token_ids: int32 or int64
+    parents: tl.tensor,  # all are pointers to int32, except token_ids: int32 or int64
     tables: tl.tensor,
     lengths: tl.tensor,
     token_ids: tl.tensor,
@@ -112,7 +112,7 @@ def _holders(
     BLOCK_SIZE: tl.constexpr,
     BEAMS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many beams hold each beam's tail now, and whether no beam before it goes on from that tail."""
+    """The number of beams that hold each beam's tail now, and whether no earlier beam continues that tail."""
     num_holders = tl.zeros((BEAMS,), tl.int32)
     is_first = is_partial
     for other in range(NUM_BEAMS):
@@ -137,7 +137,7 @@ def _holders(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def permute_kernel(
-    parents: tl.tensor,  # pointers, all to int32
+    parents: tl.tensor,  # all are pointers to int32
     tables: tl.tensor,
     lengths: tl.tensor,
     prefixes: tl.tensor,
@@ -155,7 +155,7 @@ def permute_kernel(
 ) -> None:
     if tl.load(counters + STATUS) != 0:
         return
-    # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
+    # A tile [BEAMS, COLUMNS] of the tables, flattened.
     cell = tl.arange(0, BEAMS * COLUMNS)
     beam = cell // COLUMNS
     column = tl.program_id(0) * COLUMNS + cell % COLUMNS
@@ -172,15 +172,15 @@ def permute_kernel(
     new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
     new = tl.where(is_cell, new, -1)
     is_changed = tl.max((new != old).to(tl.int32), axis=0)
-    if is_changed == 0:  # columns that all share, or that nobody has: nothing is written but this
+    if is_changed == 0:  # all beams share these columns, or none has them: only the count is written
         tl.store(num_dead + tl.program_id(0), 0)
         return
     now = cells + tl.program_id(0) * (2 * BEAMS * COLUMNS)
     then = now + BEAMS * COLUMNS
     tl.store(now + cell, old)
     tl.store(then + cell, new)
-    tl.debug_barrier()  # all threads have read the tables, and find each other's cells
-    # How many beams held my old block, and how many hold it next; the first holder answers for it.
+    tl.debug_barrier()  # all threads have read the tables, and can see each other's cells
+    # How many beams hold the old block now and next. The first holder updates its reference count.
     change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
     is_first = old >= 0
     for other in range(NUM_BEAMS):
@@ -199,7 +199,7 @@ def permute_kernel(
 
 @triton.jit(do_not_specialize=["planes"])  # type: ignore[untyped-decorator]
 def finish_kernel(
-    parents: tl.tensor,  # pointers to int32, but for planes and token_ids
+    parents: tl.tensor,  # pointers to int32, except planes and token_ids
     lengths: tl.tensor,
     token_ids: tl.tensor,
     history: tl.tensor,
@@ -208,7 +208,7 @@ def finish_kernel(
     copies: tl.tensor,
     dead: tl.tensor,
     num_dead: tl.tensor,
-    planes: tl.tensor,  # as of copy_kernel
+    planes: tl.tensor,  # see copy_kernel
     NUM_BEAMS: tl.constexpr,
     BEAMS: tl.constexpr,
     REMEMBERS: tl.constexpr,
@@ -277,14 +277,14 @@ def _advance(
     BEAMS: tl.constexpr,
     REMEMBERS: tl.constexpr,
 ) -> None:
-    """One program's work: each beam has its parent's rows and one more, and the step is counted and remembered."""
+    """Set each length to the parent's + 1, and count and record the step. Runs in one program."""
     beam = tl.arange(0, BEAMS)
     is_beam = beam < NUM_BEAMS
     parent = tl.load(parents + beam, mask=is_beam, other=0)
     length = tl.load(lengths + parent, mask=is_beam, other=0)
     num_steps = tl.load(counters + NUM_STEPS)
     num_copied = tl.load(counters + NUM_COPIED) + tl.load(counters + NUM_COPIES)
-    tl.debug_barrier()  # all threads have read; from here on they write
+    tl.debug_barrier()  # all threads have read; writes start here
     tl.store(lengths + beam, length + 1, mask=is_beam)
     tl.store(counters + NUM_STEPS, num_steps + 1)
     tl.store(counters + NUM_COPIED, num_copied)
@@ -296,7 +296,7 @@ def _advance(
 
 
 def plan_constants(beams: Beams) -> dict[str, Any]:
-    """What ``plan_kernel`` is compiled with."""
+    """Compile-time constants of ``plan_kernel``."""
     return {
         "NUM_BEAMS": beams.num_beams,
         "NUM_COLUMNS": beams.max_columns,
@@ -307,7 +307,7 @@ def plan_constants(beams: Beams) -> dict[str, Any]:
 
 
 def permute_constants(beams: Beams) -> dict[str, Any]:
-    """What ``permute_kernel`` is compiled with."""
+    """Compile-time constants of ``permute_kernel``."""
     return {
         "NUM_BEAMS": beams.num_beams,
         "NUM_COLUMNS": beams.max_columns,
@@ -318,12 +318,12 @@ def permute_constants(beams: Beams) -> dict[str, Any]:
 
 
 def permute_warps(beams: Beams) -> int:
-    """As many as have a cell of the tile a thread, at most 8."""
+    """Warps for one cell of the tile per thread, at most 8."""
     return max(1, min(8, (tile_columns(beams.num_beams) << (beams.num_beams - 1).bit_length()) // 32))
 
 
 def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, Any]:
-    """What ``finish_kernel`` is compiled with."""
+    """Compile-time constants of ``finish_kernel``."""
     cells = beams.num_beams * tile_columns(beams.num_beams)
     num_tiles = _num_tiles(beams)
     return {
@@ -352,8 +352,8 @@ class Launchers(NamedTuple):
 
 
 def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None) -> None:
-    """Enqueues one step: three launches, whose grids depend on shapes alone."""
-    token_ids = parents if token_ids is None else token_ids  # not read then
+    """Enqueue one step: three launches, whose grids depend only on shapes."""
+    token_ids = parents if token_ids is None else token_ids  # not read in this case
     common = (parents, beams.tables, beams.lengths)
     with launch.on_device(pool.device):
         is_aligned = tuple(given.data_ptr() % launch.WIDEST == 0 for given in (parents, token_ids))
@@ -376,7 +376,7 @@ def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Te
 
 
 def launchers(pool: Pool, beams: Beams) -> Launchers:
-    """The kernels of a step, to be compiled at the first."""
+    """The kernels of a step. They are compiled at the first step."""
     num_tiles = _num_tiles(beams)
     num_programs = max(num_tiles, _num_copying_programs(pool))
     return Launchers(

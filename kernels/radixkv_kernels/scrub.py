@@ -1,4 +1,4 @@
-"""scrub: zeroes blocks in bulk, before they change their tenant."""
+"""scrub: zeroes blocks in bulk, before another tenant gets them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from radixkv_kernels.pool import PoolLike, as_pool
 
 
 def scrub(pool: PoolLike, block_ids: Ids) -> None:
-    """Every byte of the named blocks becomes zero, in all layers, keys and values; all else keeps its bytes.
+    """Zero every byte of the given blocks, in all layers, keys and values. No other byte changes.
 
-    ``pool``: a Pool, or block-major storage ``[num_blocks, num_layers, 2, block_size, num_kv_heads,
-    head_dim]``, of any dtype. ``block_ids``: integers on the host, in any order; one named twice is zeroed.
-    Raises InputError with nothing changed. Enqueues on the current stream and returns without waiting: on a
-    side stream it runs beside compute, ordered by ``Fences``. Cost: bytes written, one upload of 4 bytes a
-    block, one launch.
+    pool: a Pool, or block-major storage ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``, of any
+    dtype. block_ids: integers on the host, in any order, repeated or not. Raises InputError with nothing changed.
+
+    Enqueues on the current stream and returns without waiting. On a side stream, ordered by ``Fences``, it overlaps
+    with compute. Cost: bytes written, one upload of 4 bytes a block, one launch.
     """
     pool = as_pool(pool)
     ids = block_list("block_ids", block_ids, pool.geometry.num_blocks)

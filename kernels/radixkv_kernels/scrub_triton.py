@@ -1,7 +1,7 @@
 """The Triton kernel of scrub: a copy kernel without a source.
 
-A program zeroes one chunk of one lane of one plane of one block (see ``copy_triton`` for lanes and units).
-Importing this module imports triton, and so fixes whether this process interprets or compiles.
+A program zeroes one chunk of one lane of one plane of one block (see ``copy_triton`` for lanes and units). Importing
+this module imports triton, which fixes whether this process interprets or compiles kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def scrub_kernel(
 
 
 def constants(pool: Pool) -> tuple[object, ...]:
-    """What ``scrub_kernel`` is compiled with for this pool, in the order of its parameters."""
+    """The compile-time constants of ``scrub_kernel`` for this pool, in the order of its parameters."""
     shape = copy_shape(pool, pool)
     strides = (shape.WRITE_BLOCK, shape.WRITE_ROW, shape.WRITE_LANE)
     sizes = (shape.RUN, pool.geometry.block_size, shape.NUM_LANES, shape.NUM_PLANES)
@@ -53,7 +53,7 @@ def constants(pool: Pool) -> tuple[object, ...]:
 
 
 def scrub(pool: Pool, block_ids: list[int]) -> None:
-    """Enqueues the zeroing of non-empty, checked ids: one upload, one launch."""
+    """Enqueue the zeroing of checked ids, one or more: one upload, one launch."""
     shape: CopyShape = copy_shape(pool, pool)
     num_chunks = -(-pool.geometry.block_size * shape.RUN // shape.CHUNK)
     per_block = num_chunks * shape.NUM_LANES * shape.NUM_PLANES

@@ -1,4 +1,4 @@
-"""Declarations for the compiler, where the policies are compiled. They have no effect in pure Python."""
+"""Declarations for mypyc. They have no effect in pure Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ else:
     def mypyc_attr(**_):
         """Declare properties of a compiled class.
 
-        ``allow_interpreted_subclasses``: uncompiled classes may subclass it. ``acyclic``: it is in no reference cycle,
-        so the garbage collector can skip its objects.
+        allow_interpreted_subclasses: uncompiled classes may subclass it. acyclic: it is in no reference cycle, so the
+        garbage collector can skip its objects.
         """
         return lambda cls: cls

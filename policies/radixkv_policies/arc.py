@@ -22,7 +22,7 @@ from radixkv_policies.policy import Handle
 
 @mypyc_attr(acyclic=True)
 class Aged(Piece):
-    """``is_frequent``: used again (T2). ``stamp``: when its last use ended."""
+    """``is_frequent``: used again (T2). ``stamp``: order of the end of its last use."""
 
     __slots__ = ("is_frequent", "stamp")
 
@@ -60,7 +60,7 @@ class ARC(LeafPolicy[Aged]):
     def begin(self) -> None:
         super().begin()
         self._recent, self._frequent = LeafQueue(), LeafQueue()
-        self._num_recent = 0  # blocks of T1
+        self._num_recent = 0  # number of blocks of T1
         self._target = 0.0
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:

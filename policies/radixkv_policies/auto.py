@@ -47,50 +47,52 @@ MARGIN: Final = 1.5
 MIN_GAIN: Final = 0.01
 
 MAX_LOSS: Final = 0.002
-"""Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
+"""The shadows may lose at most this share of all uses against the ``lru`` shadow, over the whole run."""
 
 FREE_LOSS: Final = 16
-"""Sampled hits that may be lost before."""
+"""Sampled hits that may be lost in addition."""
 
 RELEASE: Final = 0.9
-"""Of the allowed debt. As ``lru`` pays nothing back, only time does: at a half, who lost it in its first minutes waited
-most of an hour.
+"""Share of the allowed debt below which another policy may take over from ``lru``.
+
+While ``lru`` is selected, the debt stays constant and only the limit grows with time. With 0.5 a tenant that lost
+hits in its first minutes waited most of an hour.
 """
 
 DECIDE_EVERY_S: Final = 5.0
 RANK_EVERY_S: Final = 2.0
-"""How often the shadow of ``learned`` ranks anew."""
+"""Interval at which the shadow of ``learned`` ranks again."""
 
 _SAMPLE_BITS: Final = 20
 
 _P = TypeVar("_P", bound=Policy)
 
 _LRU: Final = 2
-"""Its place among the candidates."""
+"""Index among the candidates."""
 
 _Sample = tuple[int, float | None, int, float]
-"""A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when. Without a score: it is of another
-class from now on.
+"""A segment at the end of a use: key, score of ``lrfu``, class of ``learned``, time. Without a score: the segment
+moves to this class.
 """
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Auto(Policy):
-    """The best of three, by shadow caches."""
+    """Evicts by the best of three policies, judged by shadow caches."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
         self._learned, self._lrfu, self._lru = self._made(Learned), self._made(LRFU), self._made(LRU)
-        self._learned.yields = False  # who hits most is judged here
+        self._learned.yields = False  # Auto itself compares it with LRU
         self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
-        self._in_charge = _LRU  # until another has shown that it does better
+        self._in_charge = _LRU  # until another candidate leads
         segments = max(self._capacity // self._segment_blocks, 1)
         self._rate = min(1.0, MAX_SHADOW / segments)
         self._below = int(self._rate * 2**_SAMPLE_BITS)
         self._num_blocks = 0
-        self._held = self._capacity  # blocks that were held when the last one was evicted
+        self._held = self._capacity  # blocks held at the last eviction
         self._log: deque[_Sample] = deque(maxlen=65_536)
         self.shadows = _Shadows(self._learned)
         self._decided_s = self._clock()
@@ -143,7 +145,7 @@ class Auto(Policy):
         self._lrfu.extended(node, num_blocks, hints, ghost_keys)
         self._learned.extended(node, num_blocks, hints, ghost_keys)
 
-    # --- what becomes of a node
+    # --- changes of a node
 
     def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
         for policy in self._candidates:
@@ -183,7 +185,7 @@ class Auto(Policy):
     # --- the choice
 
     def _sample(self, node: Handle) -> None:
-        """Note the sampled segments of a node whose use ended."""
+        """Log the sampled segments of a node when its use ends."""
         below, log = self._below, self._log
         learned, lrfu = self._learned.pieces(node), self._lrfu.pieces(node)
         at = iter(lrfu)
@@ -217,14 +219,14 @@ class _Shadows:
         self._ranked_s = 0.0
         self._by_age: OrderedDict[Handle, None] = OrderedDict()
         self._num_hits, self._num_lately = [0.0, 0.0, 0.0], 0.0
-        self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
-        self._spread = [[0.0] * 3 for _ in range(3)]  # their variance, in requests that hit as one
-        self._run: tuple[float, tuple[bool, ...], int] = (0.0, (), 0)  # when, who hit, how many in a row
+        self._only = [[0.0] * 3 for _ in range(3)]  # [one][other]: hits of one that the other missed
+        self._spread = [[0.0] * 3 for _ in range(3)]  # their variance; a request's hits are one event
+        self._run: tuple[float, tuple[bool, ...], int] = (0.0, (), 0)  # time, shadows that hit, hits
         self._lately = [0, 0, 0]  # hits since the last decision
         self.num_uses, self.debt = 0, 0
 
     def replay(self, log: deque[_Sample], capacity: int) -> None:
-        """Take what was noted, in order."""
+        """Apply the log in order."""
         for _ in range(len(log)):
             key, score, group, ended_s = log.popleft()
             if score is None:
@@ -269,12 +271,10 @@ class _Shadows:
                 for other in range(3):
                     if not hits[other]:
                         self._only[one][other] += 1
-                        self._spread[one][other] += 2 * num - 1  # num² for all of the row
+                        self._spread[one][other] += 2 * num - 1  # adds up to num² over the run
 
     def _best(self, current: int) -> int:
-        """The candidate with the most recent hits. To replace the selected one it must also beat the safe one by
-        MIN_GAIN.
-        """
+        """The candidate with the most recent hits. A new candidate must also lead ``lru`` by MIN_GAIN."""
         safe = self._num_hits[_LRU]
         ahead = MIN_GAIN * min(safe, self._num_lately - safe)
         worth = [hits - ahead * (one not in (_LRU, current)) for one, hits in enumerate(self._num_hits)]
@@ -282,11 +282,11 @@ class _Shadows:
 
     @property
     def allowed(self) -> float:
-        """The debt from which on ``lru`` is in charge."""
+        """The debt above which ``lru`` takes over."""
         return MAX_LOSS * self.num_uses + FREE_LOSS
 
     def decide(self, current: int, kept: float) -> int:
-        """Who should be in charge."""
+        """Return the index of the candidate that should evict."""
         self.debt += self._lately[_LRU] - self._lately[current]
         best = self._best(current)
         ahead, behind = self._only[best][current], self._only[current][best]

@@ -2,25 +2,25 @@
 
 It is for caches that are too small for their traffic: loops, and prompts that mostly never return.
 
-Under LRU, prompts that never return push out blocks that would. If a cache forgets sooner than its blocks return, it
-finds nothing, however large it is. The classic case is a loop a little longer than the cache. So this policy declines
-a part of the new blocks when their use ends, and the rest stay long enough to be useful.
+Under LRU, prompts that never return evict blocks that would return. If blocks are evicted before they return, LRU has
+no hits at all. The typical case is a loop slightly longer than the cache. So this policy rejects a part of the new
+blocks when their use ends. The rest stay long enough to be useful.
 
 - **How many.** At each eviction the age of the victim is compared with PATIENCE half-lives, learned from the gaps of
-  reuse (``lrfu.HalfLife``). If the victim is younger, fewer new blocks are admitted; if it is older, more. The share
-  changes by a factor of e^SPEED for each cache capacity of evicted blocks. It settles where kept blocks live just long
-  enough. A cache that is large enough for its traffic declines nothing, and is LRU.
-- **Whether at all.** LRU forgets a block after as many new blocks as the cache holds. So the policy knows its wins
-  (hits on blocks that LRU would have forgotten) and losses (declined blocks that LRU would have hit). While the losses
+  reuse (``lrfu.HalfLife``). If the victim is younger, fewer new blocks are admitted. If it is older, more are. The
+  share changes by a factor of e^SPEED for each cache capacity of evicted blocks. It settles where kept blocks live
+  just long enough. A cache that is large enough for its traffic rejects nothing, and is LRU.
+- **Whether at all.** LRU evicts a block after as many new blocks as the cache holds. So the policy can count its wins
+  (hits on blocks that LRU would have evicted) and losses (rejected blocks that LRU would have hit). While the losses
   are clearly greater, it admits everything.
-- **Which.** Blocks that were used before, that a ghost remembers, or that are too short for a ghost are admitted. Of
-  the others every n-th is. Blocks that begin a conversation are declined first. When only 1 in 50 of them is admitted,
-  blocks that continue one (they begin further down than SHARED_TOKENS) are declined too.
+- **Which.** Blocks are admitted if they were used before, if a ghost remembers them, or if they are too short for a
+  ghost. Of the others every n-th is. Blocks that begin a conversation are rejected first. When only 1 in 50 of them
+  is admitted, blocks that continue one (they begin after more than SHARED_TOKENS) are rejected too.
 
-Our own policy. The name is from TinyLFU (ACM ToS 2017), which declines every new block, at any size. Random admission,
-so that the rest lives long enough, is the idea of BIP (ISCA 2007), there with a fixed chance.
+Our own policy. The name is from TinyLFU (ACM ToS 2017), which rejects every new block, at any size. Random admission,
+so that the admitted blocks live long enough, is the idea of BIP (ISCA 2007), where the chance is fixed.
 
-State a node: as all ``LeafPolicy``, three values a piece and an entry of a queue. Cost: O(log n).
+State a node: that of every ``LeafPolicy``, three values a piece and an entry of a queue. Cost: O(log n).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
 
 PATIENCE: Final = 0.5
-"""Half-lives that a victim ought to have lived."""
+"""Half-lives that a victim should have lived."""
 
 SPEED: Final = 2.0
 
 TOLERANCE: Final = 0.03
-"""The door may have lost so many blocks more than it won, as a part of the cache's, before it opens."""
+"""Losses may exceed wins by this share of the cache. Above it everything is admitted."""
 
 FADES: Final = 4.0
-"""Its record fades by a factor of e with so many new blocks, in capacities."""
+"""Wins and losses decay by a factor of e with this many cache capacities of new blocks."""
 
 SHARED_TOKENS: Final = 1_024
 
 FEWEST: Final = log(50)
-"""As few newcomers of a kind are admitted at least, in terms of e."""
+"""Logarithm of the lowest admission rate, 1 in 50, for each kind of new blocks."""
 
 
 @mypyc_attr(acyclic=True)
 class Known(Piece):
-    """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None during its first."""
+    """``is_known``: used again, or known to a ghost. ``ended_s``: end of its last use, None during the first use."""
 
     __slots__ = ("ended_s", "is_known", "stamp")
 
@@ -71,7 +71,7 @@ class Known(Piece):
 class Record:
     """Wins and losses of admission against LRU. O(1), amortised; at most 65 numbers.
 
-    ``won``: blocks that were hit and that LRU would have forgotten, minus declined blocks that LRU would have hit.
+    ``won``: hit blocks that LRU would have evicted, minus rejected blocks that LRU would have hit.
     """
 
     __slots__ = ("_capacity", "_forgotten_s", "_made_at", "_num_made", "won")
@@ -82,7 +82,7 @@ class Record:
         self._made_at: deque[tuple[int, float]] = deque()
 
     def made(self, num_blocks: int, now_s: float) -> None:
-        """So many blocks had to be computed."""
+        """Count computed blocks."""
         self._num_made += num_blocks
         self.won *= 1.0 - min(num_blocks / (FADES * self._capacity), 1.0)
         made_at = self._made_at
@@ -92,18 +92,18 @@ class Record:
             self._forgotten_s = made_at.popleft()[1]
 
     def is_forgotten(self, ended_s: float) -> bool:
-        """Whether LRU would have forgotten a block with this last use: as many new blocks as fit were made since."""
+        """Whether LRU would have evicted a block with this last use: a cache's capacity of new blocks came since."""
         return ended_s < self._forgotten_s
 
     @property
     def is_good(self) -> bool:
-        """Unless clearly more was lost than won."""
+        """Whether the losses don't clearly exceed the wins."""
         return self.won >= -TOLERANCE * self._capacity
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Doorkeeper(LeafPolicy[Known]):
-    """LRU with a door."""
+    """LRU with admission."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -112,13 +112,13 @@ class Doorkeeper(LeafPolicy[Known]):
         self._leaves = LeafQueue()
         self._half_life = HalfLife()
         self._shared_blocks = SHARED_TOKENS / self._block_tokens
-        self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
-        self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
+        self._strictness = 0.0  # up to FEWEST it rejects beginnings, up to 2 × FEWEST others too
+        self._due = [0.0, 0.0]  # pieces to admit, not yet admitted: beginnings, others
         self._is_declining = False
-        self._now_s = self._clock()  # once for all pieces of a call
+        self._now_s = self._clock()  # read once for all pieces of a call
         self.record = Record(self._capacity)
 
-    # --- the door
+    # --- admission
 
     def admit(self, node: Handle) -> bool:
         state = self._states[node]
@@ -133,7 +133,7 @@ class Doorkeeper(LeafPolicy[Known]):
         return not self._is_declining
 
     def share(self, *, continues: bool) -> float:
-        """The share of newcomers that is admitted, of those that continue a conversation or of the others."""
+        """The share of new blocks that is admitted: of those that continue a conversation, or of the others."""
         return exp(min(FEWEST - self._strictness, 0.0) if continues else -min(self._strictness, FEWEST))
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:

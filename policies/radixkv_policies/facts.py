@@ -4,8 +4,9 @@ All pieces that a request used last share one object. ``opened`` creates it. The
 memories of ghosts (``found``, ``computed``). It is complete before any of its blocks are evictable.
 
 A request *continues* an earlier one if its deepest known blocks, resident or ghosts, are the last blocks of that one.
-Its turn is then one higher. Otherwise it starts a conversation, whatever it shares with others. If both have a session
-label, the session decides the turn: a rewritten answer doesn't end a session, and an equal beginning doesn't join two.
+Its turn is then one higher. Otherwise it starts a conversation, even if it shares blocks with others. If both have a
+session label, the session decides the turn. So a rewritten answer doesn't end a session, and an equal beginning
+doesn't join two.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
 
 LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
-"""Labels that policies look at."""
+"""Labels that policies use."""
 
 _NO_LABELS: Final[dict[str, Label]] = {}
 
 
 @mypyc_attr(acyclic=True)
 class Facts:
-    """A request. ``end``: blocks so far. ``num_new``: blocks that no request had before. ``turn``: from 1.
-    ``superseded``: the conversation continued, but not from its end. ``groups``: for a policy's own classes. It is in
-    no reference cycle: it holds no node.
+    """Facts about one request.
+
+    ``end``: blocks so far. ``num_new``: blocks that no request had before. ``turn``: from 1. ``superseded``: the
+    conversation continued, but not from its end. ``groups``: for a policy's own classes. It holds no node, so it is
+    in no reference cycle.
     """
 
     __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number", "superseded")
@@ -39,7 +42,7 @@ class Facts:
         self.superseded = False
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
-        """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""
+        """Add blocks up to ``end`` that ``earlier`` used last, ``gap_s`` ago. Add the shallowest blocks first."""
         self.end = max(self.end, end)
         is_its_end = earlier is not self and earlier.end - end <= self._slack
         self.gap_s = gap_s if is_its_end else 0.0
@@ -55,33 +58,33 @@ class Facts:
     def supersedes(self, earlier: Facts, depth: int, num_uses: int) -> bool:
         """Whether this request continues the conversation of ``earlier`` from before its end.
 
-        For example an answer was requested again, or a question rephrased. The two differ after ``depth``, behind
-        blocks that had ``num_uses`` uses by then. If that is no more than the turns of the conversation, no other
-        conversation used them. A session label overrides this.
+        Examples: an answer was requested again, or a question rephrased. The two differ after ``depth``. The last
+        shared blocks had ``num_uses`` uses before. If that is at most the number of turns, no other conversation used
+        them. A session label overrides this.
         """
         if earlier is self or "session" in self.labels:
             return False
         return earlier.end - depth > self._slack and num_uses <= earlier.number
 
     def computed(self, num_blocks: int, end: int) -> None:
-        """New blocks, up to ``end``."""
+        """Add new blocks, up to ``end``."""
         self.num_new += num_blocks
         self.end = max(self.end, end)
 
     @property
     def turn(self) -> int:
-        """The number of the turn, as labelled or as seen."""
+        """The number of the turn: the label's, or the detected one."""
         turn = self.labels.get("turn") if self.labels else None
         return turn if isinstance(turn, int) else self.number
 
 
 def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
-    """Numbers of tokens as whole blocks: a number of blocks is above one if its tokens are above the other."""
+    """Convert limits in tokens to whole blocks. A number of blocks exceeds a limit if its tokens exceed it."""
     return [floor(each / block_tokens) for each in tokens]
 
 
 def labels_of(hints: object) -> dict[str, Label]:
-    """The labels of a request's hints that policies use. Ghosts keep them, so all others are left out."""
+    """The labels of a request's hints that policies use. Ghosts keep them, so others are left out."""
     if hints is None or not isinstance(hints, RequestHints) or not hints.labels:
         return _NO_LABELS
     labels = hints.labels

@@ -15,7 +15,7 @@ from radixkv_policies.policy import Handle
 
 @mypyc_attr(acyclic=True)
 class Inserted(Piece):
-    """``stamp``: when it was inserted."""
+    """``stamp``: order of insertion."""
 
     __slots__ = ("stamp",)
 

@@ -22,20 +22,21 @@ from radixkv_policies.policy import Handle
 
 @dataclass(frozen=True, slots=True)
 class PrefillProfile:
-    """How long a model computes: ``seconds = per_token + per_token_and_position × position`` for each token."""
+    """A model's prefill time: ``seconds = per_token + per_token_and_position × position`` for each token."""
 
     per_token_s: float
     per_token_and_position_s: float
 
 
 LLAMA_8B: Final = PrefillProfile(per_token_s=16.06e9 / 4e14, per_token_and_position_s=4 * 32 * 4_096 / 4e14)
-"""A dense model of 8 billion parameters, 32 layers of width 4,096, at 400 TFLOP/s: 2 FLOP a parameter for a token, and
-4 × layers × width for each position it attends to. Only the ratio matters for the order."""
+"""A dense model of 8 billion parameters, with 32 layers of width 4,096, at 400 TFLOP/s. A token takes 2 FLOP a
+parameter, and 4 × layers × width for each position that it attends to. Only the ratio affects the order.
+"""
 
 
 @mypyc_attr(acyclic=True)
 class Costed(Piece):
-    """``num_uses``: in all. ``inflation``: when its last use ended. ``rank``: of the leaf that ends with it."""
+    """``num_uses``: total. ``inflation``: at the end of its last use. ``rank``: of the leaf that ends with it."""
 
     __slots__ = ("inflation", "num_uses", "rank", "stamp")
 
@@ -50,7 +51,7 @@ class Costed(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class GDSF(LeafPolicy[Costed]):
-    """Greedy dual, size and frequency, with prefill seconds as the cost. ``profile``: a subclass may name another."""
+    """Greedy dual size frequency, with prefill seconds as the cost. A subclass may set another ``profile``."""
 
     profile: ClassVar[PrefillProfile] = LLAMA_8B
     uses_ghost_keys: ClassVar[bool] = True

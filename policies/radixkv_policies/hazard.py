@@ -1,6 +1,6 @@
 """HazardModel: learns online, by class, when blocks return. It computes the rank of a class at an age.
 
-Time since the end of a use is cut into ``NUM_BINS`` log-spaced bins: ``[0, 0.5 s)``, then ``0.5 × 1.45^i``. The
+Time since the end of a use is divided into ``NUM_BINS`` log-spaced bins: ``[0, 0.5 s)``, then ``0.5 × 1.45^i``. The
 *hazard* of a bin is the probability that blocks return in it if they have not returned before. Blocks with equal
 features are a class.
 
@@ -8,20 +8,22 @@ features are a class.
     logit hazard          a[bin] + Σ_k ψ_k(bin) · (w_k · f)       ψ = 1, z, z² − 1 of the log age, up to 315 s
     hazard[class, bin]    (returned + κ × modelled) ÷ (at risk + κ)
 
-The model connects the classes, so a rare class uses the evidence of similar ones. Where a class has many counts, they
-correct the model. Outcomes are counted bin by bin: when a bin has passed for a use, its returns and its survivors are
-counted together. Counting returns at once and survivors later would overrate young blocks.
+The model connects the classes, so a rare class uses the evidence of similar ones. If a class has many counts, they
+correct the model. Outcomes are counted bin by bin. When a bin has passed for a use, its returns and its survivors are
+counted together. If returns were counted at once and survivors later, young blocks would rank too high.
 
 ``rank[class, bin]`` is a Gittins index: expected hits per block-second from that age on, for the best time to wait,
 ``max over H of P(return in [age, H)) ÷ E[time until the return or H]``. Before there is evidence, the hazard falls
 with age, so the order is that of LRU.
 
-A learned model can be worse than none, for example after a change of mix, or at ages without evidence. So the same log
-also simulates a cache that ranks by the model, and an LRU. ``Standing`` compares their hits.
+A learned model can be worse than none, for example after a change of the traffic, or at ages without evidence. So the
+same log also drives two simulated caches: one ranks by the model, the other is an LRU. ``Standing`` compares their
+hits.
 
-The owner's thread only appends to ``log``. ``update`` does the rest and may run in another thread: it replaces
-``rank`` as a whole. State: ``MAX_ROWS`` uses that wait for their bins, and 2 × MAX_CLASSES × NUM_BINS counts: a few MB.
-Cost of ``update``: O(rows); with ``fit`` also a Newton step, O(bins × classes × features²), about 20 ms.
+The owner's thread only appends to ``log``. ``update`` does the rest and may run in another thread, because it
+replaces ``rank`` as a whole. State: ``MAX_ROWS`` uses that wait for their bins, and 2 × MAX_CLASSES × NUM_BINS
+counts: a few MB. Cost of ``update``: O(rows). With ``fit`` also a Newton step, O(bins × classes × features²), about
+20 ms.
 """
 
 from __future__ import annotations
@@ -48,51 +50,57 @@ EDGES_S: Final[Floats] = np.concatenate(([0.0], 0.5 * 1.45 ** np.arange(NUM_BINS
 """Bin b is ``[EDGES_S[b], EDGES_S[b + 1])``."""
 
 CLASS_WEIGHT: Final = 3_000.0
-"""κ: uses at risk for which a class's own counts weigh as much as the model."""
+"""κ: with this many uses at risk, a class's own counts weigh as much as the model."""
 
 RIDGE: Final = 400.0
-"""How strongly weights are held to 0, in uses: many, for the blocks of a request return together or not at all, so they
-tell less than so many that are independent.
+"""Strength of the pull of weights to 0, in uses. It is high, because the blocks of a request return together or
+not at all, so they carry less evidence than independent uses.
 """
 
 LEVEL_RIDGE: Final = 0.1
-"""How strongly the level of a bin is held to the prior's."""
+"""Strength of the pull of a bin's level to the prior's."""
 
 LEVEL_TIE: Final = 10.0
-"""How strongly it is held as far from the prior's as the levels of the bins beside it: an age that nothing has reached
-yet is judged by those before it. When each bin was held to the prior alone, what had waited long ranked above what
-comes, where little returned: a cache that was full for the first time gave up what was new.
+"""Strength of the pull between neighbouring bins, on their differences from the prior.
+
+So an age without evidence follows the ages before it. With a pull to the prior alone, old blocks ranked above new
+ones where few blocks returned: a cache that became full for the first time evicted its new blocks.
 """
 
 OLDEST_Z: Final = 0.9
-"""From this log age on, 315 s, features tell the same of each bin: of older ages there is too little evidence for more,
-and extrapolated from younger ones they ranked below LRU where a large cache had just begun to evict.
+"""From this log age on, 315 s, features have the same effect on every bin. Older ages have too little evidence.
+Extrapolated from younger ages, they ranked worse than LRU when a large cache had just begun to evict.
 """
 
 LATELY_S: Final = 600.0
-"""Half-life of what is known of who hits more."""
+"""Half-life of the comparison with LRU."""
 
 BEHIND: Final = 1.0
 MAX_LOSS: Final = 0.002
-"""What was learned no longer leads once it lies so many standard deviations and that share of all uses behind LRU."""
+"""The model stops leading when it is BEHIND standard deviations plus MAX_LOSS of all uses behind LRU."""
 
 AHEAD: Final = 1.5
-"""It leads again once it lies more than so many ahead. One request, however long, is no more than one deviation."""
+"""The model leads again when it is this many standard deviations ahead. One request counts at most one deviation."""
 
 MAX_STEP: Final = 2.0
-"""How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
-levels and weights would go another way, and not come back after a sudden change.
+"""Maximum change of a level or weight in a fit, in logits. A longer step is scaled as a whole. Clipping each value
+would change the direction, and after a sudden change the fit would not recover.
 """
 
 Entry = tuple[int, float, int, float]
-"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, −1, weight). It is of another
-class from now on: (its number, when, class, 0).
+"""One of three events, as (number of the use, time, class, weight):
+
+- A use ended: class ≥ 0, weight > 0.
+- Blocks of it returned: class −1.
+- It moved to another class: weight 0.
 """
 
 
 class HazardModel:
-    """See the module. ``rank``: float64 ``[MAX_CLASSES, NUM_BINS + 1]``, the last for older ages; ``by_age``: the same
-    before anything is learned. ``at_risk``, ``returned``: the counts, float64 ``[MAX_CLASSES, NUM_BINS]``.
+    """The model of the module's docstring.
+
+    ``rank``: float64 ``[MAX_CLASSES, NUM_BINS + 1]``, the last column for older ages. ``by_age``: the same before
+    anything is learned. ``at_risk``, ``returned``: the counts, float64 ``[MAX_CLASSES, NUM_BINS]``.
     """
 
     def __init__(self) -> None:
@@ -111,19 +119,22 @@ class HazardModel:
         self.rank = self.by_age = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
     def add_class(self) -> int:
-        """A new class; ``num_classes < MAX_CLASSES``. It ranks as all do together until the next ``update``."""
+        """Add a class. Requires ``num_classes < MAX_CLASSES``.
+
+        Until the next ``update`` it has the rank of all classes together.
+        """
         self.num_classes += 1
         return self.num_classes - 1
 
     def describe(self, group: int, features: Sequence[float]) -> None:
-        """The features of a class, told in the order of their numbers. In the thread of ``update``, and before it."""
+        """Set the features of a class, in the order of class numbers. Call it before ``update``, in its thread."""
         self._features[group] = features
         self._num_described = group + 1
 
     def update(self, now_s: float, *, fit: bool, room: float = np.inf) -> None:
-        """Count what is known by now; with ``fit``, learn from the counts and rank anew, otherwise rank new classes.
+        """Count the known outcomes, and rank new classes. With ``fit``, learn from the counts and rank all again.
 
-        room: how much, in the unit of weights, the cache holds now of what waits.
+        room: the part of the waiting uses that the cache holds now, in the unit of weights.
         """
         self._rows.room = room
         for _ in range(len(self.log)):
@@ -142,7 +153,7 @@ class HazardModel:
             self._rank_classes(0 if fit else self._num_ranked)
 
     def _rank_classes(self, start: int) -> None:
-        """Rank the classes from ``start`` on by their own evidence, and later classes by that of all classes."""
+        """Rank the described classes from ``start`` on by their own evidence, and later ones by that of all classes."""
         these, rank = slice(start, self._num_described), self.rank.copy()
         modelled = self._modelled(self._features[these])
         rank[these] = _rank(_corrected(modelled, self.at_risk[these], self.returned[these]))
@@ -155,7 +166,7 @@ class HazardModel:
         return _sigmoid(self._level + features @ self._weights @ self._basis.T)
 
     def _step(self, features: Floats, at_risk: Floats, returned: Floats) -> None:
-        """Levels and weights, a step closer to the likeliest. The curvature is summed up bin by bin."""
+        """Do a Newton step of levels and weights. The curvature is summed bin by bin."""
         basis, flat = self._basis, 3 * NUM_FEATURES
         hazard = self._modelled(features)
         excess, weight = returned - at_risk * hazard, at_risk * hazard * (1 - hazard)
@@ -192,11 +203,11 @@ class Standing:
         self._at_s = self._net = self._decided_s = 0.0
 
     def used(self, weight: float) -> None:
-        """A use ended."""
+        """Count an ended use."""
         self._num_uses += weight
 
     def returned(self, at_s: float, ours: float, lrus: float) -> None:
-        """What of it the two would have held."""
+        """Count returned blocks: how many the model's cache and the LRU would have held."""
         if ours == lrus:
             return
         before = self._net if at_s == self._at_s else 0.0
@@ -205,7 +216,7 @@ class Standing:
         self._variance += self._net**2 - before**2
 
     def decide(self, now_s: float) -> None:
-        """Who leads from now on."""
+        """Update ``leads``."""
         kept = 0.5 ** ((now_s - self._decided_s) / LATELY_S)
         self._decided_s = now_s
         self._ahead *= kept
@@ -222,7 +233,7 @@ class _Rows:
     """Ended uses that wait for their bins to pass. It is a ring: new rows overwrite the oldest.
 
     A row: ``weight`` of it is at risk until bin ``hit`` (NUM_BINS: never returned). Bins before ``next`` are counted.
-    Uses as old as an overwritten one are not counted any more: the ring may hold their returns without their
+    Uses as old as an overwritten one are no longer counted, because the ring may hold their returns without their
     survivors.
 
     Two simulated caches of the same size hold some of the waiting uses. The model's cache drops whole rows once a
@@ -233,10 +244,10 @@ class _Rows:
         self._standing = standing
         self.room = np.inf
         self._kept = np.zeros(MAX_ROWS, np.bool_)
-        self._added = 0.0  # since rows were dropped
-        self._num_rows = 0  # the last ones, which the LRU holds
-        self._held = self._cut = 0.0  # by the LRU; what it no longer has of the oldest of them
-        self._is_full = False  # the LRU has given something up
+        self._added = 0.0  # weight since the last drop
+        self._num_rows = 0  # number of the last rows, which the LRU holds
+        self._held = self._cut = 0.0  # weight in the LRU; weight that the LRU dropped of its oldest row
+        self._is_full = False  # the LRU has dropped something
         self._number = np.full(MAX_ROWS, -1, np.int64)
         self._ended_s = np.zeros(MAX_ROWS)
         self._class = np.zeros(MAX_ROWS, np.int64)
@@ -249,7 +260,7 @@ class _Rows:
         self._lost_s = -np.inf
 
     def take(self, entry: Entry) -> None:
-        """An entry of the log."""
+        """Apply an entry of the log."""
         number, at_s, group, weight = entry
         place = self._place_of.get(number)
         if group < 0:
@@ -272,7 +283,7 @@ class _Rows:
             self._standing.used(weight)
 
     def _lrus(self, place: int) -> float:
-        """What the LRU holds of a row."""
+        """The weight of a row that the LRU holds."""
         rows_since = (self._at - 1 - place) % MAX_ROWS
         if self._number[place] < 0 or rows_since >= self._num_rows:
             return 0.0
@@ -280,7 +291,7 @@ class _Rows:
         return max(held - self._cut, 0.0) if rows_since == self._num_rows - 1 else held
 
     def _left_lru(self, place: int, weight: float) -> float:
-        """``weight`` of a row is used again: what of that the LRU held."""
+        """Remove ``weight`` of a row from the LRU because it is used again. Returns how much of it the LRU held."""
         held = min(weight, self._lrus(place))
         self._held -= held
         return held
@@ -295,7 +306,7 @@ class _Rows:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """The LRU gives up its oldest row."""
+        """Drop the oldest row from the LRU."""
         self._held -= self._lrus((self._at - self._num_rows) % MAX_ROWS)
         self._num_rows, self._cut = self._num_rows - 1, 0.0
 
@@ -313,7 +324,7 @@ class _Rows:
             self._kept[order[np.cumsum(self._weight[order]) <= excess]] = False
 
     def _split(self, place: int, number: int, at_s: float, weight: float) -> None:
-        """``weight`` of a row returned."""
+        """Mark ``weight`` of a row as returned."""
         if weight <= 0:
             return
         self._weight[place] -= weight
@@ -340,7 +351,7 @@ class _Rows:
         return place
 
     def count(self, now_s: float, at_risk: Floats, returned: Floats) -> None:
-        """Add the bins that have passed since the last time."""
+        """Count the bins that have passed since the last call."""
         passed = np.searchsorted(EDGES_S, now_s - self._ended_s, "right") - 1
         stop = np.minimum(np.minimum(passed, self._hit + 1), NUM_BINS)
         due = np.flatnonzero((self._next < stop) & (self._ended_s > self._lost_s))
@@ -374,17 +385,17 @@ def _rank(hazard: Floats) -> Floats:
 
 
 def _corrected(hazard: Floats, at_risk: Floats, returned: Floats) -> Floats:
-    """A hazard, corrected by counts."""
+    """The model's hazard, corrected by counts."""
     return np.asarray((returned + CLASS_WEIGHT * hazard) / (at_risk + CLASS_WEIGHT))
 
 
 def _product(one: Floats, other: Floats) -> Floats:
-    """``oneᵀ other``, without BLAS, which would take all cores for it."""
+    """``oneᵀ other``, without BLAS, which would use all cores."""
     return np.asarray(np.einsum("ck,cl->kl", one, other))
 
 
 def _solved(curve: Floats, slope: Floats) -> Floats:
-    """``x`` of ``curve @ x = slope``, symmetric and positive definite, by elimination: without BLAS too."""
+    """Solve ``curve @ x = slope``, symmetric and positive definite, by elimination, without BLAS."""
     size = len(slope)
     rows = np.column_stack((curve, slope))
     for at in range(size):
@@ -401,13 +412,13 @@ def _sigmoid(logits: Floats) -> Floats:
 
 
 def _basis() -> Floats:
-    """ψ of each bin, ``[NUM_BINS, 3]``; of older ones than ``OLDEST_Z`` the same."""
+    """ψ of each bin, ``[NUM_BINS, 3]``, constant from ``OLDEST_Z`` on."""
     z = np.minimum(np.linspace(-1.7, 1.7, NUM_BINS), OLDEST_Z)
     return np.stack((np.ones(NUM_BINS), z, z * z - 1), axis=1)
 
 
 def _ties() -> Floats:
-    """The curvature by which levels are held to the prior's, and to each other: ``[NUM_BINS, NUM_BINS]``."""
+    """The curvature of the pulls of levels to the prior and to each other: ``[NUM_BINS, NUM_BINS]``."""
     apart = np.diff(np.eye(NUM_BINS), axis=0)
     return LEVEL_RIDGE * np.eye(NUM_BINS) + LEVEL_TIE * _product(apart, apart)
 

@@ -1,8 +1,14 @@
 """RequestHints: optional information about a request for policies. The cache only passes it on.
 
-Policies know these labels, all optional: ``session`` (the conversation), ``turn`` (its number, from 1), ``type`` (the
-kind of request), ``session_over`` (no request follows), ``tool_pending`` (the session continues after a tool's answer).
-Other labels are carried and ignored.
+Policies know these labels. All are optional:
+
+- ``session``: the conversation.
+- ``turn``: its number, from 1.
+- ``type``: the kind of request.
+- ``session_over``: no request follows.
+- ``tool_pending``: the session continues after a tool's answer.
+
+Other labels are ignored.
 """
 
 from __future__ import annotations
@@ -16,17 +22,17 @@ Label = str | int | float | bool
 """The value of a label."""
 
 MAX_DURATION_S = 1e12
-"""How long a priority may hold, if it ends at all."""
+"""The maximum of a priority's duration in seconds, if it ends at all."""
 
 DEFAULT_PRIORITY = 35
-"""The priority of what was given none; TensorRT-LLM's."""
+"""The priority without a hint, as in TensorRT-LLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """A priority for tokens ``[start, stop)`` of a request; ``stop`` None means its end.
+    """A priority for tokens ``[start, stop)`` of a request. ``stop`` None means the request's end.
 
-    ``priority``: 0 (evicted first) to 100. ``duration_s``: how long it holds after the last use; None for ever.
+    priority: 0 (evicted first) to 100. duration_s: seconds for which it lasts after the last use; None for ever.
     """
 
     start: int
@@ -48,9 +54,12 @@ class TokenRange:
 class RequestHints:
     """Information about a request that policies may use.
 
-    labels: see the module. priority: 0 (evicted first) to 100 for all its blocks, None for the default.
-    duration_s: how long that priority holds after the last use; None for ever. ranges: priorities of parts of the
-    request; for each token, the last range that holds it wins over earlier ones and over ``priority``.
+    - labels: see the module.
+    - priority: 0 (evicted first) to 100 for all its blocks, None for the default.
+    - duration_s: seconds for which that priority lasts after the last use; None for ever.
+    - ranges: priorities of parts of the request. For each token, the last range that contains it takes precedence
+      over earlier ones and over ``priority``.
+
     Raises ValueError for a label of another type, for a priority or duration out of range, and for an invalid range.
     """
 
@@ -93,5 +102,5 @@ def _check_duration(duration_s: object) -> None:
         or not isinstance(duration_s, (int, float))
         or not (0 < duration_s <= MAX_DURATION_S or duration_s == inf)
     ):
-        allowed = f"seconds > 0, at most {MAX_DURATION_S:.0e}, or None for ever"
+        allowed = f"seconds > 0, at most {MAX_DURATION_S:.0e}, or None for no end"
         raise ValueError(f"duration_s={reprlib.repr(duration_s)} is not allowed; allowed: {allowed}")

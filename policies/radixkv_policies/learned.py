@@ -1,16 +1,18 @@
 """Learned: keeps blocks that are likely to return soon, by a model learned online from past returns. Our own policy.
 
-When a use ends, its blocks get a class. The features are what the cache itself saw: the number of earlier uses, the
-turn of the conversation, the pause before it, the number of new tokens in the request, its length; and the labels, if
-there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks it leaves behind move to
-another class. ``hazard`` learns when each class returns, from the cache's own past, ghosts included. It ranks a class
-at each age by the expected hits per block-second of keeping it. The lowest rank is evicted first. Ranks change with
-age, differently for each class (a conversation returns after a minute or not at all). So ``maintain`` ranks all leaves
-again, about once a second, and a new leaf is ranked at once. While an LRU would hit more (``hazard.Standing``), all
-leaves rank by age alone, as in LRU.
+When a use ends, its blocks get a class. Its features come from the cache's own observations: the number of earlier
+uses, the turn of the conversation, the pause before it, the number of new tokens in the request, its length. Labels
+are added, if there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks that it leaves
+behind move to another class.
 
-There is no training in advance, no required label, and no randomness. policies/README.md describes how it works and
-where it loses.
+``hazard`` learns when each class returns, from the cache's own past, ghosts included. It ranks a class at each age by
+the expected hits per block-second of keeping it. The lowest rank is evicted first. Ranks change with age, differently
+for each class: a conversation returns after a minute or not at all. So ``maintain`` ranks all leaves again, about
+once a second, and a new leaf is ranked at once. While an LRU would hit more (``hazard.Standing``), all leaves rank by
+age alone, as in LRU.
+
+It needs no training in advance and no labels, and uses no randomness. policies/README.md describes how it works and
+its weaknesses.
 
 State a node: six values a piece, an entry of a heap. State a tenant: the model's 6 MB; at least 32,768 ghosts, 3 MB
 when full; and 8,192 labelled sessions, 5 MB when full. Cost: O(log n) a hook; O(nodes of a path) to move an abandoned
@@ -37,23 +39,25 @@ FIT_EVERY_S: Final = 5.0
 FIT_SHARE: Final = 0.03
 
 LEARNED_GHOSTS: Final = 32_768
-"""At least so many, even of a small cache: what returns after its ghost is gone is taken for what didn't."""
+"""Minimum of ghosts, even in a small cache. Without its ghost, a return counts as a new block."""
 
 MAX_SESSIONS: Final = 8_192
-"""Labelled sessions whose last request is known."""
+"""Labelled sessions with a known last request."""
 
 MAX_TYPES: Final = 7
-"""Types of requests that the model tells apart, by their label."""
+"""Types of requests that the model distinguishes, by label."""
 
 _Key = tuple[int, int, int, int, int, bool, object, bool, bool]
-"""Of a class: places of uses, turn, new tokens, length, pause; superseded, type, session over, tool pending."""
+"""Key of a class. Indices of ranges: uses, turn, new tokens, length, pause. Then superseded, type, session over,
+tool pending.
+"""
 
 _USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
 _TURNS: Final = [1, 2, 3, 4, 5, 7, 10]
 _NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
 _TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _PAUSES_S: Final = [0.0, 10.0, 30.0, 60.0, 120.0, 300.0]
-"""Before a turn; the first place: it opens a conversation."""
+"""Limits of the pause before a turn. The first range means that the request opens a conversation."""
 
 _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USES[-1] + 2)]
 
@@ -62,7 +66,7 @@ _EDGES_S: Final[list[float]] = EDGES_S.tolist()
 
 @mypyc_attr(acyclic=True)
 class Returning(Piece):
-    """``num_uses``: in all. ``facts``: of the last request. ``number``, ``group``: of the ended use, −1 in use."""
+    """``num_uses``: total. ``facts``: of the last request. ``number`` (−1 in use), ``group``: of the ended use."""
 
     __slots__ = ("ended_s", "facts", "group", "num_uses", "number")
 
@@ -78,7 +82,7 @@ class Returning(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Learned(LeafPolicy[Returning]):
-    """Evicts by expected hits per block-second. ``yields``: falls back to LRU while that hits more."""
+    """Evicts by expected hits per block-second. ``yields``: falls back to LRU while LRU hits more."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -88,11 +92,11 @@ class Learned(LeafPolicy[Returning]):
         self._groups: dict[object, int] = {}
         self._types: dict[object, int] = {None: 0}
         self._sessions: OrderedDict[object, Facts] = OrderedDict()
-        self._leaf_of: dict[Facts, Handle] = {}  # the evictable leaf that ends with what a request used last
-        self.moved: list[Returning] = []  # what the request that was opened last superseded
+        self._leaf_of: dict[Facts, Handle] = {}  # per request: the evictable leaf that ends with its blocks
+        self.moved: list[Returning] = []  # pieces that the request opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
-        self._num_ended = 0  # uses so far
-        self._num_waiting = 0  # blocks that are in no use
+        self._num_ended = 0  # ended uses so far
+        self._num_waiting = 0  # blocks that no request uses
         self.yields = True
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
@@ -186,7 +190,7 @@ class Learned(LeafPolicy[Returning]):
 
     @property
     def rank(self) -> Floats:
-        """What each class is worth at each age; while LRU hits more, whatever class it is."""
+        """The rank of each class at each age. While LRU hits more, it is the same for all classes."""
         return self._model.by_age if self.yields and not self._model.standing.leads else self._model.rank
 
     def maintain(self) -> None:
@@ -198,7 +202,7 @@ class Learned(LeafPolicy[Returning]):
             self._model.update(now_s, fit=fit, room=self._num_waiting / self._segment_blocks)
             self._leaves.rank_anew(now_s, self.rank)
 
-    # --- conversations that went on elsewhere
+    # --- conversations that continued elsewhere
 
     def _before(self, facts: Facts) -> Facts | None:
         """The request before this one in its labelled session. This one becomes the session's last."""
@@ -212,7 +216,7 @@ class Learned(LeafPolicy[Returning]):
         return before
 
     def _supersede(self, facts: Facts) -> None:
-        """Move the blocks that this request used last, and no later one, to another class."""
+        """Move the blocks that only this request used last to another class."""
         if facts.superseded:
             return
         facts.superseded = True
@@ -234,7 +238,7 @@ class Learned(LeafPolicy[Returning]):
     # --- classes
 
     def _group_of(self, piece: Returning) -> int:
-        """The class of a piece as it is now."""
+        """The class of a piece now."""
         facts = piece.facts
         place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
         group = facts.groups.get(place)
@@ -243,7 +247,7 @@ class Learned(LeafPolicy[Returning]):
         return group
 
     def _describe_classes(self) -> None:
-        """Tell the model what it sees of the classes that are new."""
+        """Pass the features of new classes to the model."""
         types = self._types
         while self._undescribed:
             group, key = self._undescribed.popleft()
@@ -252,7 +256,7 @@ class Learned(LeafPolicy[Returning]):
             self._model.describe(group, _features(key, types.get(key[6], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
-        """The class of what a request used; ``place``: of its number of uses."""
+        """The class of blocks that a request used. ``place``: index of the range of uses."""
         labels = facts.labels
         turn, new = _place(_TURNS, facts.turn), _place(self._new_blocks, facts.num_new)
         length = _place(self._num_blocks, facts.end)
@@ -281,7 +285,7 @@ class Learned(LeafPolicy[Returning]):
         return group
 
     def _new_group(self, name: object, key: _Key) -> int:
-        """A class that wasn't seen before; the first one, once there are too many."""
+        """Add a class. Returns class 0 if there are already MAX_CLASSES."""
         if self._model.num_classes >= MAX_CLASSES:
             return 0
         group = self._groups[name] = self._model.add_class()
@@ -290,7 +294,7 @@ class Learned(LeafPolicy[Returning]):
 
 
 def _place(edges: list[int], number: int) -> int:
-    """How many edges are below the number. Compiled, a loop over some eight is quicker than a call of ``bisect``."""
+    """The number of edges below the number. Compiled, a loop over about eight is faster than a call of ``bisect``."""
     place = 0
     for edge in edges:
         if edge >= number:
@@ -300,7 +304,7 @@ def _place(edges: list[int], number: int) -> int:
 
 
 def _features(key: _Key, kind: int) -> list[float]:
-    """What the model sees of a class; ``kind``: the number of its type, 0 for none."""
+    """The model's features of a class. ``kind``: the number of its type, 0 for none."""
     uses, turn, new, length, pause, superseded, _, is_over, is_pending = key
     u, t, n, s = (
         2 * place / len(places) - 1
@@ -314,7 +318,7 @@ def _features(key: _Key, kind: int) -> list[float]:
 
 
 class Ranked(Place):
-    """A leaf that ranks by its class's worth at its age, then by when its use ended (``second``)."""
+    """A leaf, ordered by the rank of its class at its age, then by the end of its use (``second``)."""
 
     __slots__ = ("group",)
 
@@ -324,16 +328,16 @@ class Ranked(Place):
 
 
 class Leaves:
-    """The evictable leaves, the lowest rank first; of equals, the one that has waited longest. O(log n), amortised.
+    """The evictable leaves, the lowest rank first; of equals, the one whose use ended first. O(log n), amortised.
 
     A rank is for the leaf's class and age when it was added, or when ``rank_anew`` last ran. That may run in another
-    thread: the next call takes up its result.
+    thread, and the next call applies its result.
     """
 
     def __init__(self, rank: Floats) -> None:
         self._rank = rank
         self._places: dict[Handle, Ranked] = {}
-        self._heap = Heap([])  # has the rank that counts; a place is the leaf's if it has its serial
+        self._heap = Heap([])  # a place is valid only if its serial is the leaf's in _places
         self._ranked: tuple[int, list[Place]] | None = None
         self._serial = 0
 
@@ -344,10 +348,10 @@ class Leaves:
         return node in self._places
 
     def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
-        """A leaf that isn't in it."""
+        """Add a leaf that isn't in it."""
         self._serial += 1
         age_s = now_s - ended_s
-        age = 0 if age_s < _EDGES_S[1] else bisect_right(_EDGES_S, age_s) - 1  # most have just come
+        age = 0 if age_s < _EDGES_S[1] else bisect_right(_EDGES_S, age_s) - 1  # most uses have just ended
         rank: float = self._rank.item(group, age)
         place = self._places[node] = Ranked(node, rank, ended_s, self._serial, group)
         if len(self._heap.places) > 2 * len(self._places) + 64:
@@ -358,11 +362,11 @@ class Leaves:
         self._heap.push(place)
 
     def discard(self, node: Handle) -> None:
-        """A leaf that is in it."""
+        """Remove a leaf."""
         del self._places[node]  # its place in the heap is skipped later
 
     def first(self) -> Handle | None:
-        """The leaf that comes first, or None."""
+        """The first leaf, or None."""
         if self._ranked is not None:
             self._take_up()
         places = self._heap.places
@@ -377,7 +381,7 @@ class Leaves:
         return found is not None and found.serial == place.serial
 
     def rank_anew(self, now_s: float, rank: Floats) -> None:
-        """Rank all by their age. O(n log n)."""
+        """Rank all leaves by their age. O(n log n)."""
         self._rank = rank
         upto = self._serial
         places = list(self._places.values())
@@ -394,7 +398,7 @@ class Leaves:
         assert self._ranked is not None
         upto, places = self._ranked
         self._ranked, self._heap = None, Heap(places)
-        for place in reversed(self._places.values()):  # in the order of their serials
+        for place in reversed(self._places.values()):  # in reverse order of serials
             if place.serial <= upto:
                 break
             self._heap.push(place)

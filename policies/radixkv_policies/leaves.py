@@ -1,22 +1,22 @@
-"""LeafPolicy: shared bookkeeping for policies whose order alone doesn't put a child before its parent.
+"""LeafPolicy: shared state for policies whose order alone doesn't put a child before its parent.
 
-It knows the parent of each node, its number of children, and whether it is evictable. So it knows the *evictable
-leaves*. A subclass receives events of those only (``entered``, ``left``) and ranks them.
+It tracks the parent of each node, its number of children, and whether it is evictable. So it knows the *evictable
+leaves*. A subclass gets events of those only (``entered``, ``left``) and ranks them.
 
-A node is a row of *pieces*, runs of blocks with one history each, deepest last:
+A node is a list of *pieces*, the deepest last. A piece is a run of blocks with one history:
 
     blocks   [ seen before, evicted, computed again )[ never seen )
     pieces   [ 3 uses                               )[ 1 use      )
 
-A leaf ranks by its last piece, and loses no more than that piece before it is ranked again (``most``). The memory of a
-piece may survive eviction: ``memory`` passes it to the ``Ghosts``, under the keys of its segments, and ``made`` gets it
-back. Blocks that a request adds to its own leaf join the last piece, if no other request used that piece.
+A leaf ranks by its last piece, and loses no more than that piece before it is ranked again (``most``). The memory of
+a piece may survive eviction. ``memory`` passes it to the ``Ghosts``, under the keys of its segments, and ``made``
+gets it back. Blocks that a request adds to its own leaf join the last piece, if no other request used that piece.
 
 ``LeafHeap`` orders leaves by a key that doesn't grow while a leaf is in it. ``LeafQueue`` is for keys that mostly
 arrive in order.
 
-State a node: about 300 bytes with one piece, and what a subclass adds. Cost: O(1) a hook, O(pieces) for ``touched``
-and ``split``, and what a subclass adds.
+State a node: about 300 bytes with one piece, plus the subclass's. Cost: O(1) a hook, O(pieces) for ``touched`` and
+``split``, plus the subclass's.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 Keys = tuple[Any, ...]
-"""Ghost keys, as they are kept: integers, which nobody here looks into."""
+"""Ghost keys: opaque integers."""
 
 MIN_GHOSTS: Final = 16_384
-"""A memory is worth having in a small cache too: so many ghosts, about 2 MB, any policy with one may keep."""
+"""Ghosts that any policy with memories may keep, about 2 MB, because they are useful in a small cache too."""
 
 GHOSTS_PER_SEGMENT: Final = 4
-"""And so many for each segment that the cache can hold, if that is more."""
+"""Ghosts for each segment that the cache can hold, if that is more."""
 
 
 @mypyc_attr(acyclic=True)
 class _Run:
-    """Segments that were evicted together, shallowest first. ``size``: how many of them are remembered, the first
-    ones.
-    """
+    """Segments that were evicted together, shallowest first. Only the first ``size`` of them are remembered."""
 
     __slots__ = ("keys", "line", "memory", "size")
 
@@ -51,9 +49,9 @@ class _Run:
 
 
 class GhostLine:
-    """Runs in the order in which they are forgotten, ``max_ghosts`` segments at most. ``num``: their segments.
+    """Runs in the order in which they are forgotten, at most ``max_ghosts`` segments. ``num``: their segments.
 
-    A forgotten run has size 0. It keeps its place until its turn comes, or until most runs are forgotten.
+    A forgotten run has size 0. It stays in the lists until its turn comes, or until most runs are forgotten.
     """
 
     __slots__ = ("_at", "_first", "_max", "_row", "num")
@@ -61,19 +59,19 @@ class GhostLine:
     def __init__(self, max_ghosts: int) -> None:
         self._max, self.num = max_ghosts, 0
         self._row: list[_Run] = []
-        self._at = 0  # those before it have left the row
-        self._first: list[_Run] = []  # they come before the row, the last one first
+        self._at = 0  # earlier ones were removed
+        self._first: list[_Run] = []  # they come before _row, the last one first
 
     def append(self, run: _Run) -> None:
-        """The last to be forgotten."""
+        """Add a run that is forgotten last."""
         self._row.append(run)
 
     def prepend(self, run: _Run) -> None:
-        """The next to be forgotten."""
+        """Add a run that is forgotten next."""
         self._first.append(run)
 
     def shrink(self, runs: dict[object, _Run]) -> None:
-        """Forget what is too much, of a run the deepest first. Amortised O(1) a run that was added."""
+        """Forget segments above the maximum, the deepest of a run first. Amortised O(1) a run that was added."""
         if len(self._row) + len(self._first) > 2 * len(runs) + 64:
             self._row, self._at = [run for run in self._row if run.size], 0
             self._first = [run for run in self._first if run.size]
@@ -98,8 +96,8 @@ class GhostLine:
 class Ghosts:
     """Memories of evicted segments by key, at most ``max_ghosts``. The oldest is forgotten first.
 
-    Segments that were evicted together are one *run*, kept under its shallowest key. A request that computes any of
-    them again computes that one too, so it finds the run there: O(1) a run, and one look-up a key in a small dict.
+    Segments that were evicted together are one *run*, stored under its shallowest key. A request that computes any of
+    them again computes that one too, so it finds the run: O(1) a run, and one look-up in a small dict for each key.
     """
 
     __slots__ = ("_runs", "line")
@@ -112,11 +110,11 @@ class Ghosts:
         return self.line.num
 
     def line_of(self, memory: object) -> GhostLine:
-        """Where it waits to be forgotten."""
+        """The line of ghosts with this memory."""
         return self.line
 
     def take(self, keys: Keys) -> list[object] | None:
-        """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
+        """Return the memory of each key, None for unknown ones, and forget them. Returns None if all are unknown."""
         runs = self._runs
         if not runs:
             return None
@@ -134,13 +132,13 @@ class Ghosts:
             same = _num_equal(remembered, keys, at)
             found[at : at + same] = [memory] * same
             self._forget(run)
-            if same < len(remembered):  # another continuation: that stays
+            if same < len(remembered):  # the prompts differ here, so the rest of the run stays
                 line.prepend(self._keep(remembered[same:], memory, line))
             at += same
         return found
 
     def put(self, keys: Keys, memory: object) -> None:
-        """Remember ``memory`` of each key, at least one; they follow each other on one path."""
+        """Remember ``memory`` for each key. There is at least one key, and they are consecutive on one path."""
         line = self.line_of(memory)
         line.append(self._keep(keys, memory, line))
         line.shrink(self._runs)
@@ -161,7 +159,7 @@ class Ghosts:
 
 
 def _num_equal(run: Keys, keys: Keys, at: int) -> int:
-    """How many keys of a run are ``keys`` from ``at`` on."""
+    """The number of keys of a run that equal ``keys`` from ``at`` on."""
     if keys[at : at + len(run)] == run:
         return len(run)
     return next(i for i, key in enumerate(run) if at + i == len(keys) or keys[at + i] != key)
@@ -182,7 +180,7 @@ class Piece:
     is_new: bool
 
     def twin(self) -> Piece:
-        """Another with the same history; whoever asks says which blocks it has."""
+        """Return another piece with the same history. The caller sets its blocks."""
         raise NotImplementedError
 
 
@@ -190,7 +188,7 @@ P = TypeVar("P", bound=Piece)
 
 
 class State(Generic[P]):
-    """What is known of a node. ``depth``: blocks from the root to its end."""
+    """The state of a node. ``depth``: blocks from the root to its end."""
 
     __slots__ = ("depth", "evictable", "num_children", "parent", "pieces")
 
@@ -201,10 +199,10 @@ class State(Generic[P]):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LeafPolicy(Policy, Generic[P]):
-    """A policy over evictable leaves. A subclass says ``made``, ``entered``, ``left`` and ``victim``."""
+    """A policy over evictable leaves. A subclass defines ``made``, ``entered``, ``left`` and ``victim``."""
 
     ranks_by_depth: ClassVar[bool] = False
-    """Whether a leaf is ranked anew after each trim, not only when its last piece is gone."""
+    """Whether a leaf is ranked again after each trim, not only when its last piece is gone."""
 
     def begin(self) -> None:
         super().begin()
@@ -216,14 +214,14 @@ class LeafPolicy(Policy, Generic[P]):
         )
 
     def next_stamp(self) -> int:
-        """A number greater than any before, for an order by events."""
+        """A number greater than all before, to order events."""
         self._stamp += 1
         return self._stamp
 
-    # --- for a subclass to say
+    # --- defined by subclasses
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> P:
-        """A new piece, blocks ``[start, start + num_blocks)``; ``memory`` is what a ghost left of them, or None."""
+        """Make a piece of blocks ``[start, start + num_blocks)``. ``memory``: that of their ghosts, or None."""
         raise NotImplementedError
 
     def entered(self, node: Handle, piece: P, depth: int) -> None:
@@ -231,7 +229,7 @@ class LeafPolicy(Policy, Generic[P]):
         raise NotImplementedError
 
     def left(self, node: Handle, piece: P) -> None:
-        """The evictable leaf came into use, is gone, or will be ranked anew."""
+        """The evictable leaf came into use, is gone, or will be ranked again."""
         raise NotImplementedError
 
     def used(self, piece: P) -> None:
@@ -241,21 +239,21 @@ class LeafPolicy(Policy, Generic[P]):
         """The last use of the piece's node ended."""
 
     def memory(self, piece: P) -> object:
-        """What should outlive the eviction of its blocks; equal for blocks with an equal history. None: nothing."""
+        """The memory that should survive the eviction of its blocks, equal for equal histories. None for none."""
         return None
 
     def uncovered(self, parent: P, child: P) -> None:
-        """All blocks of ``child`` are gone, which came right after ``parent``."""
+        """All blocks of ``child`` are gone. It came right after ``parent``."""
 
     def lost(self, piece: P, num_blocks: int) -> None:
         """The last blocks of the piece are gone; ``piece.num_blocks`` are left."""
 
     def alike(self, last: P, piece: P) -> bool:
-        """Whether a new piece that grew out of a new one is a part of it."""
+        """Whether a new piece right after the new piece ``last`` can be merged into it."""
         return True
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
-        """Where memories go."""
+        """Make the store of memories."""
         return Ghosts(max_ghosts)
 
     # --- hooks
@@ -339,7 +337,7 @@ class LeafPolicy(Policy, Generic[P]):
             self.entered(node, piece, state.depth)
 
     def _cut(self, state: State[P], piece: P, num_blocks: int) -> None:
-        """Take the last blocks off a node that ends with ``piece``."""
+        """Remove the last blocks of a node that ends with ``piece``."""
         pieces = state.pieces
         while num_blocks:
             taken = min(num_blocks, piece.num_blocks)
@@ -370,7 +368,7 @@ class LeafPolicy(Policy, Generic[P]):
                 self.entered(state.parent, above.pieces[-1], above.depth)
 
     def _cleared(self, node: Handle, state: State[P]) -> None:
-        """It goes without an eviction: nothing to remember."""
+        """The node is removed without an eviction, so nothing is remembered."""
         if not state.num_children:
             self.left(node, state.pieces[-1])
         for piece in state.pieces:
@@ -391,15 +389,15 @@ class LeafPolicy(Policy, Generic[P]):
 
     @property
     def num_ghosts(self) -> int:
-        """Segments that it remembers."""
+        """The number of remembered segments."""
         return len(self._ghosts)
 
     def num_blocks(self, node: Handle) -> int:
-        """Blocks of a node."""
+        """The number of blocks of a node."""
         return sum(piece.num_blocks for piece in self._states[node].pieces)
 
     def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[P]:
-        """New blocks that end at ``depth``, a piece for each run of segments that a ghost remembers alike."""
+        """Make pieces of new blocks that end at ``depth``: one for each run of segments with equal memories."""
         memories = self._ghosts.take(keys) if keys else None
         if memories is None:
             piece = self.made(depth - num_blocks, num_blocks, hints, None)
@@ -407,7 +405,7 @@ class LeafPolicy(Policy, Generic[P]):
             return [piece]
         size, pieces = self._segment_blocks, []
         at, first = depth - num_blocks, 0
-        end = at - at % size  # where the segment before the first key's ended
+        end = at - at % size  # the end of the segment before the first key's
         for i, memory in enumerate(memories):
             end += size
             if i + 1 == len(keys) or memories[i + 1] != memory:
@@ -424,7 +422,7 @@ class LeafPolicy(Policy, Generic[P]):
         return piece
 
     def _halve(self, lower: P, num_blocks: int, depth: int) -> P:
-        """Cut the first blocks, up to ``depth``, off a piece."""
+        """Split the first blocks, up to ``depth``, off a piece."""
         upper = cast(P, lower.twin())
         size = self._segment_blocks
         num_keys = depth // size - (depth - num_blocks) // size if lower.keys else 0
@@ -433,7 +431,7 @@ class LeafPolicy(Policy, Generic[P]):
         return upper
 
     def _bury(self, piece: P, depth: int, num_blocks: int) -> None:
-        """Remember the last blocks of a piece with keys, which end at ``depth``."""
+        """Remember the last blocks of a piece with keys. They end at ``depth``."""
         keys = piece.keys
         if num_blocks == piece.num_blocks:
             piece.keys = ()
@@ -449,7 +447,7 @@ class LeafPolicy(Policy, Generic[P]):
 
 
 class Place:
-    """A leaf's place in an order, by ``(key, second, serial)``. ``node``: None once it left: the place is skipped."""
+    """A leaf's place in an order, by ``(key, second, serial)``. ``node``: None once the leaf has left."""
 
     __slots__ = ("key", "node", "second", "serial")
 
@@ -465,15 +463,15 @@ class Place:
 
 
 class Heap:
-    """A binary heap of places. Compiled, it compares numbers of C, a fifth of what ``heapq`` takes for its tuples."""
+    """A binary heap of places. Compiled, it compares C numbers, which takes a fifth of ``heapq``'s time for tuples."""
 
     __slots__ = ("places",)
 
     def __init__(self, places: list[Place]) -> None:
-        self.places = places  # in order
+        self.places = places  # must be ordered as a heap
 
     def push(self, place: Place) -> None:
-        """O(log n); O(1) if it is the last."""
+        """Add a place. O(log n); O(1) if it is the last."""
         places = self.places
         at = len(places)
         places.append(place)
@@ -487,7 +485,7 @@ class Heap:
         places[at] = place
 
     def first(self) -> Place | None:
-        """The first that hasn't left, or None. O(log n) for each one that has."""
+        """The first place with a leaf, or None. O(log n) for each place that is skipped."""
         places = self.places
         while places:
             place = places[0]
@@ -497,7 +495,7 @@ class Heap:
         return None
 
     def pop(self) -> None:
-        """Take the first one out."""
+        """Remove the first place."""
         places = self.places
         last = places.pop()
         end, at = len(places), 0
@@ -516,7 +514,7 @@ class Heap:
         places[at] = last
 
     def sweep(self) -> None:
-        """Take out all that have left. O(n log n)."""
+        """Remove all places without a leaf. O(n log n)."""
         self.places = sorted(
             [place for place in self.places if place.node is not None],
             key=lambda place: (place.key, place.second, place.serial),
@@ -540,7 +538,7 @@ class LeafHeap:
         return node in self._places
 
     def add(self, node: Handle, key: float, stamp: float = 0.0) -> None:
-        """A leaf that isn't in it."""
+        """Add a leaf that isn't in it."""
         if len(self._heap.places) > 2 * len(self._places) + 64:
             self._heap.sweep()
         self._serial += 1
@@ -548,12 +546,12 @@ class LeafHeap:
         self._heap.push(place)
 
     def discard(self, node: Handle) -> None:
-        """A leaf that is in it."""
+        """Remove a leaf."""
         self._places[node].node = None
         del self._places[node]
 
     def lower(self, node: Handle, key: float) -> None:
-        """A leaf that is in it has a smaller key, or the same. O(1) if it is the first."""
+        """Lower the key of a leaf, or keep it. O(1) if it is the first."""
         place = self._places[node]
         if place is self._heap.places[0]:
             place.key = key
@@ -562,22 +560,21 @@ class LeafHeap:
             self.add(node, key, place.second)
 
     def first(self) -> Handle | None:
-        """The leaf that comes first, or None."""
+        """The first leaf, or None."""
         place = self._heap.first()
         return None if place is None else place.node
 
     def first_key(self) -> tuple[float, float] | None:
-        """Its key and stamp, or None."""
+        """Key and stamp of the first leaf, or None."""
         place = self._heap.first()
         return None if place is None else (place.key, place.second)
 
 
 class LeafQueue:
-    """Leaves by ``(key, stamp)``, the smallest first. O(1) for leaves that arrive in order, O(log n) amortised for
-    others.
+    """Leaves by ``(key, stamp)``, the smallest first. O(1) for leaves that arrive in order, else amortised O(log n).
 
-    A leaf's key is of its last use or of its insertion. So most new leaves are the youngest and are appended. A parent
-    that became a leaf is older, and goes to a separate heap.
+    A leaf's key is of its last use or of its insertion. So most new leaves are the youngest and are appended. A
+    parent that became a leaf is older, and goes to a separate heap.
     """
 
     __slots__ = ("_at", "_last", "_late", "_places", "_row", "_serial")
@@ -585,8 +582,8 @@ class LeafQueue:
     def __init__(self) -> None:
         self._places: dict[Handle, Place] = {}
         self._row: list[Place] = []
-        self._at = 0  # those before it have left the row
-        self._last = Place(None, -inf, 0.0, 0)  # of the row
+        self._at = 0  # earlier ones were removed
+        self._last = Place(None, -inf, 0.0, 0)  # the last one of _row
         self._late = Heap([])
         self._serial = 0
 
@@ -597,7 +594,7 @@ class LeafQueue:
         return node in self._places
 
     def add(self, node: Handle, key: float, stamp: float = 0.0, now: float = inf) -> None:
-        """A leaf that isn't in it. now: the key of newcomers; a leaf with a greater one is kept beside the row."""
+        """Add a leaf that isn't in it. now: the key of new leaves; leaves with a greater key go to the heap."""
         self._serial += 1
         self._places[node] = place = Place(node, key, stamp, self._serial)
         if key <= now and self._last.is_before(place):
@@ -610,12 +607,12 @@ class LeafQueue:
             self._late.sweep()
 
     def discard(self, node: Handle) -> None:
-        """A leaf that is in it."""
+        """Remove a leaf."""
         self._places[node].node = None
         del self._places[node]
 
     def first(self) -> Handle | None:
-        """The leaf that comes first, or None."""
+        """The first leaf, or None."""
         row, at = self._row, self._at
         while at < len(row) and row[at].node is None:
             at += 1

@@ -1,16 +1,16 @@
 """LFU with dynamic aging (LFU-DA): evicts the node with the lowest count of uses plus cache age.
 
-A node's priority is its count of uses plus the age of the cache, taken when its use ends. The lowest is evicted first;
-of equals, the one whose use ended longest ago. The age is the priority of the last victim, so later nodes overtake an
-unused node, however often it was used once. Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content
-management techniques for web proxy caches" (1999).
+At the end of a use, a node's priority is set to its count of uses plus the age of the cache. The lowest is evicted
+first; of equals, the one whose use ended longest ago. The age is the priority of the last victim. So later nodes
+overtake an unused node, however often it was used before. Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating
+content management techniques for web proxy caches" (1999).
 
-Differences from the paper: the unit is a node of a radix tree, and the priority is taken at the end of a use, after
+Differences from the paper: the unit is a node of a radix tree, and the priority is set at the end of a use, after
 every node of the path is counted. A use of a node is a use of its parent, so a parent's count and age are never below
-its child's: the lowest priority is always a leaf's.
+its child's. So the lowest priority is always a leaf's.
 
-State a node: a count, a priority, an entry in the bucket of its priority. Cost: O(1), and O(log p) when a
-bucket opens, where p is the number of different priorities.
+State a node: a count, a priority, an entry in the bucket of its priority. Cost: O(1). A new bucket costs O(log p),
+where p is the number of different priorities.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LFU(Policy):
         bucket = self._buckets[priority]
         del bucket[node]
         if not bucket:
-            del self._buckets[priority]  # its entry in the heap is skipped, or swept by _open
+            del self._buckets[priority]  # its entry in the heap is skipped, or removed by _open
 
     def _open(self, priority: int) -> None:
         if len(self._lowest) > 2 * len(self._buckets) + 64:

@@ -1,17 +1,17 @@
-"""LRFU: decayed frequency. Each use counts 1 when it ends and half as much a half-life later.
-The smallest sum is evicted first.
+"""LRFU: decayed frequency. Each use counts 1 when it ends and half as much after a half-life. Evicts the lowest sum.
 
 Lee, Choi, Kim, Noh, Min, Cho and Kim, "LRFU: a spectrum of policies that subsumes the least recently used and least
 frequently used policies" (IEEE Transactions on Computers, 2001). Three differences from the paper:
 
-- A sum survives eviction: it stays with the ghost of the segment, and continues when the segment is computed again.
+- A sum survives eviction. It stays with the ghost of the segment, and continues when the segment is computed again.
   Otherwise a new turn of a busy conversation would start at zero.
-- The half-life is learned: ``HALF_LIFE_PER_GAP`` times the ``GAP_QUANTILE`` of the gaps after which blocks were
-  used again, ghosts included. Stochastic steps on its logarithm follow the quantile.
-- Time is counted in half-lives as they pass (``half_lives``). So when the half-life changes, sums decay at another rate
-  from then on and stay comparable, and no leaf is ranked again.
+- The half-life is learned: ``HALF_LIFE_PER_GAP`` times the ``GAP_QUANTILE`` of the gaps after which blocks were used
+  again, ghosts included. Stochastic steps on its logarithm follow the quantile.
+- Time is counted in half-lives as they pass (``half_lives``). When the half-life changes, sums decay at another rate
+  from then on and stay comparable, so no leaf is ranked again.
 
-With ``C`` the sum at virtual time ``t``, ``log2(C) + t`` doesn't change until the next use. It is the key of the order.
+With ``C`` the sum at virtual time ``t``, ``log2(C) + t`` doesn't change until the next use. It is the key of the
+order.
 
 State a node: three numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
 """
@@ -27,18 +27,18 @@ from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 FIRST_GAP_S: Final = 120.0
-"""The gap that is assumed before any was seen."""
+"""The gap that is assumed before the first one."""
 
 GAP_QUANTILE: Final = 0.75
 
 HALF_LIFE_PER_GAP: Final = 1.6
 
 MAX_WEIGHT: Final = 4.0
-"""A gap moves the half-life at most so many times as much as one of average size."""
+"""Maximum weight of a gap, relative to a gap of average size."""
 
 
 MIN_SPEED: Final = 0.003
-"""A step of average weight is at least as long."""
+"""Minimum length of a step of average weight."""
 
 LN_2: Final = log(2.0)
 
@@ -66,7 +66,7 @@ class HalfLife:
 
 @mypyc_attr(acyclic=True)
 class Decayed(Piece):
-    """``score``: log2 of the decayed sum plus the virtual time. ``num_uses``: running ones, not counted yet."""
+    """``score``: log2 of the decayed sum plus the virtual time. ``num_uses``: current uses, not counted yet."""
 
     __slots__ = ("ended_s", "num_uses", "score", "stamp")
 
@@ -82,7 +82,7 @@ class Decayed(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LRFU(LeafPolicy[Decayed]):
-    """Least recently and frequently used, with a learned half-life and a memory."""
+    """Least recently and frequently used, with a learned half-life and ghosts."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class LRFU(LeafPolicy[Decayed]):
         self._virtual, self._virtual_at = 0.0, self._clock()
 
     def half_lives(self) -> float:
-        """The time in half-lives, as they were when they passed."""
+        """The virtual time in half-lives. Each interval counts with the half-life of its time."""
         now_s = self._clock()
         if now_s != self._virtual_at:
             self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
@@ -108,7 +108,7 @@ class LRFU(LeafPolicy[Decayed]):
         return Decayed(*memory)
 
     def touched(self, nodes: Sequence[Handle]) -> None:
-        self.half_lives()  # the clock is read once for all of them
+        self.half_lives()  # read the clock once for all nodes
         super().touched(nodes)
 
     def unleased(self, node: Handle) -> None:
@@ -122,10 +122,10 @@ class LRFU(LeafPolicy[Decayed]):
 
     def ended(self, piece: Decayed) -> None:
         now = self._virtual
-        if piece.num_uses == 1 and piece.score == -inf:  # most are new: the sum is 1
+        if piece.num_uses == 1 and piece.score == -inf:  # most pieces are new, and their sum is 1
             piece.score = now
         else:
-            # exp and log are functions of C where this is compiled, ``2.0 **`` and ``log2`` calls of Python's
+            # Compiled, exp and log are C functions, while ``2.0 **`` and ``log2`` call Python's.
             before = exp((piece.score - now) * LN_2)
             piece.score = now + log(piece.num_uses + before) / LN_2
         piece.num_uses, piece.ended_s, piece.stamp = 0, self._virtual_at, self.next_stamp()
@@ -143,5 +143,5 @@ class LRFU(LeafPolicy[Decayed]):
         return self._leaves.first()
 
     def _saw(self, ended_s: float, num_blocks: int) -> None:
-        """Used again, at the time that was read last."""
+        """Record a use at the time read last."""
         self._half_life.saw(self._virtual_at - ended_s, num_blocks)

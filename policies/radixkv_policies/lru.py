@@ -1,8 +1,9 @@
 """Least recently used: evicts the leaf whose last use ended longest ago.
 
-The order is that of ``unleased``. A node that a request leases leaves the order. It enters again, as the youngest, when
-its last lease is released. A path is released child before parent, so a node comes before its parent and the oldest is
-a leaf. Textbook LRU counts the start of a use; here the *end* counts, so a long generation doesn't age while it runs.
+The order is that of ``unleased``. A node that a request leases leaves the order. It enters again, as the youngest,
+when its last lease is released. A path is released child before parent, so a node comes before its parent and the
+oldest is a leaf. Textbook LRU counts the start of a use. Here the *end* counts, so a long generation doesn't age
+while it runs.
 
 State a node: one entry of an ordered dict. Cost: O(1) each. The dict's own methods serve as hooks, so a request calls
 no Python function of the policy (0.06 µs a node instead of 0.13).
@@ -33,15 +34,15 @@ class LRU(Policy):
             self._order[upper] = None
 
     def leased(self, node: Handle) -> object:
-        """Out of the order."""
+        """Remove the node from the order."""
         return self._order.pop(node)
 
     def unleased(self, node: Handle) -> object:
-        """To the young end."""
+        """Add the node as the youngest."""
         return self._order.setdefault(node)
 
     def removed(self, node: Handle) -> object:
-        """Out of the order."""
+        """Remove the node from the order."""
         return self._order.pop(node)
 
     def victim(self) -> Handle | None:

@@ -7,25 +7,25 @@ The life of a node, as the cache reports it:
 
     inserted ─▶ in use ──unleased──▶ evictable ──leased──▶ in use …  evictable ──trimmed*, removed──▶ gone
 
-Every policy implements ``leased``, ``unleased``, ``removed``, ``victim`` and ``__len__``. The other hooks are optional:
-the cache never calls a hook that a class doesn't override, so a simple policy doesn't pay for it.
+Every policy implements ``leased``, ``unleased``, ``removed``, ``victim`` and ``__len__``. The other hooks are
+optional. The cache never calls a hook that a class doesn't override, so it costs nothing.
 
 The cache guarantees:
 
-- A use of a node is a use of all its ancestors: they are leased no later, and unleased in the same call or
-  later, child before parent. ``touched`` names a request's whole matched path.
-- So in any order by last use, or by counts of uses with that as the tie-break, a node comes before its
-  parent, and the first evictable node is a leaf.
-- Only a node that ``victim`` named, or that ``admit`` declined, is trimmed, and only while it is evictable. A victim
+- A use of a node is a use of all its ancestors. They are leased no later, and unleased in the same call or later,
+  child before parent. ``touched`` gets a request's whole matched path.
+- So if the order is by last use, or by counts of uses with last use as the tie-break, a node comes before its parent.
+  The first evictable node is then a leaf.
+- Only a node that ``victim`` named, or that ``admit`` rejected, is trimmed, and only while it is evictable. A victim
   loses no more than ``most`` blocks before ``victim`` is called again.
-- A request's calls come in this order: ``leased`` for the matched nodes, ``touched``, ``opened``; then, as its KV is
-  computed, ``inserted`` or ``extended``; at last ``unleased``, and ``admit`` for the leaf. Requests interleave.
-- ``admit`` is called at the end of a use, not at its start: the blocks are there in any case while the request runs,
-  and others may share them. A declined leaf is ``trimmed`` as a whole and ``removed``.
+- A request's calls come in this order: ``leased`` for the matched nodes, ``touched``, ``opened``. Then, as its KV is
+  computed, ``inserted`` or ``extended``. At last ``unleased``, and ``admit`` for the leaf. Requests interleave.
+- ``admit`` is called at the end of a use, not at its start, because the running request needs the blocks, and others
+  may share them. A rejected leaf is ``trimmed`` as a whole and ``removed``.
 
-Ghost keys identify whole prefixes. They are 64-bit values, one for each segment of ``segment_blocks`` blocks that ends
-within the given blocks, shallowest first. Equal prefixes of one tenant have equal keys. A collision costs only hit
-rate. Policies use the keys to remember evicted blocks.
+Ghost keys identify whole prefixes. They are 64-bit values, one for each segment of ``segment_blocks`` blocks that
+ends within the given blocks, shallowest first. Equal prefixes of one tenant have equal keys. A collision costs only
+hit rate. Policies use the keys to remember evicted blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Final
 from radixkv_policies._mypyc import mypyc_attr
 
 Handle = Hashable
-"""A node, as a policy sees it: it can be compared, hashed and kept, nothing else."""
+"""A node, as a policy sees it. A policy may only compare it, hash it and keep it."""
 
 Clock = Callable[[], float]
 
@@ -45,31 +45,31 @@ GhostKeys = Sequence[int]
 
 
 SEGMENT_TOKENS: Final = 512
-"""Tokens that a segment stands for. A simulation in which one token stands for a block says so by
-``segment_blocks``.
-"""
+"""Tokens per segment. In a simulation with one token per block, ``segment_blocks`` gives the size instead."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Policy:
     """The order in which one tenant's nodes are evicted.
 
-    capacity: blocks that the cache can hold; it bounds what a policy remembers. clock: seconds, never backwards. seed:
-    for all random choices. block_size: token ids a block, as the ranges of hints count them. segment_blocks: blocks of
-    one ghost key, SEGMENT_TOKENS ÷ block_size, at least 1; use it for weights that are stated in tokens. Raises
-    TypeError for a subclass without one of ``required``.
+    - capacity: blocks that the cache can hold. It bounds what a policy remembers.
+    - clock: returns seconds, never backwards. seed: for all random choices.
+    - block_size: token ids a block, to convert the ranges of hints.
+    - segment_blocks: blocks of one ghost key, SEGMENT_TOKENS ÷ block_size, at least 1. Use it for weights in tokens.
+
+    Raises TypeError for a subclass without one of the ``required`` methods.
     """
 
     required: ClassVar[tuple[str, ...]] = ("leased", "unleased", "removed", "victim", "__len__")
-    """The methods that a subclass has to have."""
+    """The methods that a subclass must define."""
 
     uses_ghost_keys: ClassVar[bool] = False
-    """Whether ``inserted`` and ``extended`` want ghost keys; otherwise the cache computes none."""
+    """Whether ``inserted`` and ``extended`` need ghost keys. Otherwise the cache computes none."""
 
     def __init__(
         self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
     ) -> None:
-        # Not an abstract base class: those that mypyc makes take each other's instances for their own.
+        # Not an abstract base class, because mypyc's abstract classes accept each other's instances.
         missing = [name for name in self.required if getattr(type(self), name) is getattr(Policy, name)]
         if missing:
             raise TypeError(f"the policy {type(self).__name__} has no {', '.join(missing)}")
@@ -79,10 +79,10 @@ class Policy:
         self.begin()
 
     def begin(self) -> None:
-        """A subclass's own state; everything that it was made with is there by now."""
+        """Set up the subclass's own state. The arguments of the constructor are set already."""
 
     def hook(self, name: str) -> Callable[..., Any] | None:
-        """The optional hook of that name, or None if the policy leaves it out."""
+        """The optional hook of that name, or None if the policy doesn't define it."""
         if getattr(type(self), name) is getattr(Policy, name):
             return None
         method: Callable[..., Any] = getattr(self, name)
@@ -95,17 +95,16 @@ class Policy:
     # --- optional: a request
 
     def touched(self, nodes: Sequence[Handle]) -> None:
-        """A request uses these nodes, a path from the root downward, all in use by now."""
+        """A request uses these nodes. They are a path from the root downward, and all are in use."""
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
-        """A request matched ``nodes``; ``num_blocks`` of its prompt are what another one like it could match at
-        most; ``hints`` are its RequestHints or None.
+        """A request matched ``nodes``. Its return value replaces the hints in later calls for this request.
 
-        What it returns takes the place of the hints in the later calls for this request.
+        num_blocks: blocks of its prompt that an equal request could match at most. hints: its RequestHints or None.
         """
         return hints
 
-    # --- optional: what becomes of a node
+    # --- optional: changes of a node
 
     def inserted(
         self,
@@ -124,8 +123,9 @@ class Policy:
         """A leaf in use grew by ``num_blocks``."""
 
     def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
-        """``upper`` is new and takes the first ``num_blocks`` of ``lower``, with its history; in use if ``lower``
-        is.
+        """``lower`` was split. The new node ``upper`` takes its first ``num_blocks``, and is in use if ``lower`` is.
+
+        ``upper`` has the same history as ``lower``.
         """
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:
@@ -146,7 +146,7 @@ class Policy:
         raise NotImplementedError
 
     def victim(self) -> Handle | None:
-        """The next leaf to evict, or None if nothing is evictable. It changes nothing: asked again, it is the same."""
+        """The next leaf to evict, or None if nothing is evictable. Repeated calls return the same leaf."""
         raise NotImplementedError
 
     def admit(self, node: Handle) -> bool:
@@ -157,14 +157,14 @@ class Policy:
         return True
 
     def most(self, node: Handle) -> int:
-        """How many blocks of the victim may go before ``victim`` is asked again. Optional: without it, all."""
+        """Blocks that the victim may lose before ``victim`` is called again. Optional: without it, all."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """How many nodes are evictable."""
+        """The number of evictable nodes."""
         raise NotImplementedError
 
     # --- optional: slow work
 
     def maintain(self) -> None:
-        """Slow work, such as learning: called about once a second, in a thread of its own while other hooks run."""
+        """Do slow work, such as learning. Called about once a second, in a separate thread while other hooks run."""

@@ -18,7 +18,7 @@ from radixkv_policies.policy import Handle
 
 @mypyc_attr(acyclic=True)
 class Written(Piece):
-    """``is_prompt``: somebody sent it. ``stamp``: when its last use ended."""
+    """``is_prompt``: it was part of a prompt. ``stamp``: order of the end of its last use."""
 
     __slots__ = ("is_prompt", "stamp")
 
@@ -40,7 +40,7 @@ class PrefixFirst(LeafPolicy[Written]):
         self._prompts, self._generated = LeafQueue(), LeafQueue()
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
-        """Returns the whole blocks of the prompt."""
+        """Return the number of whole blocks of the prompt."""
         return num_blocks
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Written:

@@ -1,12 +1,12 @@
 """Priorities from 0 to 100: evicts the lowest first; of equals, the least recently used.
 
-After the retention of TensorRT-LLM. A request's hints give a priority to all of its blocks or to ranges of tokens, for
-ever or for a number of seconds after their last use. Afterwards, and without hints, the priority is
+After the retention of TensorRT-LLM. A request's hints give a priority to all of its blocks or to ranges of tokens,
+for ever or for a number of seconds after their last use. Afterwards, and without hints, the priority is
 ``DEFAULT_PRIORITY``. A later request with its own priority sets the blocks that it matches again. A block has the
 priority of its first token.
 
-Difference from TensorRT-LLM: only leaves are evicted, so a block of low priority above one of high priority stays as
-long as that.
+Difference from TensorRT-LLM: only leaves are evicted. So a block of low priority stays as long as a block of high
+priority below it in the tree.
 
 State a node: four numbers a piece, an entry of a queue, another if its priority ends. Cost: O(log n).
 """
@@ -23,7 +23,7 @@ from radixkv_policies.policy import Handle
 
 @mypyc_attr(acyclic=True)
 class Prioritised(Piece):
-    """``priority`` until ``ends_s``, None for ever. ``stamp``: when its last use ended."""
+    """``priority`` until ``ends_s``, None for ever. ``stamp``: order of the end of its last use."""
 
     __slots__ = ("duration_s", "ends_s", "priority", "rank", "stamp")
 
@@ -40,13 +40,13 @@ class Prioritised(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Priority(LeafPolicy[Prioritised]):
-    """Given priorities, then recency."""
+    """The given priority, then recency."""
 
     def begin(self) -> None:
         super().begin()
         self._ranks = [LeafQueue() for _ in range(101)]
         self._lowest = 0  # no leaf has a rank below it
-        self._ends = LeafHeap()  # of those whose priority ends
+        self._ends = LeafHeap()  # leaves with a limited priority, by its end
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
         if isinstance(hints, RequestHints) and (hints.priority is not None or hints.ranges):
@@ -55,7 +55,7 @@ class Priority(LeafPolicy[Prioritised]):
         return hints
 
     def _give(self, state: State[Prioritised], hints: RequestHints) -> None:
-        """Set a node's pieces anew, cut where the ranges are."""
+        """Set the priorities of a node's pieces, split at the borders of ranges."""
         start = state.depth - sum(piece.num_blocks for piece in state.pieces)
         old, state.pieces = state.pieces, []
         for piece in old:
@@ -100,7 +100,7 @@ class Priority(LeafPolicy[Prioritised]):
         return node
 
     def _end(self) -> None:
-        """Rank anew whose priority has ended."""
+        """Rank leaves again whose priority has ended."""
         now_s = self._clock()
         while (first := self._ends.first_key()) is not None and first[0] <= now_s:
             node = self._ends.first()
@@ -132,7 +132,7 @@ class Priority(LeafPolicy[Prioritised]):
         return pieces
 
     def _cuts(self, start: int, depth: int, hints: object) -> list[int]:
-        """Blocks, within ``(start, depth)``, where another range may begin."""
+        """Block numbers within ``(start, depth)`` at which another range may begin."""
         if not isinstance(hints, RequestHints) or not hints.ranges:
             return []
         tokens = {edge for given in hints.ranges for edge in (given.start, given.stop) if edge is not None}

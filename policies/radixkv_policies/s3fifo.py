@@ -21,17 +21,15 @@ from radixkv_policies.leaves import Ghosts, LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 SMALL_SHARE: Final = 0.1
-"""Of the capacity, for newcomers."""
+"""Share of the capacity for new blocks."""
 
 MAX_USES: Final = 3
-"""What a use counter holds."""
+"""The maximum of a use counter."""
 
 
 @mypyc_attr(acyclic=True)
 class Queued(Piece):
-    """``is_main``: in the main queue. ``stamp``: its place in the queue. ``num_uses``: since it got there, at most
-    3.
-    """
+    """``is_main``: in the main queue. ``stamp``: its place in the queue. ``num_uses``: since it entered, at most 3."""
 
     __slots__ = ("is_main", "num_uses", "stamp")
 
@@ -53,7 +51,7 @@ class S3FIFO(LeafPolicy[Queued]):
     def begin(self) -> None:
         super().begin()
         self._small, self._main = LeafQueue(), LeafQueue()
-        self._num_small = 0  # blocks
+        self._num_small = 0  # blocks in the small queue
         self._max_small = max(SMALL_SHARE * self._capacity, 1)
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
@@ -97,7 +95,7 @@ class S3FIFO(LeafPolicy[Queued]):
                 return node
 
     def _moved(self, node: Handle, piece: Queued) -> bool:
-        """Whether the leaf earned a place at the young end of the main queue."""
+        """Move the leaf to the young end of the main queue if it was used enough. Returns whether it moved."""
         if piece.num_uses <= (0 if piece.is_main else 1):
             return False
         self.left(node, piece)

@@ -1,15 +1,15 @@
 """SIEVE: a hand moves from the oldest to the youngest leaf, and spares leaves used since its last visit, once.
 
-Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is simpler than LRU" (NSDI 2024). Blocks never move. The hand stops
-at the first leaf that was not used since its last visit, clears the mark of those it passes, and starts over at the
-oldest.
+Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is simpler than LRU" (NSDI 2024). Blocks never move. The hand stops at
+the first leaf that was not used since its last visit. It clears the marks of the leaves that it passes, and starts
+over at the oldest.
 
-Differences from the paper: the unit is a run of blocks of a tree, and the hand sees leaves only. Its place is a stamp:
-leaves from it on are *ahead*, those before it *behind*. They are two heaps by stamp that swap when the hand starts
-over.
+Differences from the paper: the unit is a run of blocks of a tree, and the hand sees leaves only. Its position is a
+stamp: leaves from it on are *ahead*, those before it *behind*. They are two heaps by stamp that swap when the hand
+starts over.
 
-State a node: a stamp and a mark a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each leaf passed
-consumes a mark.
+State a node: a stamp and a mark a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each passed leaf
+loses its mark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixkv_policies.policy import Handle
 
 @mypyc_attr(acyclic=True)
 class Marked(Piece):
-    """``stamp``: when it was inserted. ``is_used``: since the hand came by."""
+    """``stamp``: order of insertion. ``is_used``: since the hand's last visit."""
 
     __slots__ = ("is_used", "stamp")
 
@@ -36,7 +36,7 @@ class Marked(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SIEVE(LeafPolicy[Marked]):
-    """The hand and the marks."""
+    """One order of insertion, a hand and a mark for each piece."""
 
     def begin(self) -> None:
         super().begin()
@@ -72,7 +72,7 @@ class SIEVE(LeafPolicy[Marked]):
         return None
 
     def _pass(self, stamp: int) -> None:
-        """The hand stands at ``stamp``; every leaf ahead is at it or younger."""
+        """Move the hand to ``stamp``. Every leaf ahead has this stamp or a later one."""
         self._hand = stamp
 
     def _side(self, piece: Marked) -> LeafQueue:

@@ -1,9 +1,9 @@
-"""Survival: evicts the class with the smallest probability to return within a horizon first; of equals, as LRU.
+"""Survival: first evicts the class with the smallest probability to return within a horizon; of equals, as LRU.
 
 When a use ends, its blocks get a class. Features: the number of uses, the turn of the conversation, the number of new
 blocks in the request, and its labels (``type``, ``session_over``, ``tool_pending``; ``session`` and ``turn`` give the
-turn). One horizon later the returned and the other blocks are counted together; the shares are the probabilities. For
-older blocks the probability is zero. Frequency and turn survive eviction with the ghosts.
+turn). One horizon later the returned and the other blocks are counted together, and the shares are the probabilities.
+For older blocks the probability is zero. Frequency and turn survive eviction with the ghosts.
 
 After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506.02634). Differences: the classes; no
 category of request is required; the horizon is learned: ``HORIZON`` half-lives as in ``lrfu``.
@@ -27,18 +27,18 @@ from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
 
 HORIZON: Final = 2.0
-"""In half-lives."""
+"""The horizon in half-lives."""
 
 MAX_EVENTS: Final = 16_384
 MAX_CLASSES: Final = 512
 
 PRIOR: Final = 0.3
-"""The chance of a class that was never seen, with the weight of PRIOR_TOKENS."""
+"""The probability for a class without evidence, with the weight of PRIOR_TOKENS."""
 
 PRIOR_TOKENS: Final = 16_384
 
 KEPT: Final = 0.998
-"""What is left of a class's counts after each event of its own."""
+"""A class's counts are multiplied by this at each event of the class."""
 
 _USES: Final = (1, 2, 4, 8)
 _TURNS: Final = (1, 2, 3, 5)
@@ -46,7 +46,7 @@ _NEW_TOKENS: Final = (512, 1_024, 2_048, 8_192)
 
 
 class Class:
-    """Blocks alike: how many were counted, how many of them returned, their chance; and the leaves of the class."""
+    """A class of blocks: counts, returned counts, the probability to return (``chance``), and its leaves."""
 
     __slots__ = ("chance", "is_placed", "leaves", "num_counted", "num_returned", "number", "serial")
 
@@ -59,7 +59,7 @@ class Class:
         self.is_placed = True
 
     def count(self, num_blocks: int, num_returned: int) -> None:
-        """So many blocks had their horizon, and so many of them returned."""
+        """Count blocks after their horizon, and how many of them returned."""
         self.num_counted = KEPT * self.num_counted + num_blocks
         self.num_returned = KEPT * self.num_returned + num_returned
         self.chance = self.num_returned / self.num_counted
@@ -67,7 +67,7 @@ class Class:
 
 @mypyc_attr(acyclic=True)
 class Event:
-    """Blocks whose use ended, waiting for their horizon. ``group``: the number of their class."""
+    """Blocks that wait for their horizon since their use ended. ``group``: the number of their class."""
 
     __slots__ = ("ended_s", "group", "num_blocks", "num_returned")
 
@@ -78,9 +78,7 @@ class Event:
 
 @mypyc_attr(acyclic=True)
 class Living(Piece):
-    """``num_uses``: in all. ``facts``: of the last request. ``event``: since its last use ended, None while in
-    use.
-    """
+    """``num_uses``: total. ``facts``: of the last request. ``event``: of the end of its last use, None while in use."""
 
     __slots__ = ("event", "facts", "num_uses", "stamp")
 
@@ -97,7 +95,7 @@ class Living(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Survival(LeafPolicy[Living]):
-    """The chance to return, by class."""
+    """Evicts by the probability of a class to return."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -105,17 +103,17 @@ class Survival(LeafPolicy[Living]):
         super().begin()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
-        self.classes: list[Class] = []  # pieces and events have numbers: the collector skips them
+        self.classes: list[Class] = []  # pieces hold numbers of these: the collector skips them
         self._events: deque[Event] = deque()
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._by_age = LeafHeap()  # the leaves of all classes
-        self._order: list[tuple[float, float, float, int, Class]] = []  # chance, first leaf, serial
+        self._order: list[tuple[float, float, float, int, Class]] = []  # key: chance, first leaf, serial
         self._to_place: list[Class] = []
         self._serial = 0
 
     @property
     def horizon_s(self) -> float:
-        """Who is older has no chance."""
+        """Blocks older than this have probability 0."""
         return HORIZON * self._half_life.seconds
 
     # --- a request
@@ -190,13 +188,13 @@ class Survival(LeafPolicy[Living]):
         return order[0][4].leaves.first()
 
     def _changed(self, group: Class) -> None:
-        """Its chance or its first leaf may be another: it has a new place in the order when that is needed."""
+        """Mark the class for ``_place``: its chance or its first leaf may have changed."""
         if group.is_placed:
             group.is_placed = False
             self._to_place.append(group)
 
     def _place(self, group: Class) -> None:
-        """Put the class where its chance and its first leaf belong; its place before is skipped later."""
+        """Put the class at its place in the order. Its earlier place is skipped later."""
         group.is_placed = True
         self._serial = group.serial = self._serial + 1
         first = group.leaves.first_key()

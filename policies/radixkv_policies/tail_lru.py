@@ -1,12 +1,12 @@
 """Tail-optimised LRU: first evicts blocks whose loss doesn't affect the tail of the time to first token.
 
 After "Tail-optimized caching for LLM inference" (2510.15152, 2025). The time to first token meets its objective if at
-most ``OBJECTIVE_TOKENS`` have to be computed. A conversation is expected to return with as many new tokens as requests
-have on average. It can lose the rest of that budget from its tail at no cost to the tail latency. Such blocks go first,
-those of the least recently used conversation before others. If there are none, the order is LRU.
+most ``OBJECTIVE_TOKENS`` have to be computed. A conversation is expected to return with the average number of new
+tokens of requests. It can lose the rest of that budget from its tail at no cost to the tail latency. Such blocks are
+evicted first, beginning with the least recently used conversation. If there are none, the order is LRU.
 
-Differences from the paper: a leaf stands for a conversation, and its length is that of the last request that ended in
-or below it. The new tokens of a turn are a running mean over requests, not known in advance.
+Differences from the paper: a leaf represents a conversation. Its length is that of the last request that ended in or
+below it. The new tokens of a turn are a running mean over requests, not known in advance.
 
 State a node: two numbers a piece, an entry of a queue. Cost: O(log n).
 """
@@ -24,13 +24,14 @@ OBJECTIVE_TOKENS: Final = 4_096
 """Tokens that may be computed within the objective."""
 
 MEAN_STEP: Final = 0.02
-"""How fast the mean of new blocks follows."""
+"""Step of the running mean of new blocks."""
 
 
 @mypyc_attr(acyclic=True)
 class Reaching(Piece):
-    """``reach``: blocks of the longest request that ended in or below it since its last use. ``stamp``: when that
-    ended.
+    """``reach``: blocks of the longest request that ended in or below it since its last use.
+
+    ``stamp``: order of the end of that use.
     """
 
     __slots__ = ("in_budget", "reach", "stamp")
@@ -46,7 +47,7 @@ class Reaching(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TailLRU(LeafPolicy[Reaching]):
-    """LRU that spends the budget of the time-to-first-token objective first."""
+    """LRU that first uses up the budget of the time-to-first-token objective."""
 
     ranks_by_depth: ClassVar[bool] = True
 

@@ -1,12 +1,14 @@
-"""The audit: the laws of a cache, checked on a live one; machines and probes that attack caches and servers.
+"""The audit checks the laws (invariants) of a live cache, and attacks caches and servers with machines and probes.
 
-``check(cache)`` raises IntegrityError naming the broken laws, ``inspect(cache)`` reports; both take one snapshot, in
-slices between which requests go on, and cost time linear in the resident nodes. ``Watch(cache)`` does so in the
-background within a budget.
+``check(cache)`` raises IntegrityError, which names the broken laws. ``inspect(cache)`` returns a report. Both take
+one snapshot in slices, and requests continue between slices. The cost is linear in the resident nodes.
+``Watch(cache)`` does the same in the background, within a budget.
 
-What needs more than NumPy is imported only by who asks for it (extra ``audit``): ``radixkv.audit.properties``, the
-Hypothesis state machines, also for other systems than this cache; ``radixkv.audit.inprocess`` and
-``radixkv.audit.remote``, what ``radixkv audit run`` does; ``radixkv.audit.page``, its report.
+Modules that need more than NumPy (extra ``audit``) are imported on their own:
+
+- ``radixkv.audit.properties``: Hypothesis state machines, also for other systems than this cache.
+- ``radixkv.audit.inprocess`` and ``radixkv.audit.remote``: the two audits behind ``radixkv audit run``.
+- ``radixkv.audit.page``: their report as HTML.
 """
 
 from __future__ import annotations

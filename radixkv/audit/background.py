@@ -1,14 +1,14 @@
-"""The laws of a live cache, checked again and again in the background, within a budget.
+"""Checks the laws of a live cache repeatedly in the background, within a budget.
 
     with Watch(cache, budget=0.01) as watch:
         ...                              # serve
         watch.report                     # of the last round; None before the first one's end
 
-One thread takes a snapshot and checks it, both in slices. Between slices it sleeps so long that its share of one
-core's time stays within ``budget``; a round costs time linear in the resident nodes, and rounds begin at least
-``every_s`` apart. Requests wait for no more than a slice of the snapshot (``radixkv.index.snapshot``).
+One thread takes a snapshot and checks it, both in slices. Between slices it sleeps long enough to keep its share of
+one core's time within ``budget``. A round costs time linear in the resident nodes, and the next one begins at least
+``every_s`` after it. Requests wait for at most one slice of the snapshot (``radixkv.index.snapshot``).
 
-A broken law ends the watch: ``on_broken`` is called with the report, once, and ``check()`` raises it from then on.
+A broken law ends the watch: ``on_broken`` is called once with the report, and ``check()`` raises it from then on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from radixkv.errors import ArgumentError
 
 
 class Watch:
-    """A background audit of one cache. ``start`` and ``stop`` it, or use it in a ``with``.
+    """A background audit of one cache. Call ``start`` and ``stop``, or use it in a ``with``.
 
-    budget: share of one core, above 0 and at most 1. every_s: seconds between rounds, ≥ 0. on_broken: called in the
-    watch's thread. Raises ArgumentError. A broken law ends it, and so does a round that fails: ``check`` tells.
+    - ``budget``: share of one core, above 0 and at most 1.
+    - ``every_s``: seconds between rounds, ≥ 0.
+    - ``on_broken``: called in the watch's thread.
+
+    Raises ArgumentError. A broken law or a failed round ends the watch; ``check`` then raises.
     """
 
     def __init__(
@@ -59,16 +62,16 @@ class Watch:
         self.stop()
 
     def start(self) -> None:
-        """Begin; once."""
+        """Start the thread. Call it once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, at the next slice, and wait for it."""
+        """Stop at the next slice, and wait until the thread has ended."""
         self._stopping.set()
         self._thread.join()
 
     def check(self) -> None:
-        """Raise IntegrityError, with ``report``, if a round found a broken law; if one failed, what it failed with."""
+        """Raise IntegrityError, with ``report``, if a round found a broken law. Raise a failed round's own error."""
         if self.failure is not None:
             raise self.failure
         if self.report is not None and not self.report.ok:
@@ -91,7 +94,7 @@ class Watch:
             self._rest(self._every_s)
 
     def _pause(self) -> None:
-        """Sleep off what the slice cost."""
+        """Sleep long enough to make up for the last slice."""
         self._rest(0.0)
         if self._stopping.is_set():
             raise _Stopped
@@ -107,4 +110,4 @@ class Watch:
 
 
 class _Stopped(Exception):
-    """The watch was told to end in the middle of a round."""
+    """``stop`` was called during a round."""

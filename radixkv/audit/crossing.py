@@ -1,14 +1,22 @@
-"""Check 3 over HTTP in every way: B writes a prompt, A reads it.
+"""Check 3 over HTTP in many combinations: B writes a prompt, A reads it.
 
-A way is a combination of five things: the space (which salt, adapter and so on either side names), the form of the
-prompt, the surface through which B writes, the surface through which A reads, how often B writes, and whether the
-prompt is long. The ways that are tried cover every pair of them, and every combination of space, form and reader.
+A *way* is one combination of six parts:
 
-In each way A first reads a prompt that nobody wrote, then B's, then one of its own:
+    space    the salt, adapter and other fields that each side names
+    form     the prompt as text, as token ids or as messages
+    writer   the surface through which B writes
+    reader   the surface through which A reads
+    uses     how often B writes
+    length   a short or a long prompt
 
-    fresh   what a reader tells of a prompt that is new: more than nothing where all prompts begin alike
-    theirs  more than any fresh one: a leak
-    own     no more than a fresh one: the control failed, and the way shows nothing
+The ways that are tried cover the pairs of parts that may matter, and every combination of space, form and reader.
+An audit with few probes (``light``) covers fewer pairs.
+
+In each way A reads three prompts, in this order:
+
+    fresh   a prompt that was never sent. The server may report cached tokens if all prompts begin alike.
+    theirs  B's prompt. More cached tokens than for any fresh prompt: a leak.
+    own     A's own prompt. No more than for a fresh prompt: the control failed, and the way shows nothing.
 """
 
 from __future__ import annotations
@@ -31,16 +39,17 @@ CONFIRMATIONS = 3
 TRIES = 20
 LONG_WORDS, LONGEST_WORDS = 160, 960
 SHARE_OF_OWN = 4
-"""A control sees its own prompt if at least a fourth of what was asked is cached (a batch has a fresh half)."""
+"""A control succeeds if at least a quarter of A's own prompt is cached. (Half of a batch is a fresh prompt.)"""
 _DIGITS = re.compile(r"\d+")
 _NOT_SIGNALS = ("id", "created", "choices", "message", "seconds", "timings", "date", "content-length")
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What either side's requests name beside their prompt. ``group``: the check of the report it belongs to.
+    """The fields that each side's requests carry in addition to the prompt.
 
-    ``fields``: which fields have to mean something for the space to be one of its own.
+    - ``group``: its check in the report.
+    - ``fields``: the space is separate only if the server uses these fields.
     """
 
     name: str
@@ -52,7 +61,7 @@ class Space:
 
 
 def spaces(salt: str, adapter: str) -> tuple[Space, ...]:
-    """Both sides name the same; or they name different things that must not meet."""
+    """Return spaces in which both sides name the same fields, and spaces with fields that must not meet."""
     both = {"salt": salt, "adapter": adapter}
     main = [
         Space("no salt", "no salt"),
@@ -87,7 +96,7 @@ def _same(name: str, fields: Mapping[str, str]) -> Space:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One combination. Each is described in the report by its parts."""
+    """One combination. The report describes it by its parts."""
 
     space: Space
     form: str
@@ -98,7 +107,7 @@ class Way:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Its parts in words."""
+        """Its parts as text."""
         return {
             "space": self.space.name,
             "form": FORMS[self.form],
@@ -114,7 +123,7 @@ class Way:
 
 @dataclass(slots=True)
 class Probe:
-    """What A was told in one way. None: not told, or not asked."""
+    """A's replies in one way. ``fresh`` is None if no fresh prompt was read."""
 
     way: Way
     fresh: Reply | None
@@ -122,36 +131,36 @@ class Probe:
     own: Reply
 
     def found(self, which: Reply | None) -> int | None:
-        """Tokens found, as the reader tells."""
+        """Return the cached tokens that the reader finds in a reply; None if there is no reply, or no number in it."""
         return None if which is None else self.way.reader.found(which)
 
     @property
     def is_known(self) -> bool:
-        """Whether a fresh prompt was mostly cached, so that the reader can't tell prompts apart."""
+        """Whether a fresh prompt was mostly cached. The reader then can't tell prompts apart."""
         fresh = self.found(self.fresh)
         return bool(fresh) and 2 * (fresh or 0) >= (self.found(self.own) or 0)
 
     @property
     def is_partial(self) -> bool:
-        """Whether A was told of less than half of the prompt before it had computed it."""
+        """Whether A found less than half of B's prompt, compared with the same prompt after A computed it."""
         return 2 * (self.found(self.theirs) or 0) < (self.found(self.own) or 0)
 
 
 @dataclass(slots=True)
 class Judged:
-    """The probes of one audit, by what they showed."""
+    """The probes of one audit, grouped by result."""
 
     leaking: list[Probe] = field(default_factory=list)
     blind: list[Probe] = field(default_factory=list)
     sound: list[Probe] = field(default_factory=list)
 
     def leaks_in(self, probes: Sequence[Probe]) -> bool:
-        """Whether one of these leaks."""
+        """Whether one of these probes leaks."""
         return any(each is probe for each in self.leaking for probe in probes)
 
 
 class Crossing:
-    """Tries the ways of a server. ``run`` once. ``light``: fewer pairs of writers and readers."""
+    """Tries the ways on a server. Call ``run`` once. ``light``: try fewer pairs of writers and readers."""
 
     def __init__(
         self,
@@ -167,18 +176,18 @@ class Crossing:
         self._a, self._b, self._prompts, self._spaces = a, b, prompts, list(known)
         self._light, self._progress, self._random = light, progress, random.Random(seed)
         self.refused: dict[str, str] = {}
-        """What the server doesn't take, and what it said."""
+        """What the server refuses → its answer."""
         self._broken_off: dict[str, str] = {}
         self._long: list[int] = []
         self._readers: set[tuple[str, str]] = set()
-        """Surfaces and forms that the server takes."""
+        """Pairs of surface and form that the server accepts."""
         self._writers: set[tuple[str, str]] = set()
 
     def run(self) -> list[Check]:
-        """A check for each group of spaces, and one for each thing that couldn't be tried."""
+        """Try the ways. Returns one check for each group of spaces, and one for each thing that could not be tried."""
         absent = self._try_surfaces()
         if not self._readers:
-            return [not_checked(3, f"{NAME}, every way", "the server takes none of the prompts"), *absent]
+            return [not_checked(3, f"{NAME}, every way", "the server accepts none of the prompts"), *absent]
         absent += self._try_spaces() + self._try_lengths()
         ways = self._ways()
         probes = []
@@ -189,7 +198,7 @@ class Crossing:
         silent = silent_parts(judged)
         return [*self._groups(judged, silent), *self._silent(silent), *absent, *self._broken()]
 
-    # what is there
+    # what the server accepts
 
     def _try_surfaces(self) -> list[Check]:
         for surfaces, taken in ((READERS, self._readers), (WRITERS, self._writers)):
@@ -218,16 +227,18 @@ class Crossing:
         return reply.is_ok
 
     def _try_lengths(self) -> list[Check]:
-        """The long prompts that the server takes."""
+        """Find the long prompts that the server accepts."""
         self._long = [words for words in (LONG_WORDS, LONGEST_WORDS) if words <= self._fitting(words)]
         if not self._long and (fitting := self._fitting(LONG_WORDS)) > 2 * self._prompts.words:
             self._long = [fitting]
         if self._long:
             return []
-        return [not_checked(3, f"{NAME}, a long prompt", f"the server takes none of {LONG_WORDS} words")]
+        return [
+            not_checked(3, f"{NAME}, a long prompt", f"the server accepts no prompt of {LONG_WORDS} words")
+        ]
 
     def _fitting(self, words: int) -> int:
-        """So many words, or half of it and so on, that the server takes; 0 if none."""
+        """Return the first of ``words``, half of it, a quarter of it and so on that the server accepts; 0 if none."""
         if self._light and words > LONG_WORDS:
             return 0
         while words > self._prompts.words:
@@ -269,7 +280,10 @@ class Crossing:
     # ways
 
     def _ways(self) -> list[Way]:
-        """Enough ways to meet every combination that is wanted. Drawn, then chosen by how much they add."""
+        """Return enough ways to cover every wanted combination.
+
+        Of several random candidates, it takes the one that covers most.
+        """
         wanted = self._wanted()
         found: list[Way] = []
         for seed in sorted(wanted, key=sorted):
@@ -318,7 +332,7 @@ class Crossing:
         return wanted
 
     def _drawn(self, fixed: dict[str, str]) -> Way | None:
-        """A way with these parts, the others drawn; None if there is none."""
+        """Return a way with these parts, the others drawn at random; None if there is none."""
         draw = self._random
         forms = [form for form in FORMS if fixed.get("form", form) == form]
         draw.shuffle(forms)
@@ -336,7 +350,7 @@ class Crossing:
     # probes
 
     def _probed(self, way: Way) -> list[Probe]:
-        """A probe, tried again if its control failed; none if the server broke it off."""
+        """Return one probe, repeated once if its control failed. Empty if a request failed."""
         found: list[Probe] = []
         for _ in range(2):
             try:
@@ -372,7 +386,7 @@ class Crossing:
         return reply
 
     def _own(self, way: Way, prompt: Prompt) -> None:
-        """A writes the prompt itself, if reading it didn't."""
+        """Let A compute the prompt itself, if reading it didn't."""
         if way.reader.computes:
             return
         if way.writer is ROUTED:
@@ -382,7 +396,7 @@ class Crossing:
         next(computing).ask(self._a, prompt, way.space.a)
 
     def _confirmed(self, judged: Judged, probes: Sequence[Probe]) -> Judged:
-        """Leaks, less those of a small part of a prompt that don't come again: two prompts may begin alike."""
+        """Drop leaks of a small part of a prompt that don't recur: two prompts may begin alike by chance."""
         for probe in list(judged.leaking):
             if probe.is_partial:
                 more = [again for _ in range(CONFIRMATIONS) for again in self._probed(probe.way)]
@@ -415,7 +429,7 @@ class Crossing:
         if leaking:
             where = "; ".join(common_parts([each.way for each in leaking]))
             detail = (
-                f"{len(leaking)} of {num_probes} prompts of B's were found by A; in all of these: {where}"
+                f"{len(leaking)} of {num_probes} prompts of B were found by A; common to all of them: {where}"
             )
             return Check(3, name, Verdict.LEAKS, detail, figures)
         if blind:
@@ -424,13 +438,19 @@ class Crossing:
             return not_checked(3, name, "A never finds its own prompts there")
         ignored = self._ignored(group)
         if ignored:
-            return not_checked(3, name, f"the server takes the field {ignored} and keeps nothing apart by it")
+            return not_checked(
+                3, name, f"the server accepts the field {ignored} but doesn't separate caches by it"
+            )
         return Check(
-            3, name, Verdict.ISOLATED, f"A found none of {num_probes} prompts of B's, and its own", figures
+            3,
+            name,
+            Verdict.ISOLATED,
+            f"A found none of {num_probes} prompts of B, but found its own",
+            figures,
         )
 
     def _ignored(self, group: str) -> str | None:
-        """A field of this group under which A finds what it wrote without it."""
+        """Return a field of this group that the server ignores: with it, A finds what it wrote without it."""
         form = self._plain_form()
         fields = {
             name: value
@@ -452,12 +472,12 @@ class Crossing:
         if not self._broken_off:
             return []
         way, why = next(iter(self._broken_off.items()))
-        detail = f"{len(self._broken_off)} probes broke off; the first: {way}: {why}"
-        return [not_checked(3, f"{NAME}, probes that broke off", detail)]
+        detail = f"{len(self._broken_off)} probes were aborted; the first: {way}: {why}"
+        return [not_checked(3, f"{NAME}, aborted probes", detail)]
 
     def _silent(self, silent: Mapping[tuple[str, str], str]) -> list[Check]:
         return [
-            not_checked(3, f"{NAME}, {what}", "A isn't told there of its own prompts")
+            not_checked(3, f"{NAME}, {what}", "A's own prompts aren't reported as cached there")
             for what in silent.values()
         ]
 
@@ -469,7 +489,7 @@ def _surfaces(
 
 
 def _met(way: Way) -> set[frozenset[tuple[str, str]]]:
-    """The combinations of two and three parts that a way has."""
+    """Return the combinations of two and three parts that a way covers."""
     parts = [
         ("space", way.space.name),
         ("form", way.form),
@@ -481,17 +501,17 @@ def _met(way: Way) -> set[frozenset[tuple[str, str]]]:
 
 
 def common_parts(ways: Sequence[Way]) -> list[str]:
-    """What all of these ways have in common, in words."""
+    """Return the parts that all of these ways share, as text."""
     first = ways[0].parts
     shared = [text for part, text in first.items() if all(way.parts[part] == text for way in ways)]
     return shared or ["nothing in common"]
 
 
-# what probes show
+# judging probes
 
 
 def judge(probes: Sequence[Probe]) -> Judged:
-    """Which probes leak, which showed nothing, and which are sound."""
+    """Sort probes into leaking ones, blind ones (they showed nothing) and sound ones."""
     judged = Judged()
     groups: dict[tuple[str, str], list[Probe]] = {}
     for probe in probes:
@@ -515,7 +535,7 @@ def judge(probes: Sequence[Probe]) -> Judged:
 
 
 def bound_of(group: Sequence[Probe]) -> int:
-    """What fresh prompts are told to have cached: the most of it, and once more their spread if they differ."""
+    """Return the most cached tokens that this group's fresh prompts report, plus their spread (maximum − minimum)."""
     fresh = [found for probe in group if (found := probe.found(probe.fresh)) is not None] or [0]
     return 2 * max(fresh) - min(fresh)
 
@@ -526,10 +546,11 @@ def _sees(probe: Probe, bound: int) -> bool:
 
 
 class Signals:
-    """What tells a hit from a miss beside the count of cached tokens: a header or a field.
+    """Headers and fields that distinguish a hit from a miss, other than the count of cached tokens.
 
-    A signal is the same in all fresh replies, and different in all replies to A's own prompts. Numbers count only if
-    they are 0 in fresh replies, since sizes of prompts vary. Fewer than three fresh replies give no signal.
+    A signal has the same value in all fresh replies, and another value in each reply to A's own prompts. A number
+    is a signal only if it is 0 in fresh replies, because prompt sizes vary. Fewer than three fresh replies give no
+    signal.
     """
 
     def __init__(self, probes: Sequence[Probe]) -> None:
@@ -549,7 +570,7 @@ class Signals:
                 self._usual[name] = usual
 
     def shows(self, reply: Reply) -> bool:
-        """Whether a reply says that it was a hit."""
+        """Whether a reply contains a signal of a hit."""
         if not reply.is_ok:
             return False
         found = features(reply)
@@ -557,9 +578,9 @@ class Signals:
 
 
 def features(reply: Reply) -> dict[str, Any]:
-    """Headers and fields of a reply, less those that differ from one reply to the next anyway.
+    """Return the headers and fields of a reply, without those that always differ between replies.
 
-    Numbers as floats; all else as text without the numbers in it, as those depend on the prompt.
+    Numbers are floats. Other values are text with its numbers removed, because they depend on the prompt.
     """
     found: dict[str, Any] = {}
     for document in reply.documents:
@@ -591,7 +612,7 @@ def _flatten(name: str, value: Any, found: dict[str, Any], depth: int = 0) -> No
 
 
 def silent_parts(judged: Judged) -> dict[tuple[str, str], str]:
-    """Readers and forms of which no probe showed A its own: part of a way → what to call it."""
+    """Readers and forms of which no probe showed A its own prompt: part of a way → its name in the report."""
     silent: dict[tuple[str, str], str] = {}
     for kind in ("reader", "form"):
         seen = {each.way.parts[kind] for each in [*judged.leaking, *judged.sound]}

@@ -1,7 +1,7 @@
-"""Check 8 over HTTP: names of completions, pins and jobs. And what A's clear forgets, a part of check 7.
+"""Check 8 over HTTP: names of completions, pins and jobs. Also a part of check 7: what A's clear forgets.
 
-A handle that B was given must mean to A exactly what one means that nobody was given: the same status and the same
-body. So each request is made twice, with B's handle and with a made-up one of the same shape.
+For A, a handle of B's must behave exactly like one that was never issued: the same status and the same body. So
+each request is made twice: with B's handle, and with an invented one of the same shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONG_TTL_S = 3600
 
 
 def names(a: Target, b: Target, prompts: Prompts) -> Check:
-    """Ids of A's requests, with B's requests between them: they must neither rise nor share what is random."""
+    """Ids of A's requests, with B's requests in between: they must be unique and must not count B's requests."""
     found = []
     for at in range(NUM_NAMES):
         found.append(a.complete(prompts.text()).id)
@@ -41,13 +41,13 @@ def names(a: Target, b: Target, prompts: Prompts) -> Check:
         if counted:
             return Check(8, NAMES_NAME, Verdict.LEAKS, "ids of A's completions count B's requests", figures)
         if counted is None:
-            detail = "ids rise; whether with time or with others can't be told"
+            detail = "ids rise; it is unknown whether with time or with other tenants' requests"
             return Check(8, NAMES_NAME, Verdict.INCONCLUSIVE, detail, figures)
     return Check(8, NAMES_NAME, Verdict.ISOLATED, f"{NUM_NAMES} ids of A's in no order", figures)
 
 
 def counts_others(values: list[int]) -> bool | None:
-    """Whether a number in names counts B's requests too, which lie in every other gap; None if it rises otherwise.
+    """Whether a number in ids also counts B's requests, which lie in every other gap. None if it rises otherwise.
 
     Twelve random values rise by chance in one of 479 million cases.
     """
@@ -61,7 +61,7 @@ def counts_others(values: list[int]) -> bool | None:
 
 
 def made_up(name: str) -> str:
-    """A name that nobody was given, of the shape of this one."""
+    """Return a name that was never issued, of the same shape."""
     if name.isdecimal():
         return str(9_000_000 + int(name[:6]))
     kept = name[: max(name.rfind("-"), name.rfind("_")) + 1]
@@ -70,13 +70,13 @@ def made_up(name: str) -> str:
 
 
 class Handles:
-    """Pins, jobs and clears of both tenants."""
+    """The checks of pins, jobs and clears of both tenants."""
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, form: str) -> None:
         self._a, self._b, self._prompts, self._form = a, b, prompts, form
 
     def _same(self, method: str, path: str, theirs: str, **named: Any) -> str | None:
-        """None if A is told the same of B's handle as of a made-up one; else the difference."""
+        """None if A gets the same answer for B's handle as for an invented one; otherwise the difference."""
         other = made_up(theirs)
         told = self._a.send(method, path.format(theirs), **named)
         unknown = self._a.send(method, path.format(other), **named)
@@ -85,12 +85,12 @@ class Handles:
         )
         if one == two:
             return None
-        return f"{method} {path.format('ID')} is answered {told.status} for B's, {unknown.status} for one that isn't"
+        return f"{method} {path.format('ID')} answers {told.status} for B's id, {unknown.status} for an unknown one"
 
     # pins
 
     def pins(self) -> Check:
-        """B pins; A must not see, end, renew or change that."""
+        """B pins a prefix. A must not see, end, renew or change that pin."""
         with self._pinning() as (a_pin, b_pin, b_prompt):
             if not (a_pin.is_ok and b_pin.is_ok):
                 refused = b_pin if a_pin.is_ok else a_pin
@@ -107,15 +107,13 @@ class Handles:
             return Check(8, PINS, Verdict.BLIND, "A's own pin isn't in its list")
         leaks = [] if len(entries(listed)) == self._a_before + 1 else ["A's list has more pins than A's own"]
         name, own = str(b_pin.document.get("id")), str(a_pin.document.get("id"))
-        self._a.send(
-            "DELETE", f"/v1/pins/{own}"
-        )  # ids may be counted for each tenant, so that B's is A's too
+        self._a.send("DELETE", f"/v1/pins/{own}")  # ids may be counted per tenant, so B's id may be A's too
         before = self._standing(name)
         leaks += [told for method, path, body in self._acts() if (told := self._same(
             method, path, name, **({} if body is None else {"body": body})))]  # fmt: skip
         unwarmed = pin(self._a, b_prompt, Extra())
         if unwarmed.is_ok:
-            leaks.append("A could pin a prompt that B alone had computed")
+            leaks.append("A could pin a prompt that only B had computed")
             self._unpin(unwarmed)
         warm(self._a, b_prompt, Extra())
         renewed = self._a.send("POST", "/v1/pins", {**b_prompt.of_prefix(), "ttl_s": LONG_TTL_S})
@@ -131,7 +129,7 @@ class Handles:
         if leaks:
             return Check(8, PINS, Verdict.LEAKS, "; ".join(leaks), figures)
         return Check(
-            8, PINS, Verdict.ISOLATED, "A sees its own pins only, and can't end or renew B's", figures
+            8, PINS, Verdict.ISOLATED, "A sees only its own pins, and can't end or renew B's", figures
         )
 
     @staticmethod
@@ -148,7 +146,7 @@ class Handles:
 
     @contextmanager
     def _pinning(self) -> Iterator[tuple[Reply, Reply, Prompt]]:
-        """A pin of each. Both end afterwards."""
+        """One pin of each tenant. Both end afterwards."""
         self._a_before = len(entries(self._a.send("GET", "/v1/pins")))
         prompts = self._prompts.fresh(self._form), self._prompts.fresh(self._form)
         made = []
@@ -167,7 +165,7 @@ class Handles:
             self._a.send("DELETE", f"/v1/pins/{reply.document.get('id')}")
 
     def _standing(self, name: str) -> float | None:
-        """For how long B's pin still holds; None if it doesn't."""
+        """Return the seconds that B's pin still holds; None if it has ended."""
         for each in entries(self._b.send("GET", "/v1/pins")):
             if str(each.get("id")) == name:
                 left = each.get("ttl_s")
@@ -177,7 +175,7 @@ class Handles:
     # jobs
 
     def jobs(self) -> Check:
-        """B's job must be to A what a job is that there isn't."""
+        """For A, B's job must behave like a job that doesn't exist."""
         started = [self._job(target) for target in (self._a, self._b)]
         refused = next((each for each in started if each.document.get("job") is None), None)
         if refused is not None:
@@ -199,7 +197,11 @@ class Handles:
         if leaks:
             return Check(8, JOBS, Verdict.LEAKS, "; ".join(leaks), figures)
         return Check(
-            8, JOBS, Verdict.ISOLATED, "B's job is to A like one that there isn't; its own it reads", figures
+            8,
+            JOBS,
+            Verdict.ISOLATED,
+            "for A, B's job looks like a job that doesn't exist; A reads its own job",
+            figures,
         )
 
     def _job(
@@ -209,13 +211,13 @@ class Handles:
         return target.send("POST", "/v1/warm", body, headers={} if key is None else {"Idempotency-Key": key})
 
     def idempotency(self) -> Check:
-        """A key that B used must be new to A."""
+        """An Idempotency-Key that B used must be new for A."""
         key, prompt = canary(), self._prompts.fresh(self._form)
         theirs = self._job(self._b, prompt, key)
         again = self._job(self._b, prompt, key)
         name = theirs.document.get("job")
         if name is None or again.document.get("job") != name:
-            return not_checked(8, KEYS, "the server doesn't honour an Idempotency-Key")
+            return not_checked(8, KEYS, "the server ignores an Idempotency-Key")
         ended_job(self._b, theirs)
         leaks = []
         other = self._job(self._a, None, key)
@@ -231,18 +233,20 @@ class Handles:
             leaks.append("A's warm with a key that B used found B's prefix")
         fresh = self._job(self._a, self._prompts.fresh(self._form), canary())
         if not fresh.is_ok:
-            return Check(8, KEYS, Verdict.BLIND, f"a key that nobody used is refused to A, {fresh.reason}")
+            return Check(8, KEYS, Verdict.BLIND, f"an unused key is refused to A, {fresh.reason}")
         if leaks:
             return Check(8, KEYS, Verdict.LEAKS, "; ".join(leaks), {"leaks": leaks})
-        return Check(8, KEYS, Verdict.ISOLATED, "keys that B used are new to A; B's own repeat its job")
+        return Check(
+            8, KEYS, Verdict.ISOLATED, "keys that B used are new for A; B gets its job again with them"
+        )
 
     # clears
 
     def clears(self, a_is_empty: bool) -> list[Check]:
-        """A forgets what it has: under a salt, under an adapter, and all of it. B must keep its own."""
+        """A clears what it has under a salt, under an adapter, and everything. B must keep its own."""
         reader = self._telling()
         if reader is None:
-            return [not_checked(7, CLEARS, "A isn't told of its own prompts")]
+            return [not_checked(7, CLEARS, "A's own prompts aren't reported as cached")]
         salt, adapter = canary(), canary()
         ways: list[tuple[str, dict[str, str], dict[str, str]]] = [
             ("a salt", {"salt": salt}, {"salt": salt}),
@@ -254,13 +258,13 @@ class Handles:
             self._cleared(reader, what, fields, params)
             if fields or a_is_empty
             else not_checked(
-                7, f"{CLEARS}, {what}", "A had something cached before, which this would have lost"
+                7, f"{CLEARS}, {what}", "A had cached prefixes before, and this check would have cleared them"
             )
             for what, fields, params in ways
         ]
 
     def _telling(self) -> Surface | None:
-        """What tells A of its own prompt: a completion, or else a lookup."""
+        """Return a surface that shows A its own prompt: a completion, or else a lookup."""
         prompt = self._prompts.fresh(self._form)
         READERS[0].ask(self._a, prompt, Extra())
         for surface in (READERS[0], LOOKUP):
@@ -288,10 +292,10 @@ class Handles:
             again.append(reader.found(reader.ask(target, prompt, extra)) or 0)
         figures = {"A's before": again[0], "A's after": own, "B's after": theirs, "B's again": again[1]}
         if 2 * theirs < again[1]:
-            return Check(7, name, Verdict.LEAKS, "A's clear forgot what B had", figures)
+            return Check(7, name, Verdict.LEAKS, "A's clear removed B's prefixes", figures)
         if 2 * own >= again[0]:
-            return Check(7, name, Verdict.BLIND, "A's clear forgot nothing of A's", figures)
-        return Check(7, name, Verdict.ISOLATED, "A's clear forgot what A had, and nothing of B's", figures)
+            return Check(7, name, Verdict.BLIND, "A's clear removed none of A's prefixes", figures)
+        return Check(7, name, Verdict.ISOLATED, "A's clear removed A's prefixes, and none of B's", figures)
 
 
 def _cached_before(reply: Reply) -> int:
@@ -301,6 +305,6 @@ def _cached_before(reply: Reply) -> int:
 
 
 def entries(reply: Reply) -> list[dict[str, Any]]:
-    """What a list of pins holds."""
+    """Return the entries of a list of pins."""
     found = reply.document.get("pins") if reply.is_ok else None
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []

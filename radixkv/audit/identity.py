@@ -1,8 +1,8 @@
-"""Check 3 over HTTP, as to identity: can a client choose its tenant, and does a key that is almost A's count as A's?
+"""Check 3 over HTTP, identity: can a client choose its tenant, and is a key that is almost A's accepted as A's?
 
-A tenant has to come from the key alone. So both sides name the same made-up tenant, by fields of the body, headers,
-cookies and parameters that servers are known to take, and A names B by what B may be called. If A then finds
-B's prompt, the name counted.
+A tenant must follow from the key alone. So both sides name the same invented tenant, in fields of the body,
+headers, cookies and parameters that servers are known to read. A also names B by B's possible names. If A then
+finds B's prompt, the server used the name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WANTED = ("a completion", "a stream", "a lookup", "a warm")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tenant that requests name: what A's and B's carry."""
+    """A tenant that requests name: what A's requests and B's requests carry."""
 
     name: str
     a: Extra
@@ -42,18 +42,21 @@ class Claim:
 
 
 def headers_of(value: str) -> dict[str, str]:
-    """All headers that may name a tenant."""
+    """Return all headers that may name a tenant, with this value."""
     return dict.fromkeys(HEADERS, value)
 
 
 def names_of(key: str | None, given: str | None) -> list[str]:
-    """What a tenant may be called: as was given, or as a short key says. Long keys are secrets and are not sent."""
+    """Return the possible names of a tenant: the given one, and parts of a short key.
+
+    Long keys are secrets and aren't sent.
+    """
     guesses = [key, key.rpartition("-")[2], key.rpartition("_")[2]] if key and len(key) <= SHORT_KEY else []
     return [each for each in dict.fromkeys([given, *guesses]) if each]
 
 
 def claims(shared: str, b_names: list[str]) -> Iterator[Claim]:
-    """Both name the same tenant; then A alone names B."""
+    """First both sides name the same tenant; then A alone names B."""
     for name in FIELDS:
         yield _both(f"the field {name}", Extra({name: shared}))
     yield _both("the field metadata", Extra({"metadata": {"tenant": shared, "user_id": shared}}))
@@ -74,16 +77,16 @@ def _both(name: str, extra: Extra) -> Claim:
 
 
 class Identity:
-    """Both checks. ``b_names``: what B may be called."""
+    """Both checks. ``b_names``: possible names of B."""
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, form: str, b_names: list[str]) -> None:
         self._a, self._b, self._prompts, self._form, self._b_names = a, b, prompts, form, b_names
 
     def named(self, shared: str) -> Check:
-        """Whether a tenant that a request names counts."""
+        """Whether the server uses a tenant that a request names."""
         readers = self._telling()
         if not readers:
-            return not_checked(3, NAMED, "A isn't told of its own prompts")
+            return not_checked(3, NAMED, "A's own prompts aren't reported as cached")
         readers = [
             (surface, fresh)
             for surface, fresh in readers
@@ -100,11 +103,11 @@ class Identity:
         figures: dict[str, Any] = {"leaks": leaks, "taken": tried, "refused": refused}
         if leaks:
             return Check(3, NAMED, Verdict.LEAKS, f"A found B's prompt: {'; '.join(leaks[:5])}", figures)
-        detail = f"{len(refused)} ways to name a tenant are refused, {tried} change nothing"
+        detail = f"{len(refused)} ways to name a tenant are refused, and {tried} have no effect"
         return Check(3, NAMED, Verdict.ISOLATED, detail, figures)
 
     def _telling(self) -> list[tuple[Surface, int]]:
-        """Surfaces through which A finds its own prompt, and what they tell of a fresh one."""
+        """Return the surfaces through which A finds its own prompt, and what they report for a fresh one."""
         found = []
         for surface in READERS:
             if surface.name in _WANTED and self._form in surface.forms:
@@ -115,7 +118,7 @@ class Identity:
         return found
 
     def _fresh(self, surface: Surface, reader: Target, extra: Extra) -> int | None:
-        """The most that a reader is told of two fresh prompts; None if it is refused."""
+        """Return the most that a reader finds of two fresh prompts; None if it is refused."""
         found = [self._tried(surface, reader, extra) for _ in range(2)]
         return None if found[0] is None else max(each or 0 for each in found)
 
@@ -128,7 +131,7 @@ class Identity:
 
     def _ask(self, surface: Surface, reader: Target, extra: Extra, by: Target | None = None,
              by_extra: Extra = PLAIN) -> int | None:  # fmt: skip
-        """What a reader finds of a fresh prompt, which ``by`` wrote before; None if it was refused."""
+        """Return what a reader finds of a fresh prompt, after ``by`` wrote it; None if a request was refused."""
         prompt = self._prompts.fresh(self._form)
         if by is not None:
             written = self._writer(surface).ask(by, prompt, by_extra)
@@ -142,7 +145,7 @@ class Identity:
         return surface if surface.computes else READERS[0]
 
     def _claimed(self, claim: Claim, readers: list[tuple[Surface, int]]) -> tuple[bool, list[str]]:
-        """Whether any request with this claim was taken, and by which surfaces A found B's prompt."""
+        """Whether the server accepted any request with this claim, and the surfaces by which A found B's prompt."""
         accepted, leaking = False, []
         for surface, fresh in readers:
             claimed = self._tried(surface, self._a, claim.a)
@@ -157,10 +160,10 @@ class Identity:
     # keys
 
     def almost(self) -> Check:
-        """Whether a key that differs from A's a little, or none at all, reads what A wrote."""
+        """Whether a key that differs slightly from A's, or no key, reads what A wrote."""
         readers = self._telling()
         if not readers or self._a.principal.key is None:
-            return not_checked(3, ALMOST, "A isn't told of its own prompts, or has no key")
+            return not_checked(3, ALMOST, "A's own prompts aren't reported as cached, or A has no key")
         found = {name: self._as(key, readers) for name, key in almost(self._a.principal.key).items()}
         leaks = [name for name, what in found.items() if what == "reads A's prompts"]
         if leaks:
@@ -181,11 +184,11 @@ class Identity:
 
 
 def almost(key: str) -> Mapping[str, str | None]:
-    """Keys that must not count as this one."""
+    """Return keys that the server must not accept as this one."""
     near: dict[str, str | None] = {
-        "A's key in other case": key.swapcase(),
+        "A's key in another case": key.swapcase(),
         "A's key without its end": key[:-1],
-        "A's key and more behind it": f"{key}x",
+        "A's key with more characters at its end": f"{key}x",
         "no key": None,
     }
     return {name: each for name, each in near.items() if each != key and each != ""}

@@ -1,12 +1,12 @@
-"""The audit of a cache in this process: checks 1 to 8, 11 and 12 of the table in docs/security.md.
+"""The audit of a cache in this process: checks 1 to 8, 11 and 12 of the table in docs/guides/security.md.
 
-Caches are made by a factory, ``factory(config, clock=clock)``, with ``scrub_blocks=`` where the config has no layout;
-they are small, and only their public calls are used. A deterministic engine (``oracle.Engine``) writes KV that says
-whose it is. Every check that finds nothing shows by a positive control that it would have found something; without
-one it says *instrument blind*.
+A factory makes the caches: ``factory(config, clock=clock)``, with ``scrub_blocks=`` if the config has no layout.
+The caches are small, and the audit uses only their public calls. A deterministic engine (``oracle.Engine``) writes
+KV that identifies its owner. A check that finds nothing needs a positive control, which shows that it would have
+found something. If the control fails, the verdict is *instrument blind*.
 
-What concerns strict mode (parts of 1, 2 and 11) needs a cache with tenants. Without, these checks are *not checked*,
-and the whole is at best *isolated in what was checked*.
+Strict mode (parts of 1, 2 and 11) needs a cache with tenants. Without tenants these checks are *not checked*, and
+the verdict of the whole is at best *isolated in what was checked*.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRIALS = 200
 CANARY = -7.25e77
 Found = tuple[Verdict | None, str, dict[str, Any]]
 Progress = Callable[[str, int, int], None]
-"""``progress(phase, done, of)``."""
+"""Called as ``progress(phase, done, of)``."""
 
 
 def run(
@@ -61,7 +61,10 @@ def run(
     seed: int = 0,
     progress: Progress = lambda phase, done, of: None,
 ) -> AuditReport:
-    """Audit the caches that ``factory`` makes: ``examples`` lives a machine and mode, of up to ``steps`` calls."""
+    """Audit the caches that ``factory`` makes.
+
+    Each machine and mode plays ``examples`` lives (random sequences of calls) of up to ``steps`` calls.
+    """
     audit = InProcess(factory, examples, steps, seed, progress)
     rows: list[tuple[int, str, Callable[[], Found]]] = [
         (1, "laws and contents", audit.laws),
@@ -87,12 +90,12 @@ def run(
 
 
 def found_by(check: Callable[[], Found]) -> Found:
-    """What a check found: others' KV is a leak wherever it shows; any other error leaves the check undone."""
+    """Run a check. An AssertionError is a leak: another tenant's KV showed. Any other error leaves the check undone."""
     try:
         return check()
     except AssertionError as error:
         return Verdict.LEAKS, str(error), {"error": str(error)}
-    except Exception as error:  # noqa: BLE001 - the cache under audit is anybody's
+    except Exception as error:  # noqa: BLE001 - the cache under audit may raise anything
         told = f"{type(error).__name__}: {error}"
         return Verdict.INCONCLUSIVE, f"the check could not be done: {told}", {"error": told}
 
@@ -102,7 +105,7 @@ def _no_strict_mode() -> Found:
 
 
 class InProcess:
-    """The checks; each returns its verdict, a sentence and figures."""
+    """The checks. Each returns its verdict, a sentence and figures."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class InProcess:
     # 1
 
     def laws(self) -> Found:
-        """Random lives against the oracle and the laws; and a planted leak must be found."""
+        """Random lives against the oracle and the laws. The control: a planted leak must be found."""
         planted = properties.run(
             leaky(self._factory), CONTROL_EXAMPLES, 50, self._seed, with_storage=[False], shrink=False
         )
@@ -131,7 +134,10 @@ class InProcess:
         return self._attacked(properties.BeamMachine, "burst")
 
     def two_runs(self) -> Found:
-        """A alone or among others: contents always, everything where there is room for all."""
+        """A alone and among others.
+
+        Its contents must be equal; in a pool large enough for all, everything else too.
+        """
         return self._attacked(properties.TwoRuns, "burst")
 
     def two_strict_runs(self) -> Found:
@@ -172,7 +178,7 @@ class InProcess:
     # 2
 
     def eviction_signal(self) -> Found:
-        """A fills its quota, B floods ten times the capacity, A probes again."""
+        """A fills its quota, B floods ten times the capacity, A looks up its prompts again."""
         if not self._has_strict:
             return _no_strict_mode()
         quiet, flooded, own = (self._hits(who) for who in (None, B, A))
@@ -195,7 +201,7 @@ class InProcess:
     # 3
 
     def cross_tenant_probe(self) -> Found:
-        """Another tenant computes P, A asks for P; so do namespaces of A's that differ in one field."""
+        """B computes P, then A asks for P. The same with namespaces that differ from A's in one field."""
         others = [
             B,
             A._replace(salt="s"),
@@ -223,7 +229,7 @@ class InProcess:
     # 4
 
     def fresh_blocks(self) -> Found:
-        """B writes canaries and gives its blocks up in every way; A reads what it gets before it writes."""
+        """B writes canaries and gives up its blocks in every way. A reads its fresh blocks before it writes."""
         if True not in self._with_storage:
             return Verdict.NOT_CHECKED, "torch isn't installed, so there is no storage", {}
         cache = self._factory(CacheConfig(8, BLOCK, LAYOUT), clock=ManualClock())
@@ -244,9 +250,9 @@ class InProcess:
     # 5
 
     def short_digests(self) -> Found:
-        """With hashes of namespaces and fast digests of the library cut to 8 bits: collisions, and no wrong KV.
+        """Namespace hashes and fast digests are cut to 8 bits: they collide, and no lookup may be wrong.
 
-        Those that a policy remembers evicted prefixes by, too, one a block.
+        This includes the digests by which a policy remembers evicted prefixes, one a block.
         """
         with _digests_of_8_bits():
             config = CacheConfig(4096, BLOCK, policy="learned", segment_tokens=BLOCK)
@@ -270,7 +276,7 @@ class InProcess:
     # 6
 
     def token_boundaries(self) -> Found:
-        """For each length of a prompt, and for other ids that spell the same text, KV of exactly those ids."""
+        """Prompts of every length, and other ids for the same text, match the KV of exactly their ids."""
         system, wrong, tried = self._system(256), 0, 0
         prompt = [0, 0, 2, 0, 1, 2, 2, 0, 0, 1, 0, 2, 0, 0, 0, 1, 1, 2]
         _serve(system, A, prompt)
@@ -287,17 +293,17 @@ class InProcess:
         if wrong:
             return (
                 Verdict.LEAKS,
-                f"{wrong} of {tried} prompts matched other than their own whole blocks",
+                f"{wrong} of {tried} prompts matched something else than their own whole blocks",
                 figures,
             )
         if not match.num_tokens or system.engine.holds(match.block_ids, chain(A, [9, *prompt[1:16]])):
-            return Verdict.BLIND, "the engine's KV doesn't tell ids apart", figures
+            return Verdict.BLIND, "the engine's KV is equal for different ids", figures
         return Verdict.ISOLATED, f"{tried} prompts matched whole blocks of exactly their ids", figures
 
     # 7
 
     def scrapes(self) -> Found:
-        """All that A is told, in a world without B and in one with it."""
+        """Everything that the cache tells A, without B and with B."""
         alone, beside, other = (self._told(*world) for world in ((0, 0), (3, 0), (0, 1)))
         changed = [name for name in alone if alone[name] != beside[name]]
         figures = {
@@ -305,13 +311,21 @@ class InProcess:
             "changed": {name: [alone[name], beside[name]] for name in changed},
         }
         if changed:
-            return Verdict.LEAKS, f"what A is told depends on B: {', '.join(changed)}", figures
+            return Verdict.LEAKS, f"A's errors, counts or logs depend on B: {', '.join(changed)}", figures
         if alone == other:
-            return Verdict.BLIND, "what A is told doesn't change with what A does", figures
-        return Verdict.ISOLATED, f"{len(alone)} things that A is told are the same beside B", figures
+            return (
+                Verdict.BLIND,
+                "A's errors, counts and logs don't change with A's own calls either",
+                figures,
+            )
+        return (
+            Verdict.ISOLATED,
+            f"{len(alone)} errors, counts and log lines of A are the same with and without B",
+            figures,
+        )
 
     def _told(self, num_others: int, more: int) -> dict[str, str]:
-        """A's counts, namespaces, refusals and log lines; ``num_others`` requests of B's run beside."""
+        """A's counts, namespaces, refusals and log lines, while ``num_others`` requests of B run."""
         system = self._system(64)
         with _logged() as lines, ExitStack() as running:
             for at in range(num_others):
@@ -328,14 +342,14 @@ class InProcess:
     # 8
 
     def names(self) -> Found:
-        """How A's sequences, matches and leases call themselves, with B's requests between them or not."""
+        """The names of A's sequences, matches and leases, with and without B's requests in between."""
         alone, beside, other = (self._named(*world) for world in ((0, 0), (2, 0), (0, 1)))
         figures = {"names": len(alone), "examples": alone[:3]}
         if alone != beside:
             return Verdict.LEAKS, "names of A's handles depend on B", figures
         if alone == other:
             return Verdict.BLIND, "names of A's handles never differ", figures
-        return Verdict.ISOLATED, f"{len(alone)} names of A's are the same beside B", figures
+        return Verdict.ISOLATED, f"{len(alone)} names of A's handles are the same with and without B", figures
 
     def _named(self, num_others: int, longer: int) -> list[str]:
         system, names = self._system(256), []
@@ -356,16 +370,16 @@ class InProcess:
     # 11
 
     def order(self) -> Found:
-        """In which order A's own prefixes make room for A's new ones, whatever B has cached."""
+        """The order in which A's own prefixes are evicted for A's new ones must not depend on what B has cached."""
         if not self._has_strict:
             return _no_strict_mode()
         worlds = [self._order(others, 0) for others in (0, 1, 5)]
         figures = {"steps": len(worlds[0])}
         if any(world != worlds[0] for world in worlds):
-            return Verdict.LEAKS, "the order in which A's prefixes leave depends on B's cache", figures
+            return Verdict.LEAKS, "the order in which A's prefixes are evicted depends on B's cache", figures
         if worlds[0] == self._order(0, 1):
             return Verdict.BLIND, "the order doesn't depend on A's own requests either", figures
-        return Verdict.ISOLATED, "A's order is the same whatever B has cached", figures
+        return Verdict.ISOLATED, "A's order doesn't depend on B's cache", figures
 
     def _order(self, num_others: int, turned: int) -> list[list[int]]:
         system, seen = self._strict(), []
@@ -384,7 +398,7 @@ class InProcess:
     # 12
 
     def burst_bits(self) -> Found:
-        """A full pool: B asks for something or not, A sees how much of its own is left. Measured, not judged."""
+        """In a full pool, B makes a request or not, and A counts its own remaining tokens. Measured, not judged."""
         draw = random.Random(self._seed)
         arms: dict[bool, list[float]] = {True: [], False: []}
         for at in range(2 * TRIALS):
@@ -396,7 +410,7 @@ class InProcess:
             left = sum(system.match(A, [own, *range(8 * BLOCK - 1)]) for own in range(2))
             arms[acts].append(float(left))
         told = statistics.leaked_bits(arms[True], arms[False], self._seed)
-        detail = f"{told} bits: whether B asked for something, when the pool is full and A's all of it"
+        detail = f"{told} bits: A learns whether B sent a request, if the pool is full and all of it is A's"
         return None, detail, {"bits": told.as_dict(), "trials": 2 * TRIALS, "confidence": 0.95}
 
     def _system(self, num_blocks: int) -> CacheAdapter:
@@ -407,7 +421,7 @@ class InProcess:
 
 
 def leaky(factory: CacheFactory) -> CacheFactory:
-    """Caches that answer a miss with what another namespace holds: the audit's positive control."""
+    """Caches that answer a miss with a match of another namespace: the audit's positive control."""
 
     def make(config: CacheConfig, **named: Any) -> Any:
         cache = factory(config, **named)
@@ -435,14 +449,14 @@ class _Overridden:
 
 
 def _serve(system: CacheAdapter, namespace: Namespace, ids: Sequence[int]) -> None:
-    """A whole request."""
+    """Open, commit and release one request."""
     request, _ = system.open(namespace, ids)
     system.commit(request, len(ids))
     system.release(request)
 
 
 def _flood(system: CacheAdapter, namespace: Namespace, num_requests: int) -> None:
-    """So many requests of four blocks that all go on as long as there is room; then the oldest end."""
+    """Open ``num_requests`` requests of four blocks. They run until the pool is full; then all of them end."""
     running: list[Any] = []
     for at in range(num_requests):
         ids = [1000 + at, *range(4 * BLOCK - 1)]
@@ -465,12 +479,12 @@ def _opened(system: CacheAdapter, namespace: Namespace, ids: Sequence[int]) -> i
 
 
 def _retokenized(ids: list[int]) -> list[int]:
-    """Other ids that spell the same, where 2 spells 0, 0."""
+    """Return other ids for the same text, if id 2 spells the same as 0, 0."""
     return [piece for token in ids for piece in ((0, 0) if token == 2 else (token,))]
 
 
 def _leave_canaries(cache: Any, at: int) -> bool:
-    """B fills blocks with canaries and gives them up: released, evicted or cleared. Whether B reads them itself."""
+    """B fills blocks with canaries; they are released, evicted or cleared. Returns whether B reads its own canaries."""
     with cache.open(B, [at, *range(5 * BLOCK)]) as sequence:
         table = sequence.block_table
         cache.storage.data[table.tolist()] = CANARY
@@ -514,7 +528,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """What the library's loggers say meanwhile."""
+    """Collect the messages of the library's loggers."""
     lines: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -527,7 +541,7 @@ def _logged() -> Iterator[list[str]]:
 
 
 class _Colliding(Namespace):
-    """A namespace whose hash has 8 bits."""
+    """A namespace with a hash of 8 bits."""
 
     __slots__ = ()
 
@@ -537,7 +551,7 @@ class _Colliding(Namespace):
 
 @contextmanager
 def _digests_of_8_bits() -> Iterator[None]:
-    """Every xxHash, at once or piece by piece, that a module of radixkv refers to tells 256 values apart meanwhile."""
+    """Cut every xxHash function that a module of radixkv refers to, one-shot or streaming, to 256 values."""
     names = xxhash.algorithms_available
     fast = {vars(xxhash)[f"{name}{form}"] for name in names for form in ("", "_digest", "_intdigest")}
     with ExitStack() as patches:

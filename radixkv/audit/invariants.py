@@ -1,28 +1,28 @@
 """The laws of a cache, checked on a snapshot: ``check(cache)`` raises, ``inspect(cache)`` reports.
 
-A snapshot is read under the cache's lock, in slices between which requests go on, and is of one moment all the same
-(``radixkv.index.snapshot``); everything else happens on it, outside, so a live cache may be audited at any time. What
-is found in it is looked for once more in a snapshot taken under one hold, so that a report is never a mistake of
-the reading. Block accounting is one NumPy count over all ids; Python work is per resident node and per running
-sequence.
+A law is an invariant that must hold at any time. The snapshot is read in slices under the cache's lock, and
+requests continue between slices. It still shows one moment (``radixkv.index.snapshot``). Everything else works on
+the snapshot, without the lock, so a live cache may be audited at any time. A finding is checked again on a snapshot
+taken under one hold of the lock, so that a mistake of the sliced reading is never reported. Block accounting is one
+NumPy count over all ids. Python code runs for each resident node and each running sequence.
 
 The laws, as named in a report:
 
     conservation       free + trees + private runs + lent == num_blocks, every id once and in range
-    lendings           a sequence that is lent to the device is in one lending, of its tenant, and others in none
-    reference-counts   a private run's owners are the sequences and the runs that end with it, at least one
-    one-namespace      a tree's blocks are reached from its namespace only, a base's from its readers' of its model too
-    prefix-closure     a node's parent is resident, and depths add up from it
+    lendings           a sequence that is lent to the device is in one lending, of its tenant; others are in none
+    reference-counts   a run's owners are the sequences that end with it and the runs that continue it, at least one
+    one-namespace      a tree's blocks are reached only from its namespace, a base's also from its readers' of its model
+    prefix-closure     a node's parent is resident, and the node's depth is its parent's plus its own blocks
     labels             a label is ``blocks × block_size × 4`` bytes, at least one block
-    siblings           children are keyed by their first block, and differ in it; nobody holds another's child
-    leases             a node's uses are the leases that end there and its children in use, no more, no less
-    bases              a base leases the path of its ids and blocks, and what stands behind it begins with them
+    siblings           children are keyed by their first block and differ in it; a child has one parent, in its tree
+    leases             a node's uses are the leases that end there plus its children in use
+    bases              a base leases the path of its ids and blocks, and the trees behind it begin with its blocks
     tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
-    committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
+    committed          cached ≤ committed ≤ tokens, and the leased path is a prefix of the sequence's ids
     quotas             no tenant uses more than its limit, and every guarantee can be met
-    usage              a tenant's used and evictable blocks, and a tree's blocks, are what they sum to
+    usage              the used and evictable blocks of a tenant, and the blocks of a tree, equal their sums
     policy             a policy holds exactly the nodes that no lease protects
-    pins               a pin holds a lease in its tenant's trees; what a tenant's pins hold is what they sum to
+    pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ MAX_SHOWN = 5
 """Block ids named in one violation."""
 
 SLICE = 256
-"""Nodes or sequences looked at before ``pause`` is called."""
+"""Nodes or sequences that are checked before ``pause`` is called."""
 
 T = TypeVar("T")
 NodeAt = tuple[int, int | None]
-"""(tree, node) as indices into the snapshot; node None is the root."""
+"""(tree, node) as indices into the snapshot. Node None is the root."""
 
 
 class Audited(Protocol):
-    """What the audit asks of a cache. If it has ``snapshot_in_slices(pause)`` too, that is taken first."""
+    """What the audit needs of a cache. If the cache has ``snapshot_in_slices(pause)`` too, that is preferred."""
 
     def snapshot(self) -> Snapshot: ...
 
@@ -71,7 +71,7 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What an audit found. ``counts`` says how much it looked at; ``seconds`` includes taking the snapshot."""
+    """The result of an audit. ``counts``: the objects that it checked. ``seconds`` includes taking the snapshot."""
 
     violations: tuple[Violation, ...]
     counts: Mapping[str, int]
@@ -83,7 +83,7 @@ class Report:
         return not self.violations
 
     def as_dict(self) -> dict[str, object]:
-        """The report as JSON types."""
+        """Return the report as JSON types."""
         return {
             "ok": self.ok,
             "violations": [{"law": found.law, "detail": found.detail} for found in self.violations],
@@ -110,7 +110,7 @@ class BrokenLaws(IntegrityError):
 def check(cache: Audited, *, at_once: bool = False) -> Report:
     """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes.
 
-    ``at_once``: read the cache under one hold of its lock, which is quicker, and makes requests wait meanwhile.
+    ``at_once``: read the cache under one hold of its lock. This is quicker, but requests wait for it.
     """
     report = inspect(cache, at_once=at_once)
     if not report.ok:
@@ -119,10 +119,10 @@ def check(cache: Audited, *, at_once: bool = False) -> Report:
 
 
 def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once: bool = False) -> Report:
-    """Check every law now and report, whatever was found. Linear in resident nodes.
+    """Check every law now, and return a report in any case. Linear in resident nodes.
 
-    ``pause`` is called between slices of some hundred nodes or sequences, outside the cache's lock; it may sleep.
-    ``at_once``: see ``check``.
+    ``pause`` is called between slices of some hundred nodes or sequences, without the cache's lock; it may sleep.
+    ``at_once``: see ``check``. Raises ArgumentError if ``cache`` has no ``snapshot()``.
     """
     if not callable(getattr(cache, "snapshot", None)):
         raise ArgumentError("cache", cache, "a PrefixCache, or what has its snapshot()")
@@ -137,12 +137,12 @@ def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once
 
 
 def violations_of(snapshot: Snapshot, pause: Callable[[], None] = lambda: None) -> tuple[Violation, ...]:
-    """The laws that a snapshot breaks."""
+    """Return the laws that a snapshot breaks."""
     return tuple(_Audit(snapshot, pause).violations())
 
 
 def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:
-    """Blocks in nodes that no lease protects, less those that a lease is about to protect. O(nodes)."""
+    """Return the number of blocks in nodes that no lease protects, without those in ``about_to_lease``. O(nodes)."""
     found = 0
     for tree in snapshot.trees:
         for node in tree.nodes:
@@ -154,7 +154,10 @@ def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] 
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:
-    """Names of the fields that differ between two snapshots; the order of free ids doesn't count. O(size)."""
+    """Return the names of the fields that differ between two snapshots.
+
+    The order of free, lent and held ids is ignored. O(size).
+    """
     found = []
     for field in dataclasses.fields(Snapshot):
         old, new = getattr(before, field.name), getattr(after, field.name)
@@ -196,7 +199,7 @@ class _Audit:
         malformed = [*self._references(), *self._labels(), *self._closure()]
         yield from malformed
         yield from self._conservation()
-        if malformed:  # the laws below walk what these found broken
+        if malformed:  # the laws below follow these references
             return
         yield from self._siblings()
         yield from self._children()
@@ -292,7 +295,7 @@ class _Audit:
                 seen.add((node.parent, first))
 
     def _children(self) -> Iterator[Violation]:
-        """Nobody holds a child that is another's, or of another tree."""
+        """Each child belongs to one parent, in the same tree."""
         for at, tree in enumerate(self.snapshot.trees):
             there = Counter(node.parent for node in tree.nodes)
             if tree.root_children != there[None]:
@@ -330,7 +333,7 @@ class _Audit:
                 )
 
     def _references(self) -> Iterator[Violation]:
-        """Indices point to something, and runs continue runs that end before them."""
+        """Indices point to existing objects, and a run continues a run that ends before it."""
         snapshot = self.snapshot
         named = [(f"sequence {at}", sequence.node) for at, sequence in enumerate(snapshot.sequences)]
         named += [(f"lease {at}", lease.node) for at, lease in enumerate(snapshot.leases)]
@@ -343,10 +346,10 @@ class _Audit:
                 yield Violation("leases", f"{name} holds a node that isn't in a tree")
         for at, behind in enumerate(snapshot.trees):
             if behind.base is not None and not 0 <= behind.base < len(snapshot.bases):
-                yield Violation("bases", f"tree {at} stands behind a base that holds no blocks")
+                yield Violation("bases", f"tree {at} follows a base that holds no blocks")
         for at, sequence in enumerate(snapshot.sequences):
             if sequence.run is not None and not 0 <= sequence.run < len(snapshot.runs):
-                yield Violation("reference-counts", f"sequence {at} ends with a run that isn't there")
+                yield Violation("reference-counts", f"sequence {at} ends with a run that doesn't exist")
         for at, run in enumerate(snapshot.runs):
             if not run.block_ids:
                 yield Violation("reference-counts", f"run {at} is empty")
@@ -372,7 +375,7 @@ class _Audit:
     # What sequences and leases hold.
 
     def _path(self, at: NodeAt) -> list[NodeSnapshot]:
-        """The nodes from the root to this one."""
+        """Return the nodes from the root to this one."""
         tree, index = at
         nodes = self.snapshot.trees[tree].nodes
         path = []
@@ -396,9 +399,11 @@ class _Audit:
         for at, base in enumerate(snapshot.bases):
             is_behind = snapshot.trees[base.node[0]].base is not None
             if self._path_key(base.node) != base.key or is_behind:
-                yield Violation("bases", f"base {at} leases a path of other ids, or one behind another base")
+                yield Violation(
+                    "bases", f"base {at} leases a path of other ids, or a path after another base"
+                )
             if not np.array_equal(self._path_ids(base.node), _ids(base.block_ids)):
-                yield Violation("bases", f"base {at} names other blocks than those that it leases")
+                yield Violation("bases", f"base {at} names other blocks than it leases")
         for at, tree in enumerate(snapshot.trees):
             if tree.base is None:
                 if tree.head_ids:
@@ -411,11 +416,11 @@ class _Audit:
             may_read = (reader.tenant in base.readers and not base.is_over) or tree.detached
             if not may_read or (reader.model, reader.adapter) != (owner.model, owner.adapter):
                 yield Violation(
-                    "one-namespace", f"tree {at} stands behind base {tree.base}, which isn't for it"
+                    "one-namespace", f"tree {at} follows base {tree.base}, which its tenant may not read"
                 )
 
     def _chain(self, sequence: SequenceSnapshot) -> list[RunSnapshot]:
-        """The runs of a sequence, first to last."""
+        """Return the runs of a sequence, first to last."""
         runs, at = [], sequence.run
         while at is not None:
             runs.append(self.snapshot.runs[at])
@@ -563,7 +568,10 @@ class _Audit:
                 )
 
     def _private_runs(self) -> set[tuple[str, int]]:
-        """(tenant, run) of the runs that own their blocks; what two tenants reach comes twice, and is miscounted."""
+        """(tenant, run) of the runs that own their blocks.
+
+        A run that two tenants reach appears for both, and then breaks ``usage``.
+        """
         found: set[tuple[str, int]] = set()
         for sequence in self.snapshot.sequences:
             at = sequence.run

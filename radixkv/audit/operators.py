@@ -1,7 +1,7 @@
-"""Check 3 over HTTP for bases: a prefix that the operator publishes for B must not be found by A.
+"""Check 3 over HTTP for bases: A must not find a prefix that the operator publishes for B.
 
-Needs the operator's key. Which tenant A's and B's keys stand for isn't known, so each tenant of the list is made
-the only reader in turn, until B finds the base.
+Needs the operator's key. The audit doesn't know which tenants A's and B's keys belong to. So it makes each listed
+tenant the only reader in turn, until A and B have each found the base.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_TENANTS = 1_000
 
 
 def bases(a: Target, b: Target, operator: Target | None, prompts: Prompts, form: str) -> Check:
-    """Publish a base for B alone, look it up as A; then the other way round; then unpublish it."""
+    """Publish a base for one tenant at a time, look it up as A and as B, then unpublish it and look again."""
     if operator is None:
         return not_checked(
-            3, NAME, "a base is the operator's to publish, and its key was not given (--operator-key)"
+            3, NAME, "only the operator can publish a base, and the option --operator-key was not given"
         )
     name, prompt = f"audit-{canary()}", prompts.fresh(form)
     looked_up = lookup(a, prompt, Extra())
     if not looked_up.is_ok:
-        return not_checked(3, NAME, f"it takes lookups, {looked_up.reason}")
+        return not_checked(3, NAME, f"it needs lookups, {looked_up.reason}")
     published = operator.send("POST", "/v1/bases", {"id": name, "readers": [], **prompt.of_prefix()})
     if not published.is_ok:
         return not_checked(3, NAME, f"no base could be published, {published.reason}")
@@ -35,13 +35,13 @@ def bases(a: Target, b: Target, operator: Target | None, prompts: Prompts, form:
 
 
 def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt) -> Check:
-    leaks = ["A finds a base that nobody may read"] if _found(a, prompt) else []
+    leaks = ["A finds a base without readers"] if _found(a, prompt) else []
     seen = {"A": False, "B": False}
     for tenant in _tenants(operator):
         operator.send("PUT", f"/v1/bases/{name}/readers", {"readers": [tenant]})
         found = {"A": _found(a, prompt) > 0, "B": _found(b, prompt) > 0}
         if found["A"] and found["B"]:
-            leaks.append(f"A and B both find a base that {tenant} alone may read")
+            leaks.append(f"A and B both find a base that only {tenant} may read")
         seen = {who: seen[who] or found[who] for who in seen}
         if all(seen.values()):
             break
@@ -58,7 +58,7 @@ def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt
         3,
         NAME,
         Verdict.ISOLATED,
-        "a base is found by its reader alone, and by none once unpublished",
+        "only its reader finds a base, and no tenant finds it after it is unpublished",
         figures,
     )
 

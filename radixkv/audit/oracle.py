@@ -1,14 +1,15 @@
-"""The oracle: what a cache may say, kept as plainly as possible.
+"""The oracle: a simple model of what a cache may serve.
 
-A dict of namespaces, each a set of committed prefixes, whole blocks at a time, and bases. It may forget (a cache
-evicts) but may not lie: whatever a cache serves must be here. Beside it stands a deterministic engine: the KV of a
-token is a number made of the namespace's four fields and all ids up to and including that token, so bytes
-tell whose they are, and contents are compared bit for bit.
+It is a dict of namespaces, each with a set of committed prefixes in whole blocks, and a dict of bases. A cache may
+serve less than the oracle holds, because it evicts. It must never serve anything that the oracle doesn't hold.
+
+A deterministic engine computes the KV. The KV of a token is a number made from the namespace's four fields and all
+ids up to and including that token. So the bytes identify their owner, and contents are compared bit for bit.
 
     state(-1) = seed(tenant, model, adapter, salt)      state(i) = mix(state(i-1), id(i))
     key row of token i = upper 52 bits of state(i)      value row = minus that
 
-52 bits fit a float64 exactly. Nothing here uses code of the cache: an error there can't hide itself here.
+52 bits fit a float64 exactly. This module uses no code of the cache, so an error there can't hide itself here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MASK = 2**64 - 1
 
 
 class NamespaceLike(Protocol):
-    """The four fields that make two namespaces different."""
+    """The four fields that distinguish namespaces."""
 
     @property
     def tenant(self) -> str: ...
@@ -42,12 +43,12 @@ class NamespaceLike(Protocol):
 
 
 def fields_of(namespace: NamespaceLike) -> tuple[str, str, str | None, str]:
-    """The four fields as a tuple: the oracle's own key, made without the cache's framing."""
+    """Return the four fields as a tuple: the oracle's own key, which doesn't use the cache's framing."""
     return (namespace.tenant, namespace.model, namespace.adapter, namespace.salt)
 
 
 def chain(namespace: NamespaceLike, ids: Iterable[int], start: int | None = None) -> list[int]:
-    """The states of ``ids``, one 64-bit number a token; ``start`` is the state before them. O(len(ids))."""
+    """Return the states of ``ids``, one 64-bit integer a token. ``start`` is the state before them. O(len(ids))."""
     if start is None:
         digest = hashlib.sha256(repr(fields_of(namespace)).encode()).digest()
         start = int.from_bytes(digest[:8], "little")
@@ -66,9 +67,9 @@ def rows_of(states: Sequence[int]) -> NDArray[np.float64]:
 
 
 class Oracle:
-    """Which prefixes were committed in which namespace since it was last cleared.
+    """The prefixes that were committed in each namespace since it was last cleared.
 
-    ``commit`` and ``serves`` cost O(len(ids)² ÷ block_size): this is a model for small tests.
+    This is a model for small tests: ``commit`` costs O(len(ids)² ÷ block_size), ``served_lie`` O(len(ids) × bases).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -77,24 +78,24 @@ class Oracle:
         self._bases: dict[str, tuple[NamespaceLike, tuple[int, ...], frozenset[str]]] = {}
 
     def commit(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> None:
-        """The KV of ``ids[:num_tokens]`` exists: its whole blocks may be served from now on."""
+        """The KV of ``ids[:num_tokens]`` exists: the cache may serve its whole blocks from now on."""
         known = self._prefixes.setdefault(fields_of(namespace), set())
         for stop in range(self.block_size, num_tokens + 1, self.block_size):
             known.add(tuple(ids[:stop]))
 
     def clear(self, namespace: NamespaceLike) -> None:
-        """Nothing of the namespace may be served any more."""
+        """From now on the cache may serve nothing of this namespace."""
         self._prefixes.pop(fields_of(namespace), None)
 
     def publish(
         self, base_id: str, namespace: NamespaceLike, ids: Sequence[int], readers: Iterable[str]
     ) -> None:
-        """Whole blocks of ``ids`` may be served to these tenants, where model and adapter are the same."""
+        """From now on the cache may serve whole blocks of ``ids`` to these tenants, for the same model and adapter."""
         size = len(ids) // self.block_size * self.block_size
         self._bases[base_id] = (namespace, tuple(ids[:size]), frozenset(readers))
 
     def unpublish(self, base_id: str) -> None:
-        """Not any more."""
+        """Undo ``publish``."""
         self._bases.pop(base_id, None)
 
     def _is_based(self, namespace: NamespaceLike, ids: tuple[int, ...]) -> bool:
@@ -106,7 +107,7 @@ class Oracle:
         )
 
     def served_lie(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> str | None:
-        """Why serving ``num_tokens`` of ``ids`` would be a lie; None if it is not one."""
+        """Return why serving ``num_tokens`` of ``ids`` would be wrong; None if it is right."""
         if num_tokens % self.block_size:
             return f"{num_tokens} tokens are no whole blocks of {self.block_size}"
         if num_tokens > len(ids):
@@ -121,7 +122,7 @@ class Oracle:
 def cache_with_engine(
     factory: Callable[..., Any], config: CacheConfig, *, clock: Clock
 ) -> tuple[Any, Engine]:
-    """A cache of ``factory`` and its engine; one that owns its KV zeroes what the cache asks it to."""
+    """Make a cache and its engine. An engine that owns its KV zeroes the blocks that the cache scrubs."""
     if config.layout is not None:
         cache = factory(config, clock=clock)
         return cache, Engine(cache)
@@ -134,9 +135,10 @@ def cache_with_engine(
 class Engine:
     """A deterministic engine over a cache's blocks, ``rows[block, key or value, row]``.
 
-    With a layout it writes through the cache's own storage (float64, one layer, one head, head size 1, on the
-    CPU), where the cache executes its copies. Without one it owns the rows and executes ``flush()`` before it touches
-    them, last copy first: copies of a plan don't depend on each other, and this holds them to it.
+    With a layout, the engine writes into the cache's own storage (float64, one layer, one head, head size 1, on the
+    CPU), and the cache executes its copies. Without one, the engine owns the rows, and executes ``flush()`` before
+    it touches them. It executes the last copy first: copies of a plan must not depend on each other, and this tests
+    it.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -152,15 +154,15 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        """Whether copies wait for ``settle``; an engine that owns its KV executes them before its next write."""
+        """Whether copies wait for ``settle``. An engine that owns its KV executes them before its next write."""
         return self._owned and self._cache.stats().copied_blocks != self._copied_when_settled
 
     def scrub(self, block_ids: NDArray[np.int32]) -> None:
-        """Zero these blocks, of an engine that owns its KV."""
+        """Zero these blocks. Only for an engine that owns its KV."""
         self._rows[block_ids] = 0
 
     def settle(self) -> None:
-        """Execute the copies that wait."""
+        """Execute the waiting copies."""
         if self._owned:
             self._execute(self._cache.flush())
             self._copied_when_settled = self._cache.stats().copied_blocks
@@ -174,13 +176,16 @@ class Engine:
     def holds(self, block_table: NDArray[np.int32], states: Sequence[int]) -> bool:
         """Whether the first ``len(states)`` rows under ``block_table`` are those of ``states``, bit for bit.
 
-        Copies that wait aren't executed: ask for settled blocks only.
+        It doesn't execute waiting copies, so the blocks must be settled.
         """
         blocks, rows = self._where(block_table, 0, len(states))
         return bool(np.array_equal(self._rows[blocks, :, rows], rows_of(states).T))
 
     def read(self, block_ids: NDArray[np.int32]) -> NDArray[np.float64]:
-        """A copy of whole blocks: float64 ``[len(block_ids), 2, block_size]``; as for ``holds``, settled ones."""
+        """Return a copy of whole blocks: float64 ``[len(block_ids), 2, block_size]``.
+
+        As in ``holds``, they must be settled.
+        """
         return self._rows[block_ids]
 
     def _where(

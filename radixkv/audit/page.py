@@ -1,8 +1,8 @@
-"""An audit's report as one self-contained HTML page: no script, no font, no request to anywhere.
+"""An audit's report as one self-contained HTML page, without scripts, fonts or network requests.
 
-Distributions are drawn as SVG that stretches with the page, in viewBox units of 1000 × 300; words are HTML beside
-it, so they keep their size on a phone. Times run from 0 to a bound that 99 % of all samples lie below; the last
-bar and the curves' ends hold what lies beyond, so nothing is left out.
+Distributions are SVG in a viewBox of 1000 × 300, which stretches with the page. Text is HTML outside the SVG, so it
+keeps its size on a phone. The time axis runs from 0 to a bound that 99 % of all samples lie below. The last bar and
+the ends of the curves include the samples beyond the bound, so no sample is left out.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _ARMS = {
     "cross": ("cross-tenant probes", "var(--blue)", ""),
     "miss": ("misses", "var(--red)", "8 5"),
 }
-"""Arm → what it is called, its colour (apart for all kinds of colour vision), its dashes."""
+"""Arm → its label, its colour (distinguishable with every kind of colour vision) and its dash pattern."""
 
 _MEANS = {
-    Verdict.ISOLATED: "Every check below was done, every control saw what it had to see, and nothing of another "
-    "tenant's was observed, within the bounds below.",
-    Verdict.PARTIAL: "Nothing of another tenant's was observed in the checks that were done. Some checks were not "
-    "done: this report says nothing about what they look at.",
-    Verdict.LEAKS: "Something of another tenant's was observed. The checks below say what, and how.",
-    Verdict.INCONCLUSIVE: "Nothing of another tenant's was seen, but not all that is needed for a verdict was shown.",
-    Verdict.BLIND: "A positive control saw nothing, so what was not seen means nothing. The run is void.",
+    Verdict.ISOLATED: "All checks below were done. Each control detected what it had to detect. Nothing of another "
+    "tenant was observed, within the bounds below.",
+    Verdict.PARTIAL: "Nothing of another tenant was observed in the checks that were done. Some checks were not "
+    "done, and this report says nothing about their subjects.",
+    Verdict.LEAKS: "Something of another tenant was observed. The checks below say what it was, and how it was seen.",
+    Verdict.INCONCLUSIVE: "Nothing of another tenant was observed, but the evidence is not enough for a verdict.",
+    Verdict.BLIND: "A positive control detected nothing, so the other results mean nothing. The run is void.",
 }
 _CLASSES = {Verdict.BLIND: "blind", Verdict.PARTIAL: "partial", Verdict.NOT_CHECKED: "unchecked"}
 _STYLE = """
@@ -81,7 +81,7 @@ summary { cursor: pointer; color: var(--soft); }
 
 
 def page(report: AuditReport) -> str:
-    """The page as text. O(samples log samples)."""
+    """Return the page as text. O(samples log samples)."""
     verdict = report.verdict
     parts = [
         "<!doctype html>",
@@ -95,7 +95,7 @@ def page(report: AuditReport) -> str:
         *_timing(report),
         "<h2>Checks</h2><div class=checks>",
         *(_check(check) for check in report.checks),
-        "</div><h2>Fixed beforehand</h2>",
+        "</div><h2>Settings, fixed before the run</h2>",
         _details("Settings", report.settings),
         "</main></body></html>",
     ]
@@ -109,7 +109,7 @@ def _badge(verdict: Verdict | None) -> str:
 
 
 def _not_checked(report: AuditReport) -> str:
-    """The checks that were not done, and why."""
+    """Return the checks that were not done, and why."""
     if not report.not_checked:
         return ""
     rows = (
@@ -176,7 +176,7 @@ def _figure(
 
 
 def _histogram(arms: Mapping[str, Sequence[float]], bound: float) -> tuple[str, float]:
-    """Outlines of the histograms, the last bar with all beyond the bound; and the share at the top."""
+    """Outlines of the histograms, and the largest share. The last bar includes all samples beyond the bound."""
     edges = np.linspace(0, bound, BINS + 1)
     shares = {
         name: np.histogram(np.minimum(values, bound), edges)[0] / len(values) for name, values in arms.items()
@@ -191,7 +191,7 @@ def _histogram(arms: Mapping[str, Sequence[float]], bound: float) -> tuple[str, 
 
 
 def _distribution(arms: Mapping[str, Sequence[float]], bound: float) -> tuple[str, float]:
-    """The empirical distribution functions, at 400 places."""
+    """Return the empirical distribution functions at 400 points, and 1.0 as the largest share."""
     places = np.linspace(0, bound, 400)
     drawn = []
     for name, values in arms.items():
@@ -225,7 +225,7 @@ def _sizes(arms: Mapping[str, Sequence[float]]) -> str:
 
 
 def _interval(report: AuditReport) -> str:
-    """The interval of the AUC against the margin, on a scale that holds both."""
+    """Return the interval of the AUC against the margin, on a scale that shows both."""
     check = next((each for each in report.checks if each.number == 10 and "auc" in each.figures), None)
     if check is None:
         return ""
@@ -239,7 +239,7 @@ def _interval(report: AuditReport) -> str:
     return (
         f"<h2>Equivalence</h2><p>AUC {auc['estimate']:.4f}, {100 * check.figures['confidence']:g} % interval "
         f"[{auc['low']:.4f}, {auc['high']:.4f}]; equivalent within 0.5 ± {margin:g} (the band). "
-        f"At 0.5 probes are as fast as misses, at 1 every probe is faster than every miss.</p>"
+        f"0.5: probes are as fast as misses. 1: every probe is faster than every miss.</p>"
         f'<div class=scale><b style="left:{band:.2f}%;right:{band:.2f}%"></b>'
         f'<i style="left:{line:.2f}%;width:{place(auc["high"]) - line:.2f}%"></i>'
         f'<u style="left:{place(auc["estimate"]):.2f}%"></u></div>'

@@ -1,8 +1,8 @@
-"""Prompts for the audit over HTTP: random, never asked before, and hard to confuse.
+"""Prompts for the audit over HTTP: random, never sent before, and hard to confuse.
 
-A tokenizer may know no letters, no digits or no words of some kind, and then gives different texts the same ids. So a
-prompt mixes kinds of words, and differs from others in all of them, from its beginning on. Each carries a canary: a
-random word that is quoted by no reply unless the server repeats what it was sent.
+A tokenizer may know no letters, no digits or only some kinds of words, and then gives different texts the same ids.
+So a prompt mixes several kinds of words, and differs from other prompts in each of them, from its start. Each
+prompt carries a canary: a random word that a reply contains only if the server repeats what it was sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 CANARY = re.compile(r"zq[0-9a-f]{12}")
 IDS_A_WORD = 6
 _LOWEST_ID, _HIGHEST_ID = 5, 250
-"""Ids that any vocabulary has, and that are no special tokens in most."""
+"""Ids that every vocabulary has, and that are not special tokens in most."""
 _WORDS = [
     "rule",
     "page",
@@ -70,7 +70,7 @@ _draw = random.SystemRandom()
 
 
 def canary() -> str:
-    """A word that nobody ever used."""
+    """Return a random word that was never used before."""
     return f"zq{_draw.getrandbits(48):012x}"
 
 
@@ -82,11 +82,11 @@ class Prompt:
     content: Any
 
     def of_completion(self) -> dict[str, Any]:
-        """As the field of a completion."""
+        """Return the prompt as a field of a completion's body."""
         return {"messages" if self.form == "messages" else "prompt": self.content}
 
     def of_prefix(self) -> dict[str, Any]:
-        """As the field of what only radixkv has: lookups, warms, pins, routes."""
+        """Return the prompt as a field of radixkv's own endpoints: lookups, warms, pins, routes."""
         return {{"text": "prompt", "ids": "token_ids", "messages": "messages"}[self.form]: self.content}
 
 
@@ -94,19 +94,19 @@ FORMS: Mapping[str, str] = {"text": "a prompt as text", "ids": "a prompt as ids"
 
 
 class Prompts:
-    """Fresh prompts of ``words`` words each."""
+    """Makes fresh prompts of ``words`` words each."""
 
     def __init__(self, words: int) -> None:
         self.words = words
 
     def text(self, words: int | None = None) -> str:
-        """A prompt as text. The canary is its second word, if it has two."""
+        """Return a fresh prompt as text. The canary is its second word, if it has two."""
         found = [_word(at) for at in range(words or self.words)]
         found[0], found[1:2] = _first(), [canary()] * len(found[1:2])
         return " ".join(found)
 
     def fresh(self, form: str, words: int | None = None) -> Prompt:
-        """A prompt in this form."""
+        """Return a fresh prompt in this form."""
         if form == "ids":
             length = IDS_A_WORD * (words or self.words)
             return Prompt(form, [_draw.randint(_LOWEST_ID, _HIGHEST_ID) for _ in range(length)])
@@ -115,12 +115,12 @@ class Prompts:
 
 
 def _first() -> str:
-    """Letters and digits, so many that no two prompts begin alike for a tokenizer that knows one of the two."""
+    """Seven letters and seven digits: prompts begin differently for a tokenizer that knows only one of the two."""
     return "".join(_draw.choices(string.ascii_lowercase, k=7)) + "".join(_draw.choices(string.digits, k=7))
 
 
 def _word(at: int) -> str:
-    """The kinds take turns: a common word and a number, letters, digits with signs, mixed case."""
+    """The kinds alternate: two common words and a number, letters, digits with signs, mixed case."""
     kind = at % 4
     if kind == 0:
         return f"{_draw.choice(_WORDS)} {_draw.choice(_WORDS)} {_draw.randrange(100, 1000)}."

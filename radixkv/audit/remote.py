@@ -1,16 +1,17 @@
-"""The audit of a server over HTTP, with the keys of two tenants: radixkv's service, or any OpenAI-compatible one.
+"""The audit of a server over HTTP with the keys of two tenants: radixkv's service or any OpenAI-compatible one.
 
-A, the first key, looks; B, the second, must not be seen. Checks 3, 7 and 8 of the table in docs/security.md go by
-what answers say, 9, 10 and 12 by how long they take:
+A, the first key, observes. B, the second, must stay invisible to A. Checks 3, 7 and 8 of the table in
+docs/guides/security.md use what answers contain; 9, 10 and 12 use how long they take:
 
     crossing   3  B writes a prompt, A reads it: with each salt, adapter, form of prompt and endpoint
     identity   3  tenants that the client names, keys that are almost A's
     operators  3  bases
-    scrapes    7  whatever A can read, before and after B's requests; quotes of B's words
+    scrapes    7  everything that A can read, before and after B's requests; quotes of B's words
     handles    8  names of completions, pins and jobs; 7: what A's clear forgets
+    timing     9, 10, 12  the time to the first token
 
-Each has its positive control. A check that can't be done, since the server lacks what it needs or was not given a key,
-is in the report as *not checked*, and the verdict is at best *isolated in what was checked*.
+Each has a positive control. A check can't be done if the server lacks what it needs, or if a key was not given. The
+report then lists it as *not checked*, and the verdict is at best *isolated in what was checked*.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from radixkv.errors import ArgumentError
 
 PROBES = 20
 CONTENT_WORDS = 12
-"""Most words of prompts that aren't timed, as long as A finds its own among them."""
+"""Maximum number of words in prompts that aren't timed. It grows if A doesn't find its own prompts."""
 THOROUGH_PROBES = 10
-"""From so many probes on, every pair of writer and reader is tried, and longer prompts."""
+"""With at least this many probes, the audit tries every pair of writer and reader, and longer prompts."""
 LENGTHENINGS = 6
-"""How often prompts are doubled until A finds its own again."""
+"""Prompt lengths to try, each twice the one before, until A finds its own prompts."""
 Progress = Callable[[str, int, int], None]
-"""``progress(phase, done, of)``."""
+"""Called as ``progress(phase, done, of)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be known of a server. ``operator_key``: for bases. ``adapter``: one that it has.
+    """Optional facts about a server. ``operator_key``: for bases. ``adapter``: an adapter that the server has.
 
-    ``tenant_names``: what A and B are called there.
+    ``tenant_names``: the names of A and B on the server.
     """
 
     model: str | None = None
@@ -71,10 +72,11 @@ def run(
     options: Options | None = None,
     progress: Progress = lambda phase, done, of: None,
 ) -> AuditReport:
-    """Audit the server at ``url``. Sends requests there and nowhere else. Raises ConfigError, TargetError.
+    """Audit the server at ``url``. Requests go only there. Raises ArgumentError, ConfigError, TargetError.
 
-    ``keys``: of two tenants, best made for the audit. What either has cached is cleared if it was empty at first;
-    otherwise what was asked without a salt or an adapter stays until it is evicted.
+    ``keys``: of two different tenants, best made for the audit. At the end a tenant's cache is cleared if it was
+    empty at the start. Otherwise only what the audit asked with a salt or an adapter is cleared; the rest stays
+    until it is evicted.
     """
     if keys[0] == keys[1]:
         raise ArgumentError("keys", "the same key twice", "the keys of two tenants")
@@ -91,7 +93,7 @@ def run(
     settings = {"probes": probes, "timing": plan.as_dict() if timing else None}
     checks.sort(
         key=lambda check: check.verdict is not Verdict.NOT_CHECKED
-    )  # these first, each kind as it was done
+    )  # not-checked ones first, otherwise in order
     return AuditReport(url, version, settings, tuple(checks), samples)
 
 
@@ -112,7 +114,7 @@ def _targets(url: str, keys: tuple[str | Principal, str | Principal], options: O
 
 
 class Sides:
-    """A and B, the operator if there is its key, and the checks of what answers say."""
+    """A and B, the operator if its key is known, and the checks of what answers contain."""
 
     def __init__(self, a: Target, b: Target, operator: Target | None, options: Options) -> None:
         self.a, self.b, self._operator, self._options = a, b, operator, options
@@ -120,7 +122,7 @@ class Sides:
         self._were_empty = [(target, _is_empty(target)) for target in (a, b)]
 
     def content(self, plan: TimingPlan, probes: int, progress: Progress) -> list[Check]:
-        """Checks 3, 7 and 8. Raises TargetError if completions can't be had at all."""
+        """Checks 3, 7 and 8. Raises TargetError if the server answers no completions at all."""
         listener = Listener(self.a, self.b)
         base = _Base(self.a, self.b, Prompts(min(plan.prompt_words, CONTENT_WORDS)), probes, progress)
         checks = [_timed(base.check)]
@@ -150,7 +152,7 @@ class Sides:
             (7, handles.CLEARS, lambda: handled.clears(self._were_empty[0][1])),
         ]
         if base.is_blind and form != "ids":
-            why = "prompts that nobody asked are mostly cached already"
+            why = "prompts that were never sent are mostly cached already"
             rows = [(number, name, partial(not_checked, number, name, why)) for number, name, _ in rows]
         for done, (number, name, check) in enumerate(rows, 1):
             checks += _each(number, name, check)
@@ -160,7 +162,7 @@ class Sides:
         return checks
 
     def _form(self, base: _Base) -> str:
-        """The form of prompts for the other checks: ids, if texts all look the same to the server."""
+        """Return the form of prompts for the other checks: ids, if all texts look the same to the server."""
         if self.a.endpoint() != COMPLETIONS:
             return "messages"
         if base.is_blind:
@@ -179,7 +181,7 @@ class Sides:
         return (*known, Space("another model", "another model", extra, extra))
 
     def clean(self) -> None:
-        """Clear what the audit asked: all of a tenant that was empty, else what had a salt or an adapter."""
+        """Clear what the audit asked: everything of a tenant that was empty, otherwise the audit's salt and adapter."""
         with suppress(TargetError):
             for target, was_empty in self._were_empty:
                 for params in ({"salt": self._salt}, {"adapter": self._adapter}):
@@ -197,7 +199,7 @@ def _is_empty(target: Target) -> bool:
 
 
 def _other_model(target: Target) -> str | None:
-    """An adapter that the server lists as a model, as vLLM does; none if it lists none."""
+    """Return an adapter that the server lists as a model, as vLLM does; None if it lists none."""
     with suppress(TargetError):
         listed = target.send("GET", "/v1/models").document.get("data")
         for each in listed if isinstance(listed, list) else ():
@@ -212,30 +214,30 @@ def _timed(check: Callable[[], Check]) -> Check:
 
 
 def _each(number: int, name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """The checks, with the time that they took; not done if the server broke them off."""
+    """Run the checks, and add the time that they took. If a request fails, they are *not checked*."""
     began = time.perf_counter()
     try:
         found = check()
     except TargetError as error:
-        found = not_checked(number, name, f"broken off: {error}")
+        found = not_checked(number, name, f"aborted: {error}")
     checks = found if isinstance(found, list) else [found]
     seconds = (time.perf_counter() - began) / max(len(checks), 1)
     return [replace(each, seconds=seconds) for each in checks]
 
 
 class _Base:
-    """Check 3 at its simplest: a completion, no salt, a prompt as text. It also finds out how long prompts must be."""
+    """Check 3 in its simplest form: completions of texts without a salt. It also finds a sufficient prompt length."""
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, probes: int, progress: Progress) -> None:
         self._a, self._b, self.prompts, self._probes, self._progress = a, b, prompts, probes, progress
         self.is_blind = False
-        """Prompts that nobody asked are mostly cached: texts can't be told apart."""
+        """Prompts that were never sent are mostly cached: the server can't tell texts apart."""
 
     def check(self) -> Check:
-        """B computes P, A asks for P; then A asks again, and must find it, or the probe was blind."""
+        """B computes P, then A asks for P twice. If the second time doesn't find P, the probe was blind."""
         first = self._a.complete(self.prompts.text())
         if first.cached_tokens is None:
-            reason = "the server doesn't say how many tokens were cached; timing alone can tell"
+            reason = "the server doesn't report the number of cached tokens; only timing can detect leaks"
             return Check(3, NAME, Verdict.INCONCLUSIVE, reason)
         blind = self._lengthen()
         found = self._probed()
@@ -244,7 +246,7 @@ class _Base:
         return replace(found, verdict=Verdict.BLIND, detail=blind)
 
     def _lengthen(self) -> str | None:
-        """Double the prompts until A finds its own and a fresh one is mostly new. Says why, if that never is so."""
+        """Double the prompts until A finds its own and a fresh one is mostly new. The reason if that never happens."""
         reason = None
         start = self.prompts.words
         for at in range(LENGTHENINGS):
@@ -266,7 +268,7 @@ class _Base:
         self.is_blind = any(_mostly_cached(each) for each in (*fresh[1:], first))
         if self.is_blind:
             told = f"{first.cached_tokens} of {first.prompt_tokens} tokens"
-            return f"prompts that nobody asked are mostly cached already ({told})"
+            return f"prompts that were never sent are mostly cached already ({told})"
         if again.prompt_tokens and longer.prompt_tokens <= again.prompt_tokens:
             told = f"{again.prompt_tokens} for {words} words, {longer.prompt_tokens} for {2 * words}"
             return f"prompt_tokens doesn't grow with the prompt: {told}"
@@ -301,15 +303,15 @@ class _Base:
         }
         if leaks:
             return Check(
-                3, NAME, Verdict.LEAKS, f"{leaks} of {self._probes} prompts of B's were cached for A", figures
+                3, NAME, Verdict.LEAKS, f"{leaks} of {self._probes} prompts of B were cached for A", figures
             )
         if known:
-            why = f"{known} of {self._probes} prompts that nobody asked were mostly cached already"
+            why = f"{known} of {self._probes} prompts that were never sent were mostly cached already"
             return Check(3, NAME, Verdict.BLIND, why, figures)
         if blind:
             why = f"A didn't find its own prompt again in {blind} probes"
             return Check(3, NAME, Verdict.BLIND, why, figures)
-        detail = f"none of {self._probes} prompts of B's was cached for A; its own were"
+        detail = f"none of {self._probes} prompts of B was cached for A; its own prompts were"
         return Check(3, NAME, Verdict.ISOLATED, detail, figures)
 
 
@@ -322,6 +324,6 @@ def _mostly_cached(completion: Completion) -> bool:
 
 
 def _looked_up(target: Target, prompt: str) -> int:
-    """Tokens of a prompt that a lookup finds; 0 too from servers that have none."""
+    """Return the number of tokens that a lookup finds; 0 if the server has no lookups."""
     reply = lookup(target, Prompt("text", prompt), Extra())
     return (count(reply.document.get("matched_tokens")) or 0) if reply.is_ok else 0

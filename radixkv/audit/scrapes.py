@@ -1,10 +1,11 @@
-"""Check 7 over HTTP: does anything that A can read change with what B does, or repeat what only B sent?
+"""Check 7 over HTTP: does anything that A can read depend on what B does, or quote what only B sent?
 
-*Differences*: A reads all that it can read, some times while nobody else acts, then after B has acted in every way that
-the server has, and once more while a stream of B's is open. Then A acts itself, as the control: that must show.
+*Differences*: A reads everything that it can read, several times while no other tenant acts. It reads again after B
+has used every surface of the server, and once more while a stream of B's is open. Then A acts itself, as the
+control: its own requests must show.
 
-*Quotes*: the prompts, salts and ids of the audit are random words. A reply to A with a word that only B sent or was
-given is a leak, whatever reply it is: a list, an error, a header, text that was generated.
+*Quotes*: the prompts, salts and ids of the audit are random words. A reply to A leaks if it contains a word that
+only B sent or received. Every reply counts: a list, an error, a header, generated text.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ READ = (
     "/v1/bases", "/v1/keys", "/v1/tenants", "/v1/route", "/v1/lookup", "/healthz", "/health", "/readyz", "/version",
     "/stats", "/status", "/load", "/get_server_info", "/server_info", "/debug", "/openapi.json",
 )  # fmt: skip
-"""What A reads. Most servers have few of them."""
+"""Paths that A reads. Most servers have few of them."""
 OPERATORS = ("/v1/bases", "/v1/keys", "/v1/tenants")
-"""What radixkv shows to the operator alone."""
+"""Paths that radixkv shows only to the operator."""
 _VOLATILE_HEADERS = frozenset(
     {"date", "x-request-id", "x-process-time", "cf-ray", "x-envoy-upstream-service-time"}
 )
@@ -50,12 +51,12 @@ Answer = tuple[int, Mapping[str, str], str]
 
 
 class Listener:
-    """Hears all that A and B are answered, and notes where A is told what only B knows."""
+    """Inspects all answers to A and B, and records where an answer to A contains what only B knows."""
 
     def __init__(self, a: Target, b: Target) -> None:
         self._sent: dict[str, set[str]] = {"a": set(), "b": set()}
         self._given: set[str] = set()
-        """Ids that B was given."""
+        """Ids that the server gave to B."""
         self._own_ids: set[str] = set()
         self.num_replies = self.num_own_quotes = 0
         self.leaks: list[str] = []
@@ -79,18 +80,23 @@ class Listener:
             self.leaks.append(f"{answer.request.method} {answer.request.url.path} told {foreign[0]}")
 
     def check(self) -> Check:
-        """Whether A was told what only B knows. At the end, when all has been asked."""
+        """Whether A received what only B knows. Call it after all other checks."""
         figures = {
             "replies": self.num_replies,
             "quotes of A's own": self.num_own_quotes,
             "leaks": self.leaks[:20],
         }
         if self.leaks:
-            what = f"{len(self.leaks)} replies to A hold what only B sent or was given: {self.leaks[0]}"
+            what = (
+                f"{len(self.leaks)} replies to A contain text that only B sent or received: {self.leaks[0]}"
+            )
             return Check(7, QUOTES, Verdict.LEAKS, what, figures)
         if not self.num_own_quotes:
             return not_checked(7, QUOTES, "no reply repeats what A itself sent, so none could repeat B's")
-        detail = f"none of {self.num_replies} replies to A holds what only B sent; {self.num_own_quotes} hold A's own"
+        detail = (
+            f"none of {self.num_replies} replies to A contains text that only B sent; "
+            f"{self.num_own_quotes} contain A's own text"
+        )
         return Check(7, QUOTES, Verdict.ISOLATED, detail, figures)
 
 
@@ -106,7 +112,7 @@ def _body(request: httpx.Request) -> str:
 
 
 def _ids(answer: httpx.Response) -> set[str]:
-    """The names that a reply to a POST gives to what it made."""
+    """Return the names that the reply to a POST gives to what it made."""
     if answer.request.method != "POST":
         return set()
     documents = Reply(answer.status_code, answer.headers, answer.text).documents[:1]
@@ -115,16 +121,16 @@ def _ids(answer: httpx.Response) -> set[str]:
 
 
 class Scrapes:
-    """The differences. ``b_names``: what B may be called."""
+    """Compares what A reads with and without B's actions. ``b_names``: possible names of B."""
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, form: str, b_names: list[str]) -> None:
         self._a, self._b, self._prompts, self._form, self._b_names = a, b, prompts, form, b_names
         self._own = prompts.fresh(form)
-        """A's prompt, asked in each scrape."""
+        """A's own prompt, sent in each scrape."""
         self._undo: list[Callable[[], None]] = []
 
     def check(self) -> Check:
-        """What A reads while B acts, against what it reads otherwise. What differs is looked at once more."""
+        """Compare what A reads after B acted with what it read before. Differences are checked a second time."""
         first = self._scrape()
         found = self._round(first)
         if found.changed:
@@ -149,7 +155,7 @@ class Scrapes:
         return Round(list(dict.fromkeys(changed)), masked, seen, sorted(after))
 
     def _act(self, target: Target) -> None:
-        """Everything that makes a server work or count, with prompts and names that only this tenant has."""
+        """Use everything that makes a server work or count, with fresh prompts and names, and with A's own prompt."""
         names = {"salt": canary(), "adapter": canary()}
         extras = [Extra(), Extra({"salt": names["salt"]}), Extra(names)]
         with suppress(TargetError):
@@ -167,7 +173,7 @@ class Scrapes:
                         self._undo.append(partial(writer.undo, target, reply))
 
     def _scrape_beside(self) -> dict[str, Answer]:
-        """A scrape while a stream of B's is open."""
+        """Return a scrape while a stream of B's is open."""
         body = {**self._b.options(), **self._prompts.fresh(self._form).of_completion()}
         try:
             with self._b.open_stream({**body, "stream": True, "max_tokens": 16}):
@@ -176,7 +182,7 @@ class Scrapes:
             return {}
 
     def _scrape(self, absent: Mapping[str, Answer] | None = None) -> dict[str, Answer]:
-        """All that A can read. What was absent in an earlier scrape isn't asked for again."""
+        """Return everything that A can read. Paths that were absent in an earlier scrape are skipped."""
         own, options = self._own.of_completion(), self._a.options()
         path = self._a.endpoint()
         asks: list[tuple[str, str, dict[str, Any]]] = [("GET", each, {}) for each in READ]
@@ -211,7 +217,7 @@ class Scrapes:
         try:
             reply = self._a.send(method, path, **named) if "json" not in named else self._posted(path, named)
         except TargetError as error:
-            return 0, {}, f"broken off: {type(error).__name__}"
+            return 0, {}, f"aborted: {type(error).__name__}"
         headers = {
             name: text for name, text in reply.headers.items() if name.lower() not in _VOLATILE_HEADERS
         }
@@ -226,7 +232,7 @@ class Scrapes:
 
 
 def _shows(after: Mapping[str, Answer], path: str) -> bool:
-    """Whether an endpoint of the operator's lists anything to A."""
+    """Whether an operator's endpoint lists anything to A."""
     status, _, text = next(answer for name, answer in after.items() if name.startswith(f"GET {path} #"))
     documents = Reply(status, {}, text).documents if status == 200 else []
     return any(isinstance(value, list) and value for each in documents for value in each.values())
@@ -237,7 +243,7 @@ def _answer_of(change: str) -> str:
 
 
 def differences(quiet: list[dict[str, Answer]], after: dict[str, Answer]) -> tuple[list[str], list[str]]:
-    """What changed in any answer, and what wasn't steady before."""
+    """Return what changed in any answer, and what wasn't steady before."""
     changed: list[str] = []
     masked: list[str] = []
     for name, answer in after.items():
@@ -249,7 +255,7 @@ def differences(quiet: list[dict[str, Answer]], after: dict[str, Answer]) -> tup
 
 @dataclass(slots=True)
 class Round:
-    """What changed as B acted, what couldn't be compared, and what changed as A acted."""
+    """What changed as B acted, what could not be compared, and what changed as A acted."""
 
     changed: list[str]
     masked: list[str]
@@ -257,7 +263,7 @@ class Round:
     names: list[str]
 
     def check(self) -> Check:
-        """The check of the report."""
+        """Return the check for the report."""
         figures = {
             "compared": self.names,
             "changed": self.changed[:50],
@@ -265,21 +271,26 @@ class Round:
             "changed by A's own requests": self.seen[:20],
         }
         if self.changed:
-            what = f"{len(self.changed)} things that A can read change with what B does: {self.changed[0]}"
+            what = f"{len(self.changed)} values that A can read change with B's requests: {self.changed[0]}"
             return Check(7, NAME, Verdict.LEAKS, what, figures)
         if not self.seen:
             return Check(
-                7, NAME, Verdict.BLIND, "nothing that A can read changes with its own requests", figures
+                7,
+                NAME,
+                Verdict.BLIND,
+                "no value that A can read changes with A's own requests either",
+                figures,
             )
-        detail = f"nothing in {len(self.names)} answers to A changes with what B does; with A's own requests it does"
+        detail = f"nothing in {len(self.names)} answers to A changes with B's requests; A's own requests change some"
         detail += f"; {len(self.masked)} lines change by themselves" if self.masked else ""
         return Check(7, NAME, Verdict.ISOLATED, detail, figures)
 
 
 def summary(reply: Reply) -> str:
-    """A completion or a lookup in lines that two equal requests share: what was generated, usage, other fields.
+    """Return a completion or a lookup as lines that are equal for two equal requests.
 
-    Of a stream: the text of all events, and the fields of all.
+    The lines are the generated text, the usage and other fields. For a stream: the text of all events, and the last
+    value of each field.
     """
     text: list[str] = []
     fields: dict[str, str] = {}
@@ -302,9 +313,10 @@ def _text_of(choice: object) -> str:
 
 
 def without_evictions(stats: str) -> str:
-    """A tenant's own counts without those that a neighbour's evictions change, unless its mode is strict.
+    """Return a tenant's own counts, without those that other tenants' evictions change in burst mode.
 
-    In burst mode a full pool lets one tenant's requests evict another's blocks: documented, and no content.
+    In burst mode, one tenant's requests may evict another's blocks if the pool is full. This is documented, and
+    reveals no content.
     """
     if '"mode":"strict"' in stats.replace(" ", ""):
         return stats
@@ -312,10 +324,10 @@ def without_evictions(stats: str) -> str:
 
 
 def compared(quiet: list[Answer], after: Answer) -> tuple[list[str], list[str]]:
-    """What differs after B's requests though it was steady before, and what wasn't steady.
+    """Return what differs after B's requests although it was steady before, and what wasn't steady.
 
-    Status and headers are compared whole, bodies line by line: a line without its numbers must be the same,
-    and each number steady, or rising by the same step each time.
+    Status and headers are compared as a whole, bodies line by line. A line without its numbers must be the same.
+    Each number in it must be steady, or rise by the same step each time.
     """
     changed: list[str] = []
     masked: list[str] = []
@@ -338,7 +350,7 @@ def compared(quiet: list[Answer], after: Answer) -> tuple[list[str], list[str]]:
 
 
 def _lines(body: str) -> dict[str, tuple[float, ...]]:
-    """Each line without its numbers, and its numbers; equal lines get the place among them. JSON is laid out first."""
+    """Each line without its numbers → its numbers. Equal lines get a running number. JSON is indented first."""
     found: dict[str, tuple[float, ...]] = {}
     for line in _laid_out(body).splitlines():
         key, numbers = _NUMBER.sub("#", line), tuple(float(each) for each in _NUMBER.findall(line))
@@ -359,7 +371,10 @@ def _laid_out(body: str) -> str:
 
 
 def _steps(series: list[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-    """The step by which each number rises, if it is the same each time; None if it isn't, or a line comes or goes."""
+    """Return the step by which each number rises, if it is always the same.
+
+    None if it isn't, or if a line comes or goes.
+    """
     steps = set()
     for before, after in pairwise(series):
         if before is None or after is None or len(before) != len(after):

@@ -1,15 +1,16 @@
-"""The statistics of the timing audit. The only door to SciPy in the package (extra ``audit``).
+"""Statistics of the timing audit. Only this module of the package imports SciPy (extra ``audit``).
 
-Three questions, on seconds to the first token:
+It answers three questions about the seconds to the first token:
 
-- *Does the instrument see anything?* Own hits against own misses: one-sided two-sample Kolmogorov–Smirnov, hits
-  faster; it sees if p < 1e-8.
-- *Are cross-tenant probes and misses the same?* Equivalence, not the absence of a difference: the 90 % interval of the
-  Mann–Whitney AUC (two one-sided tests at 5 %) lies within 0.5 ± margin. DeLong's variance holds for any
-  distribution and for ties [DeLong, DeLong, Clarke-Pearson 1988]. Under no difference its standard deviation is
-  1 / √(6 n): with n = 7,200 an arm a sound system passes ± 0.02 in 99 of 100 runs, with 3,600 in 80.
-- *How much is told?* Mutual information between the arm (a fair coin) and the time, in bits a request: plug-in over
-  quantile bins, less the bias of Miller and Madow, with a percentile bootstrap interval.
+- *Can the measurement distinguish hits from misses at all?* One-sided two-sample Kolmogorov–Smirnov test of own
+  hits against own misses: hits are faster. The control passes if p < 1e-8.
+- *Are cross-tenant probes and misses equivalent?* A test that finds no difference isn't enough. The 90 % interval
+  of the Mann–Whitney AUC (two one-sided tests at 5 %) must lie within 0.5 ± margin. DeLong's variance holds for any
+  distribution and for ties [DeLong, DeLong, Clarke-Pearson 1988]. Without a difference, the standard deviation of
+  the AUC is 1 / √(6 n). With n = 7,200 samples an arm, a sound system passes ± 0.02 in 99 of 100 runs; with 3,600
+  in 80.
+- *How many bits leak?* Mutual information between the arm (a fair coin) and the time, in bits a request. It is the
+  plug-in estimate over quantile bins, minus the bias of Miller and Madow, with a percentile bootstrap interval.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Times = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its interval."""
+    """An estimate with the limits of its interval."""
 
     estimate: float
     low: float
@@ -53,12 +54,12 @@ class Interval:
 
 
 def control_p(hits: Times, misses: Times) -> float:
-    """p of the one-sided Kolmogorov–Smirnov test that hits are no faster than misses. O(n log n)."""
+    """p of the one-sided Kolmogorov–Smirnov test; small if hits are faster than misses. O(n log n)."""
     return float(stats.ks_2samp(hits, misses, alternative="greater").pvalue)
 
 
 def auc(probes: Times, misses: Times, confidence: float = CONFIDENCE) -> Interval:
-    """P(a probe is faster than a miss) + ½ P(tie), with DeLong's interval. 0.5: no difference. O(n log n)."""
+    """P(a probe is faster than a miss) + ½ P(tie), with DeLong's interval. 0.5 means no difference. O(n log n)."""
     n, m = len(probes), len(misses)
     together = stats.rankdata([*probes, *misses])
     beaten_by = (together[:n] - stats.rankdata(probes)) / m
@@ -71,7 +72,7 @@ def auc(probes: Times, misses: Times, confidence: float = CONFIDENCE) -> Interva
 
 
 def judged(interval: Interval, margin: float = MARGIN) -> Verdict:
-    """Isolated if the whole interval is within 0.5 ± margin, leaks if all of it is outside, else inconclusive."""
+    """Isolated if the interval lies within 0.5 ± margin, leaks if it lies outside, inconclusive otherwise."""
     low, high = 0.5 - margin, 0.5 + margin
     if low <= interval.low and interval.high <= high:
         return Verdict.ISOLATED
@@ -81,7 +82,10 @@ def judged(interval: Interval, margin: float = MARGIN) -> Verdict:
 
 
 def leaked_bits(probes: Times, misses: Times, seed: int, num_resamples: int = 500) -> Interval:
-    """Bits that one request tells about its arm, in [0, 1]: estimate and 95 % bootstrap interval. O(resamples × n)."""
+    """Return the bits that one request reveals about its arm, in [0, 1], with a 95 % bootstrap interval.
+
+    O(resamples × n).
+    """
     num_bins = int(np.clip(min(len(probes), len(misses)) // SAMPLES_A_BIN, 2, MAX_BINS))
     inner = np.linspace(0, 1, num_bins + 1)[1:-1]
     edges = np.unique(np.quantile([*probes, *misses], inner))

@@ -1,8 +1,8 @@
-"""Where prompts enter a server, and where it tells what it holds of them.
+"""Surfaces of a server: the requests that take a prompt, and how their replies show what was cached.
 
-A surface takes a prompt from one tenant; most compute it, and most tell how much of it was cached. The audit lets B
-write a prompt through one surface and A read it through another. A surface that a server doesn't have, or that doesn't
-tell A of its own prompts, is named in the report.
+A surface takes a prompt from one tenant. Most surfaces compute the prompt, and most replies report how much of it
+was cached. The audit lets B write a prompt through one surface and A read it through another. The report names each
+surface that the server lacks, or that doesn't show A its own prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALL = _TEXTS | {"messages"}
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What a request carries beside its prompt: fields of the body, headers, parameters of the query."""
+    """What a request carries in addition to its prompt: fields of the body, headers, query parameters."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -31,18 +31,20 @@ class Extra:
 
 
 PLAIN = Extra()
-"""Nothing beside the prompt."""
+"""Nothing in addition to the prompt."""
 Ask = Callable[[Target, Prompt, Extra], Reply]
 Found = Callable[[Reply], int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """One way in. ``found``: tokens that were cached, as the reply tells; None if it doesn't.
+    """One way to send a prompt.
 
-    ``computes``: the prompt is resident afterwards. ``is_common``: its absence is worth a line of the report.
-    ``trial``: how to find out whether the server has it, if not by asking. ``undo`` takes back what would disturb later
-    probes.
+    - ``found``: reads the number of cached tokens from a reply; None if the reply doesn't say it.
+    - ``computes``: whether the prompt is resident afterwards.
+    - ``is_common``: whether the report mentions it if the server doesn't have it.
+    - ``trial``: a call that finds out whether the server has it; None: ``ask`` does.
+    - ``undo``: removes state that would disturb later probes.
     """
 
     name: str
@@ -63,7 +65,7 @@ def _post(target: Target, path: str, body: Mapping[str, Any], extra: Extra) -> R
 def completion(
     target: Target, prompt: Prompt, extra: Extra, options: Mapping[str, Any] | None = None
 ) -> Reply:
-    """A completion of one token."""
+    """Return a completion of one token."""
     path = CHAT if prompt.form == "messages" else COMPLETIONS
     return _post(target, path, {**target.options(), **prompt.of_completion(), **(options or {})}, extra)
 
@@ -103,7 +105,7 @@ def _job(target: Target, prompt: Prompt, extra: Extra) -> Reply:
 
 
 def ended_job(target: Target, accepted: Reply) -> Reply:
-    """A job when it has ended."""
+    """Poll a job until it has ended, and return the last reply."""
     name = accepted.document.get("job")
     for _ in range(JOB_POLLS):
         reply = target.send("GET", f"/v1/warm/{name}")
@@ -138,7 +140,7 @@ def _job_found(reply: Reply) -> int | None:
 
 
 def _pin_found(reply: Reply) -> int | None:
-    """What isn't resident is refused."""
+    """The server refuses to pin what isn't resident."""
     return count(reply.document.get("tokens")) if reply.is_ok else 0 if reply.status in (404, 409) else None
 
 
@@ -160,9 +162,9 @@ def _cached(reply: Reply) -> int | None:
 
 _USAGE = {"include_usage": True}
 PIN = Surface("a pin", _pinned, _pin_found, undo=_unpin)
-"""Writes: what it pins it warms first."""
+"""A writer only: it warms the prompt, then pins it."""
 ROUTED = Surface("a route", _prefix("/v1/route"), _route_found, computes=False)
-"""Writes: the prompt is expected where it was sent."""
+"""A writer only: the server expects the prompt on the replica that it chose."""
 
 LOOKUP = Surface("a lookup", lookup, _field("matched_tokens"), computes=False)
 READERS = (
@@ -180,7 +182,7 @@ READERS = (
     Surface("a pin", pin, _pin_found, computes=False, undo=_unpin, trial=_pinned),
     Surface("a route", _prefix("/v1/route", predict=False), _route_found, computes=False),
 )  # fmt: skip
-"""Where A reads."""
+"""Surfaces through which A reads."""
 
 WRITERS = (*(each for each in READERS if each.computes), PIN, ROUTED)
-"""Where B writes."""
+"""Surfaces through which B writes."""

@@ -1,9 +1,9 @@
-"""A server under audit, seen by one tenant: OpenAI-compatible completions, streamed or whole. Needs httpx.
+"""A server under audit, as one tenant sees it: OpenAI-compatible completions, streamed or whole. Needs httpx.
 
-Nothing is sent anywhere but to the base URL that the user named: redirects aren't followed, proxies of the environment
-aren't used. The time to the first token is the client's: from before the request is written to the first event
-that carries text. A server that is busy (429, 503) is asked again after what it says, at most 10 s, and the
-clock starts anew; how often that happened is counted and reported.
+Requests go only to the base URL that the user named: redirects aren't followed, and proxies of the environment
+aren't used. The client measures the time to the first token: from before the request is written to the first event
+with text. If the server is busy (429, 503), the client waits for ``Retry-After``, at most 10 s, and asks again. The
+clock then restarts. These retries are counted and reported.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from radixkv.errors import require_extra
 require_extra("radixkv.audit.target", "audit")
 
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,25 +34,27 @@ _CACHED_NAMES = ("cached_tokens", "num_cached_tokens", "prompt_cache_hit_tokens"
 
 
 class TargetError(RadixKVError):
-    """The server under audit can't be reached, or doesn't answer as an OpenAI-compatible one does."""
+    """The server under audit can't be reached, or doesn't answer like an OpenAI-compatible server."""
+
+    hint: ClassVar[str] = "Check --url, --key and --model, and that the server is up."
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """One side of an audit: what all its requests carry. ``fields`` are added to every JSON body."""
+    """One side of an audit: its key, and the ``fields`` that every JSON body of its requests carries."""
 
     key: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of its requests."""
+        """The headers of its requests: the authorization, if it has a key."""
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer as it came: ``text`` is the whole body, of a stream all its events."""
+    """A server's answer. ``text`` is the whole body; for a stream, all its events."""
 
     status: int
     headers: Mapping[str, str]
@@ -59,12 +62,12 @@ class Reply:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the status is one of success."""
+        """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
     @property
     def documents(self) -> list[dict[str, Any]]:
-        """The JSON object of the body, or those of the events of a stream. Anything else is left out."""
+        """The JSON object of the body, or the JSON objects of a stream's events. Anything else is left out."""
         whole = _object(self.text)
         if whole is not None:
             return [whole]
@@ -78,7 +81,7 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The last usage that was told; empty if there is none."""
+        """The last usage in the reply; empty if there is none."""
         told = [each["usage"] for each in self.documents if isinstance(each.get("usage"), dict)]
         return told[-1] if told else {}
 
@@ -100,17 +103,21 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a completion told: its id, prompt tokens, and how many were cached (None: the server doesn't say)."""
+    """Facts of a completion: its id, prompt tokens, and cached tokens (None: the server doesn't say)."""
 
     id: str
     prompt_tokens: int
     cached_tokens: int | None
 
 
-class Target:
-    """One tenant's view of a server. ``model`` None: what ``/v1/models`` lists first, or nothing at all.
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of ``http`` URLs. httpx would load all certificate authorities for each client: 20 ms of CPU."""
 
-    ``with`` closes it. Raises ConfigError for a URL that is none, TargetError later.
+
+class Target:
+    """One tenant's view of a server. ``model`` None: the first model of ``/v1/models``, or none if it lists none.
+
+    ``with`` closes it. Raises ConfigError for an invalid URL. Its methods raise TargetError.
     """
 
     def __init__(self, url: str, principal: Principal | str, *, model: str | None = None) -> None:
@@ -121,11 +128,14 @@ class Target:
         self.principal = Principal(principal) if isinstance(principal, str) else principal
         timeout = httpx.Timeout(120.0, connect=5.0)
         headers = self.principal.headers
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        verify = parts.scheme == "https" or _NO_TLS
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
+        )
         self._path: str | None = None
         self._model = model
         self.on_exchange: Callable[[httpx.Response], None] | None = None
-        """Is told each answer but those of timed streams."""
+        """Called with each answer, except those of ``open_stream`` and ``first_token_s``."""
 
     def __enter__(self) -> Target:
         return self
@@ -136,7 +146,7 @@ class Target:
         self._http.close()
 
     def request(self, method: str, path: str, **named: Any) -> httpx.Response:
-        """Any request, whatever the answer. Raises TargetError if there is none."""
+        """Send any request and return the answer, whatever its status. Raises TargetError if there is no answer."""
         try:
             answer = self._http.request(method, path, **named)
         except httpx.HTTPError as error:
@@ -146,7 +156,7 @@ class Target:
         return answer
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, **named: Any) -> Reply:
-        """A request with the principal's fields, asked again while the server is busy. Raises TargetError."""
+        """Send a request with the principal's fields, again while the server is busy. Raises TargetError."""
         if body is not None:
             named["json"] = {**body, **self.principal.fields}
         for _ in range(BUSY_RETRIES):
@@ -157,7 +167,7 @@ class Target:
         raise TargetError(f"{self.url} stayed busy")
 
     def complete(self, prompt: str) -> Completion:
-        """Compute a prompt and one token more. Raises TargetError."""
+        """Compute a prompt and one more token. Raises TargetError."""
         answer = self._asked(prompt)
         self._json(answer)
         reply = Reply(answer.status_code, answer.headers, answer.text)
@@ -165,7 +175,7 @@ class Target:
 
     @contextmanager
     def open_stream(self, body: Mapping[str, Any]) -> Iterator[None]:
-        """A streamed completion that has begun and isn't read until the ``with`` ends. Raises TargetError."""
+        """A streamed completion that has begun; it is read when the ``with`` ends. Raises TargetError."""
         try:
             with self._http.stream("POST", self.endpoint(), json=dict(body)) as answer:
                 yield
@@ -178,7 +188,7 @@ class Target:
         time.sleep(seconds)
 
     def first_token_s(self, prompt: str) -> float:
-        """Seconds until the first token of a streamed completion. Raises TargetError."""
+        """Return the seconds until the first token of a streamed completion. Raises TargetError."""
         path, body = self.endpoint(), self.body(prompt, stream=True)
         for _ in range(BUSY_RETRIES):
             try:
@@ -217,7 +227,7 @@ class Target:
         time.sleep(_seconds(answer.headers.get("Retry-After")))
 
     def body(self, prompt: str, *, stream: bool = False) -> dict[str, Any]:
-        """The body of a completion of one token."""
+        """Return the body of a completion of one token."""
         body = {**self.options(), "stream": stream}
         if self.endpoint() == COMPLETIONS:
             return {**body, "prompt": prompt}
@@ -225,17 +235,17 @@ class Target:
 
     @property
     def model(self) -> str | None:
-        """The model that requests name, once it is known."""
+        """The model that requests name, if there is one and it is known already."""
         return self._model
 
     def options(self) -> dict[str, Any]:
-        """What the body of every completion begins with: one token, greedy, and the model if one has to be named."""
+        """Fields of every completion's body: one token, greedy, the principal's fields, and the model if known."""
         self.endpoint()
         named = {} if self._model is None else {"model": self._model}
         return {"max_tokens": 1, "temperature": 0, **self.principal.fields, **named}
 
     def endpoint(self) -> str:
-        """Where completions are asked for: found at the first call, with the model if the server wants one named."""
+        """Return the path of completions. The first call finds it, and the model if none was given."""
         if self._path is None:
             if self._model is None:
                 self._model = self._first_model()
@@ -258,7 +268,7 @@ class Target:
     def _json(self, answer: httpx.Response) -> dict[str, Any]:
         document = _object(answer.text)
         if document is None:
-            raise TargetError(f"{self.url} answered something else than a JSON object")
+            raise TargetError(f"{self.url} answered, but not with a JSON object")
         return document
 
     def _unreachable(self, error: Exception) -> TargetError:
@@ -281,7 +291,7 @@ def _has_choice(data: str) -> bool:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """How long a busy server asks to wait: a second if it doesn't say, and never more than MAX_WAIT_S."""
+    """Return the seconds that a busy server asks to wait: 1 if it doesn't say, and never more than MAX_WAIT_S."""
     try:
         asked = float(retry_after or 1)
     except ValueError:
@@ -298,7 +308,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _cached(usage: Mapping[str, Any]) -> int | None:
-    """What a usage says was cached, by the names that servers have for it."""
+    """Return the cached tokens of a usage, under the names that servers use for them."""
     details = usage.get("prompt_tokens_details")
     for place in (details if isinstance(details, dict) else {}, usage):
         for name in _CACHED_NAMES:
@@ -309,7 +319,7 @@ def _cached(usage: Mapping[str, Any]) -> int | None:
 
 
 def count(value: object) -> int | None:
-    """A number of things, as JSON told it; None if it is none."""
+    """Return a JSON value as a count; None if it is no integer ≥ 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -1,14 +1,14 @@
-"""The timing audit: does the time to the first token tell one tenant what another asked?
+"""The timing audit: does the time to the first token show one tenant what another asked?
 
     control   own hits against own misses, 250 each, shuffled. If they don't differ, the instrument is blind.
     arms      *cross*: B computes P, then A probes P. *miss*: B computes Q, as long as P, then A probes P. Only the
-              content differs. Pairs of one each, in random order within the pair; nothing is dropped.
+              content differs. Pairs of one each, in random order within the pair; no sample is dropped.
 
-All of it is fixed before the first request (``TimingPlan``), the rule for stopping early too: after each eighth of the
-samples the interval at 99.99 % is looked at, and only if all of it lies outside the margin the run ends, with
-*leaks*. There is no early *isolated*: that takes the full number.
+Everything is fixed before the first request (``TimingPlan``), including the rule for stopping early. After each
+eighth of the samples, the interval at 99.99 % is computed. If all of it lies outside the margin, the run ends with
+*leaks*. There is no early *isolated*: that needs all samples.
 
-Prompts are random words drawn for each sample, so a cache never knows them but through the audit itself.
+Each sample has its own prompt of random words, so a cache can know it only from the audit itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class TimingPlan:
-    """What is fixed beforehand. ``samples`` and ``control`` are an arm's; fewer than 7,200 rarely show isolation."""
+    """What is fixed beforehand. ``samples`` and ``control`` count one arm each.
+
+    Fewer than 7,200 samples rarely show isolation.
+    """
 
     samples: int = 7_200
     control: int = 250
@@ -54,7 +57,7 @@ class TimingPlan:
 
     @property
     def steps(self) -> int:
-        """Probes in all, for a progress bar."""
+        """Number of probes, for a progress bar."""
         return 2 * self.control + 2 * self.samples
 
     def as_dict(self) -> dict[str, object]:
@@ -78,7 +81,7 @@ class Samples:
 
 
 class TimingAudit:
-    """A, who probes, and B, the other tenant. ``run`` once; ``samples`` holds what was measured."""
+    """The checks of A, which probes, and B, the other tenant. Call ``run`` once; ``samples`` holds the measurements."""
 
     def __init__(self, a: Target, b: Target, plan: TimingPlan, progress: Callable[[int], None]) -> None:
         self._a, self._b, self.plan, self._progress = a, b, plan, progress
@@ -123,7 +126,7 @@ class TimingAudit:
         detail = (
             f"own hits are faster than own misses, p = {p:.2g} < {self.plan.control_p:g}"
             if sees
-            else f"own hits can't be told from own misses, p = {p:.2g} ≥ {self.plan.control_p:g}: nothing follows"
+            else f"own hits look like own misses, p = {p:.2g} ≥ {self.plan.control_p:g}: the result means nothing"
         )
         seen = statistics.auc(self.samples.hit, self.samples.own_miss)
         figures = {"p_value": p, "threshold": self.plan.control_p, "auc": seen.as_dict()} | self._sizes()
@@ -152,8 +155,8 @@ class TimingAudit:
         allowed = f"0.5 ± {self.plan.margin:g}"
         detail = {
             Verdict.ISOLATED: f"equivalent: AUC {interval} lies within {allowed}",
-            Verdict.LEAKS: f"another tenant's prompts answer differently: AUC {interval} lies outside {allowed}",
-            Verdict.INCONCLUSIVE: f"undecided: AUC {interval} straddles {allowed}; take more samples, or less noise",
+            Verdict.LEAKS: f"another tenant's prompts have other times: AUC {interval} lies outside {allowed}",
+            Verdict.INCONCLUSIVE: f"undecided: AUC {interval} straddles {allowed}; take more samples, or reduce noise",
         }[verdict]
         return Check(10, NAMES[10], verdict, detail, figures | self._sizes())
 
@@ -164,7 +167,9 @@ class TimingAudit:
     def _bits(self) -> Check:
         told = statistics.leaked_bits(self.samples.cross, self.samples.miss, self.plan.seed)
         known = statistics.leaked_bits(self.samples.hit, self.samples.own_miss, self.plan.seed)
-        detail = f"{told} bits a request across tenants; own hits against own misses tell {known}"
+        detail = (
+            f"A learns {told} bits from the time of one request about B's cache; for its own cache: {known}"
+        )
         figures = {"cross": told.as_dict(), "control": known.as_dict(), "confidence": 0.95}
         return Check(12, NAMES[12], None, detail, figures)
 
@@ -186,7 +191,7 @@ class TimingAudit:
             self._tick()
 
     def prompt(self) -> str:
-        """A prompt that nobody ever asked, of as many words as every other."""
+        """Return a fresh prompt with as many words as every other."""
         return self._prompts.text()
 
     def _sizes(self) -> dict[str, int]:

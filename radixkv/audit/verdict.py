@@ -1,14 +1,14 @@
 """The verdicts of an audit: one for each check, and one for the whole.
 
-    leaks                          something of another tenant's was observed
-    instrument blind               a positive control saw nothing, so nothing follows from what the check saw
+    leaks                          something of another tenant was observed
+    instrument blind               a positive control saw nothing, so the check shows nothing
     inconclusive                   neither shown nor excluded; the detail says why
-    isolated in what was checked   nothing was observed, and something was not checked; the report names it
-    not checked                    of one check: it was left out, or can't be done here; the detail says why
-    isolated                       shown by the check's own rule, within what the report says was looked at
+    isolated in what was checked   nothing was observed, but some checks were not done; the report names them
+    not checked                    of one check: it was left out, or isn't possible here; the detail says why
+    isolated                       shown by the check's own rule, within the bounds that the report states
 
-The verdict of the whole is the worst that any check has. A check that was not done makes an isolated whole *isolated in
-what was checked*. A check that only measures has no verdict.
+The verdict of the whole is the worst verdict of all checks. If a check was not done, *isolated* becomes *isolated
+in what was checked*. A check that only measures has no verdict.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ EXIT_CODES = {
     Verdict.BLIND: 4,
     Verdict.PARTIAL: 6,
 }
-"""Exit codes of a command that audits. 2 is for a wrong command line, 5 for an audit that gave no verdict."""
+"""Exit codes of a command that audits. 2 means a wrong command line, 5 an audit without a verdict."""
 
 
 def worst(verdicts: Iterable[Verdict | None]) -> Verdict:
-    """The verdict of several; inconclusive if none of them says anything."""
+    """Return the combined verdict; inconclusive if no check has a result."""
     found = {verdict for verdict in verdicts if verdict is not None}
     if not found - {Verdict.NOT_CHECKED}:
         return Verdict.INCONCLUSIVE
@@ -54,9 +54,9 @@ def worst(verdicts: Iterable[Verdict | None]) -> Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its number in docs/security.md, what it found in a sentence, and the figures behind it.
+    """One check: its number in docs/guides/security.md, its result as a sentence, and the figures behind it.
 
-    ``figures`` holds JSON types only. ``verdict`` is None for what only measures.
+    ``figures`` holds JSON types only. ``verdict`` is None if the check only measures.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Check:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The check as JSON types."""
+        """Return the check as JSON types."""
         return {
             "check": self.number,
             "name": self.name,
@@ -79,15 +79,17 @@ class Check:
 
 
 def not_checked(number: int, name: str, reason: str) -> Check:
-    """A check that was not done, and why."""
+    """Return a check that was not done, and why."""
     return Check(number, name, Verdict.NOT_CHECKED, reason)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditReport:
-    """An audit as people hand it on. ``target``: what was audited; ``settings``: what was fixed beforehand.
+    """The report of one audit.
 
-    ``samples``: seconds to the first token, by arm, in the order in which they were taken; empty without timing.
+    - ``target``: the audited system.
+    - ``settings``: fixed before the audit began.
+    - ``samples``: seconds to the first token, by arm, in the order of measurement; empty without timing.
     """
 
     target: str
@@ -101,7 +103,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the checks'."""
+        """The worst verdict of the checks."""
         return worst(check.verdict for check in self.checks)
 
     @property
@@ -111,11 +113,11 @@ class AuditReport:
 
     @property
     def not_checked(self) -> tuple[Check, ...]:
-        """The checks that were not done; their details say why."""
+        """The checks that were not done. Their details say why."""
         return tuple(check for check in self.checks if check.verdict is Verdict.NOT_CHECKED)
 
     def check(self, number: int) -> Check:
-        """The check with this number; of several the worst, and one that was not done last.
+        """Return the check with this number. If there are several, the worst; one that was not done comes last.
 
         Raises ArgumentError if there is none.
         """
@@ -134,7 +136,7 @@ class AuditReport:
         raise ArgumentError("number", number, f"one of the checks that were done: {done}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON types."""
+        """Return the report as JSON types."""
         return {
             "audit": "radixkv",
             "version": self.version,

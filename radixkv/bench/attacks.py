@@ -1,7 +1,7 @@
-"""The attacks of ``radixkv bench hostile``: requests of a tenant, or of a client without a key, that slow down others.
+"""The attacks of ``radixkv bench hostile``: requests of a tenant, or of a client without a key, to slow down others.
 
 Each attack keeps a number of connections busy until it is stopped, or until its deadline. It runs in a process of its
-own (``run``), so that it never shares an interpreter with the calls that are timed.
+own (``run``), because a shared interpreter would distort the timed calls.
 
     bodies      bodies of almost 4 MiB that end in a refusal: empty messages, unknown fields, labels, ids, numbers
     tokenising  60 lookups at once, each of 516,000 characters
@@ -32,14 +32,15 @@ _ANSWER_BYTES = 2**16
 _HOLD_S = 30.0
 _UNDER_WAY_S = 5.0
 _PAUSE_S = 0.01
-"""After an answer, or a connection that broke: an attack is bounded, and no busy loop of its own."""
+"""The pause after an answer or a broken connection. It limits the rate of an attack and avoids a busy loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """``connections`` clients at once; each sends one of ``requests`` after the other, each on a connection of its own.
+    """``connections`` concurrent clients. Each sends the ``requests`` one after the other, each on a new connection.
 
-    An answer is awaited for 30 s. Without ``reads`` the client keeps the connection for as long and reads nothing.
+    A client waits up to 30 s for an answer. Without ``reads``, it keeps the connection open for 30 s and reads
+    nothing.
     """
 
     name: str
@@ -50,13 +51,13 @@ class Attack:
 
 @dataclass(slots=True)
 class Seen:
-    """Answers by status; 0 counts connections that ended without one."""
+    """The number of answers by status. Status 0 counts connections that ended without an answer."""
 
     statuses: Counter[int] = field(default_factory=Counter)
 
 
 def attacks(host: str, key: str) -> tuple[Attack, ...]:
-    """All attacks, against the server at ``host`` (``address:port``), with a tenant's key. About 50 MB of bodies."""
+    """Return all attacks on the server at ``host`` (``address:port``), with a tenant's key. They take about 50 MB."""
 
     def post(path: str, body: str | bytes | dict[str, Any], *headers: str, key: str | None = key) -> bytes:
         if isinstance(body, dict):
@@ -86,10 +87,10 @@ def attacks(host: str, key: str) -> tuple[Attack, ...]:
 
 
 def run(url: str, key: str, names: Sequence[str], deadline_s: float, nice: int, pipe: Connection) -> None:
-    """Attack until a message comes through ``pipe``, or for ``deadline_s``. The target of a process.
+    """Attack until a message comes through ``pipe``, or for ``deadline_s`` seconds. This is the target of a process.
 
-    Sends ``True`` once the attack is under way: after its first answer, or after a few seconds without any. At the end
-    it sends a dict of answers by status. ``nice`` lowers the priority.
+    Sends ``True`` through ``pipe`` after the first answer, or after 5 seconds without one. At the end it sends a dict
+    of the number of answers by status. ``nice`` lowers the priority of the process.
     """
     os.nice(nice)
     place = urlsplit(url)
@@ -121,7 +122,7 @@ async def _all(
 
 
 async def _client(address: tuple[str, int], attack: Attack, number: int, seen: Seen) -> None:
-    """One of an attack's connections, again and again."""
+    """Send requests of an attack in an endless loop, one connection at a time."""
     while True:
         request = attack.requests[number % len(attack.requests)]
         status = 0
@@ -133,14 +134,14 @@ async def _client(address: tuple[str, int], attack: Attack, number: int, seen: S
 
 
 async def _sent(address: tuple[str, int], request: bytes, reads: bool) -> int:
-    """Send a request on a connection of its own; the status of the answer, which is read to its end."""
+    """Send a request on a new connection, read the whole answer, and return its status."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
         if not reads:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         await loop.sock_connect(connection, address)
-        with suppress(ConnectionError):  # an answer may come before the end of the request
+        with suppress(ConnectionError):  # the server may answer before the request ends
             await loop.sock_sendall(connection, request)
         if not reads:
             await asyncio.sleep(_HOLD_S)
@@ -179,7 +180,7 @@ def _text(num_chars: int) -> str:
 
 
 def _bodies() -> list[tuple[str, str]]:
-    """Paths and bodies just below the limit, each of which ends in a refusal."""
+    """Paths and bodies just below the size limit. The service refuses each of them."""
 
     def filled(before: str, item: Callable[[int], str], after: str, most: int = 10**9) -> str:
         parts, size, number = [], len(before) + len(after), 0

@@ -1,17 +1,17 @@
 """How long a match takes while another thread evicts and commits at full speed.
 
-One thread matches a leased prompt of 4,096 tokens again and again. Beside it, in turn, runs
+One thread matches a leased prompt of 4,096 tokens again and again. At the same time one of these runs:
 
-    nothing      the same matches alone
-    computing    a thread of pure Python that never touches the cache: what sharing the interpreter costs
-    evicting     a thread that evicts thousands of blocks in one call, publishes as many again, and so on
+    nothing      no other thread
+    computing    a thread of pure Python that never touches the cache: the cost of sharing the interpreter
+    evicting     a thread that evicts thousands of blocks in one call, publishes as many again, and repeats
 
-Under CPython's global lock a thread that computes is interrupted after ``sys.getswitchinterval()``, 5 ms unless it is
-told otherwise, so each is measured with that and with a short interval, which lets the cache's own lock show. The last
-rows count only those matches that were under way while an ``evict`` call ran.
+Under CPython's global lock a computing thread is interrupted after ``sys.getswitchinterval()``, 5 ms by default. Each
+case is measured with that interval and with a short one. The short interval shows the effect of the cache's own lock.
+The last rows count only the matches that overlapped an ``evict`` call.
 
-``holds`` says how long the cache's lock is held at a time: the same calls by one thread alone, on a cache made with a
-lock that keeps time. A hold, not a call, is what a match can have to wait for.
+``holds`` reports how long each call holds the cache's lock without a break. One thread makes the same calls alone, on
+a cache whose lock records times. A match may have to wait for one hold, not for a whole call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from radixkv.index.tokens import encode
 SHORT_SWITCH_S = 5e-5
 DURING = "evicting, while evict ran"
 PROMPT_BLOCKS = 1_024
-"""Room for the prompt that is matched, and for those that split it."""
+"""Space for the matched prompt and for the prompts that split it."""
 
 
 def run(
@@ -64,10 +64,10 @@ def run(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure ``matches`` matches beside each kind of thread; a dict that is JSON.
+    """Measure ``matches`` matches in each case. Returns a dict that JSON can encode.
 
-    ``progress`` is told how many of the ``len(BESIDE) × 2`` measurements are done. Raises ArgumentError for
-    counts that can't be, IntegrityError if the audit finds a broken law at the end.
+    ``progress`` gets the number of finished measurements, of ``len(BESIDE) × 2``. Raises ArgumentError for invalid
+    counts, and IntegrityError if the audit at the end finds a violated invariant.
     """
     if matches < 1:
         raise ArgumentError("matches", matches, "an integer ≥ 1")
@@ -96,7 +96,7 @@ def run(
 
 
 class _Load:
-    """A cache full of thin leaves, a prompt to match in it, and thin prompts that were not in it for a pool's worth."""
+    """A prompt to match, a cache full of thin leaves, and twice as many thin prompts as the cache holds."""
 
     def __init__(self, num_blocks: int, evict_blocks: int, seed: int) -> None:
         self.num_blocks, self.evict_blocks = num_blocks, evict_blocks
@@ -108,7 +108,7 @@ class _Load:
         )
 
     def cache(self) -> PrefixCache:
-        """Such a cache."""
+        """Return a full cache."""
         cache = PrefixCache(CacheConfig(self.num_blocks))
         for key in self._prompts:
             publish(cache, key)
@@ -116,27 +116,27 @@ class _Load:
         return cache
 
     def publish(self, cache: PrefixCache, num_blocks: int) -> None:
-        """Thin prompts of as many blocks."""
+        """Publish thin prompts of ``num_blocks`` blocks in all."""
         for key in itertools.islice(self._thin, num_blocks // THIN_BLOCKS):
             publish(cache, key)
 
 
 class _Spans(NamedTuple):
-    """When calls began and ended, one after the other: nanoseconds, int64 ``[n]``."""
+    """Start and end of consecutive calls, in nanoseconds: int64 ``[n]``."""
 
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     def during(self, others: _Spans) -> _Spans:
-        """Those that were under way while one of ``others`` was."""
-        before = np.searchsorted(others.ends, self.starts)  # others over before this one began
-        begun = np.searchsorted(others.starts, self.ends)  # others that began before this one was over
+        """Return the calls that overlap a call of ``others``."""
+        before = np.searchsorted(others.ends, self.starts)  # other calls that ended before this one started
+        begun = np.searchsorted(others.starts, self.ends)  # other calls that started before this one ended
         chosen = begun > before
         return _Spans(self.starts[chosen], self.ends[chosen])
 
 
 def _spans(call: Callable[[], object], go_on: Callable[[int], bool]) -> _Spans:
-    """Calls one after the other, as long as ``go_on`` says so of how many there were."""
+    """Repeat a call as long as ``go_on(number of calls so far)`` is true."""
     clock, starts, ends = time.perf_counter_ns, array("q"), array("q")
     while go_on(len(starts)):
         starts.append(clock())
@@ -162,7 +162,7 @@ def _computing(load: _Load, cache: PrefixCache, over: Over) -> _Spans:
 
 
 def _evicting(load: _Load, cache: PrefixCache, over: Over) -> _Spans:
-    """The spans of the ``evict`` calls; what they free is published anew between them."""
+    """Evict in a loop and return the spans of the ``evict`` calls. Publish as many blocks between them."""
 
     def go_on(done: int) -> bool:
         if done:
@@ -242,7 +242,7 @@ def _percentiles(nanoseconds: Nanoseconds) -> dict[str, Any]:
 
 
 def _holds(load: _Load) -> list[dict[str, Any]]:
-    """Of each kind of call, by one thread alone: how long a call took, and how long each of its holds was."""
+    """Measure each kind of call by one thread alone: the time of a call, and of each hold of the lock."""
     cache, once, often = load.cache(), 1, 1_000
     spans = time_holds(cache)
     kinds: dict[str, tuple[Callable[[], object], int]] = {
@@ -276,7 +276,7 @@ def _holds(load: _Load) -> list[dict[str, Any]]:
 
 
 def _figures(latency: list[dict[str, Any]], holds: list[dict[str, Any]]) -> list[Figure]:
-    """Of each switch interval: p99 beside evictions, and the longest; the longest hold of an eviction."""
+    """For each switch interval, p99 and maximum of matches beside evictions; and the longest hold of an eviction."""
     rows = {(row["beside"], row["switch_interval_us"]): row for row in latency}
     found = []
     for switch_us in dict.fromkeys(switch_us for _, switch_us in rows):
@@ -295,7 +295,7 @@ def _figures(latency: list[dict[str, Any]], holds: list[dict[str, Any]]) -> list
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     head = (
         f"matches of 4,096 tokens in {result['num_blocks']:,} blocks, beside evict({result['evict_blocks']:,}) and "
         f"as many blocks committed; {'with' if result['global_lock'] else 'without'} a global interpreter lock"

@@ -1,7 +1,7 @@
-"""Requests through a cache, one in flight, each call timed; and what came of it.
+"""Run requests through a cache one after the other, time each call, and summarise.
 
-A request is opened, committed, extended by its answer, committed and released; ids are given as int64 buffers and
-their conversion is timed. Generating them is not.
+A request is opened, committed, extended by its answer, committed and released. Ids are int64 buffers, and the time
+includes their conversion. It excludes generating them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.index.cache import PrefixCache
 
 OPERATIONS: Final = ("open", "commit", "extend", "commit_answer", "release")
-"""The timed calls of a request, in order; ``commit`` is that of the prompt."""
+"""The timed calls of a request, in order. ``commit`` commits the prompt."""
 
 GUARANTEED_PART: Final = 128
-"""Each tenant is guaranteed this part of the pool: with the 64 of ``chat``, half of it is promised."""
+"""Each tenant is guaranteed 1/128 of the pool: the 64 tenants of ``chat`` reserve half of it."""
 
 MIN_REQUESTS: Final = 200
-"""Fewer requests than that have no 99th percentile worth the name."""
+"""Fewer requests give no meaningful 99th percentile."""
 
 Progress = Callable[[int], None]
 
 
 class Samples(NamedTuple):
-    """What a run of ``n`` requests measured.
+    """The measurements of ``n`` requests.
 
-    ``prompt_tokens`` and ``hit_tokens``: int64 ``[n]``. ``nanoseconds``: int64 ``[n, len(OPERATIONS)]``, CPU time.
-    ``other_threads_ns``: what threads other than the calling one spent from the first request to the last.
+    ``prompt_tokens`` and ``hit_tokens``: int64 ``[n]``. ``nanoseconds``: CPU time, int64 ``[n, len(OPERATIONS)]``.
+    ``other_threads_ns``: CPU time of all threads except the calling one, from the first request to the last.
     """
 
     prompt_tokens: NDArray[np.int64]
@@ -50,7 +50,7 @@ class Samples(NamedTuple):
 
 
 def blank(workload: Workload) -> NDArray[np.int64]:
-    """Room for what a run measures, in memory already."""
+    """Return an array for the measurements of a run. It is written once, so its pages are resident before the run."""
     return np.full((workload.most, len(OPERATIONS) + 2), -1, dtype=np.int64)
 
 
@@ -61,9 +61,10 @@ def drive(
     rows: NDArray[np.int64] | None = None,
     clock: Callable[[], int] = time.process_time_ns,
 ) -> Samples:
-    """Run a workload, into ``rows`` if there are any (see ``blank``); so that memory is measured without them.
+    """Run a workload.
 
-    clock: nanoseconds; ``time.thread_time_ns`` leaves out what other threads do during a call.
+    clock: returns nanoseconds. ``time.thread_time_ns`` excludes the time of other threads during a call. rows:
+    receives the measurements; pass ``blank(workload)`` to exclude the array from a memory measurement.
     """
     rows = blank(workload) if rows is None else rows
     namespaces: dict[str, Namespace] = {}
@@ -89,7 +90,7 @@ def _request(
     answer: array[int],
     clock: Callable[[], int],
 ) -> tuple[int, ...]:
-    """One request: prompt tokens, hit tokens, nanoseconds of each operation."""
+    """Run one request. Returns prompt tokens, hit tokens and the nanoseconds of each operation."""
     num_prompt, num_all = len(prompt), len(prompt) + len(answer)
     start = clock()
     sequence = cache.open(namespace, prompt)
@@ -113,20 +114,20 @@ def _request(
 
 
 def warm_up(workload: Workload, config: CacheConfig) -> None:
-    """Run the first requests on a cache of their own, so that what a process does once is not counted."""
+    """Run the first 8 requests on a separate cache, to exclude one-time costs of the process."""
     first = [request for request, _ in zip(workload.requests(), range(8), strict=False)]
     most = max((len(request.full) for request in first), default=0)
     blocks = 2 * (most // config.block_size) + 2 * len(
         first
-    )  # room beside what the first tenants are guaranteed
+    )  # 2 blocks more a request, for the guarantees of the first tenants
     small = CacheConfig(num_blocks=max(blocks, 2), block_size=config.block_size, policy=config.policy)
     drive(PrefixCache(small), Workload(workload.name, lambda: iter(first), len(first)))
 
 
 def by_power_of_two(samples: Samples) -> list[dict[str, Any]]:
-    """Percentiles of each operation among requests whose prompts lie within the same power of two.
+    """Percentiles of each operation, for prompts grouped by powers of two in length.
 
-    Only powers with at least ``MIN_REQUESTS`` requests, shortest prompts first.
+    Groups with fewer than ``MIN_REQUESTS`` requests are left out. The shortest prompts come first.
     """
     exponents = np.frexp(samples.prompt_tokens.astype(np.float64))[1]
     return [
@@ -150,7 +151,7 @@ def _within(samples: Samples, chosen: NDArray[np.bool_], below: int) -> dict[str
 
 
 def worst_spread(powers: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each operation the largest p99 ÷ p50 within any power of two; empty if no power has enough requests."""
+    """For each operation the largest p99 ÷ p50 of any group. Empty if no group has enough requests."""
     return {
         name: max(power["operations"][name]["p99_over_p50"] for power in powers)
         for name in (OPERATIONS if powers else ())

@@ -1,8 +1,9 @@
-"""Single figures of the index that a workload doesn't show: one call, one shape, one size, many times over.
+"""Figures of the index that a workload doesn't show: one call, of one shape and one size, repeated.
 
-- ``figures``: match, eviction, fork and beam step, each in the state that makes it dear.
-- ``scaling``: the same call as the cache grows, and the cost of a token as a prompt grows. ``ratio`` is the last value
-  over the first: 1 is flat; what is read from main memory instead of a cache may add some tens of percent.
+- ``figures``: match, eviction, fork and beam step, each in the state that makes it expensive.
+- ``scaling``: the cost of a call as the cache grows, and the cost of a token as a prompt grows. ``ratio`` is the last
+  value divided by the first. A ratio of 1 is flat; reads from main memory instead of the processor's cache may add
+  some tens of percent.
 - ``shapes``: see ``shapes.Shape``.
 """
 
@@ -31,11 +32,13 @@ THIN_BLOCKS = 4
 """Blocks of a prompt of ``workloads.thin``."""
 
 FLAT = 1.5
-"""A call is flat whose median grows by less than that as the cache, or the prompt, grows a hundredfold or more."""
+"""A call counts as flat if its median grows by less than this factor while the cache or the prompt grows 100-fold or
+more.
+"""
 
 
 class Sizes(NamedTuple):
-    """How much is measured. ``shapes`` scales the shapes."""
+    """Numbers of repeats and sizes to measure. ``shapes`` scales the shapes."""
 
     repeats: int = 2_000
     leaves: int = 50_000
@@ -46,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The cost of an operation by size: of the cache in blocks, or of a prompt in tokens."""
+    """The cost of an operation by size: blocks of the cache, or tokens of a prompt."""
 
     operation: str
     size: str
@@ -56,20 +59,20 @@ class Scaling(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The last value over the first."""
+        """The last value divided by the first."""
         values = list(self.values.values())
         return values[-1] / values[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return a dict that JSON can encode."""
         values = {str(size): value for size, value in self.values.items()}
         return {**self._asdict(), "values": values, "ratio": self.ratio}
 
 
 def run(sizes: Sizes, *, seed: int = 0, policy: str = "lru") -> dict[str, list[dict[str, Any]]]:
-    """All of them: lists of dicts that are JSON, under ``figures``, ``scaling`` and ``shapes``.
+    """Measure everything. Returns lists of dicts that JSON can encode: ``figures``, ``scaling`` and ``shapes``.
 
-    Raises IntegrityError if a law is broken after any.
+    Raises IntegrityError if an audit finds a violated invariant after a measurement.
     """
     figures = [_match(sizes, seed, policy), *_evict(sizes, seed, policy), *_beams(sizes, seed, policy)]
     scaling = [*_by_cache(sizes, seed, policy), *_by_prompt(sizes, seed)]
@@ -85,14 +88,14 @@ def run(sizes: Sizes, *, seed: int = 0, policy: str = "lru") -> dict[str, list[d
 
 
 def five_node_keys(seed: int) -> list[bytes]:
-    """A prompt of 4,096 tokens, and four others that leave it along the way: together they split it into five nodes."""
+    """A prompt of 4,096 tokens, and four prompts that diverge from it. Together they split it into five nodes."""
     prompt = draw(seed, 11, size=4_096)
     forks = ((shared, draw(seed, 12, shared, size=4_096 - shared)) for shared in (3_200, 2_400, 1_600, 800))
     return [encode(prompt), *(encode(np.concatenate([prompt[:shared], rest])) for shared, rest in forks)]
 
 
 def publish(cache: PrefixCache, key: bytes) -> None:
-    """One whole request: opened, all committed, released."""
+    """Run one request: open, commit everything, release."""
     with cache.open(NAMESPACE, key) as sequence:
         sequence.commit(sequence.num_tokens)
 
@@ -153,7 +156,7 @@ def _evict(sizes: Sizes, seed: int, policy: str) -> list[Figure]:
 
 
 def _beams(sizes: Sizes, seed: int, policy: str) -> list[Figure]:
-    """Forks of a committed sequence, then beam steps: reorder, and one token to each beam."""
+    """Fork a committed sequence, then run beam steps: a reorder, and one token for each beam."""
     cache = PrefixCache(CacheConfig(num_blocks=sizes.beam_tokens // 16 + 8 * 512, policy=policy))
     width, repeats = 8, min(sizes.repeats, 500)
     source = cache.open(NAMESPACE, encode(draw(seed, 13, size=sizes.beam_tokens)))
@@ -187,7 +190,7 @@ def _beams(sizes: Sizes, seed: int, policy: str) -> list[Figure]:
 
 
 def _by_cache(sizes: Sizes, seed: int, policy: str) -> list[Scaling]:
-    """The same prompts matched, the same requests served, the same blocks evicted, in caches of several sizes."""
+    """Match the same prompts, serve the same requests and evict the same blocks in caches of several sizes."""
     caches = {blocks: _thin_cache(blocks // THIN_BLOCKS - 1, seed, policy) for blocks in sizes.caches}
     hits = [encode(request.full) for request in thin(seed, min(sizes.caches) // THIN_BLOCKS // 2)]
     fresh = [encode(request.full) for request in thin(seed + 1, sizes.repeats)]
@@ -213,7 +216,7 @@ def _cycling(call: Callable[[bytes], object], keys: Sequence[bytes]) -> Callable
 def _in_turn(
     caches: Mapping[int, PrefixCache], made: Callable[[PrefixCache], Callable[[], object]], repeats: int
 ) -> dict[int, float]:
-    """Median microseconds of the call in each cache: the best of five rounds, in which the caches take turns."""
+    """Median microseconds of the call for each cache. Takes the best of five rounds, in which the caches take turns."""
     calls = {blocks: made(cache) for blocks, cache in caches.items()}
     share = max(min(repeats, 1_000) // 5, 1)
     rounds = [{blocks: timed(call, share) for blocks, call in calls.items()} for _ in range(5)]
@@ -232,7 +235,7 @@ def _by_prompt(sizes: Sizes, seed: int) -> list[Scaling]:
 
 
 def scaling_table(scaling: Sequence[Mapping[str, Any]]) -> str:
-    """Scalings of the same sizes as text."""
+    """Format scalings of the same sizes as text."""
     head = [
         f"{scaling[0]['unit']}, by {scaling[0]['size']}",
         *(f"{int(size):,}" for size in scaling[0]["values"]),
@@ -245,7 +248,7 @@ def scaling_table(scaling: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shapes_table(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Shapes as text; times of calls are medians."""
+    """Format shapes as text. Times of calls are medians."""
     names = list(measured[0]["operations"])
     head = ("shape", "requests", "nodes", *(f"{name} µs" for name in names))
     rows = [(*head, "CPU µs a request", "worst p99 ÷ p50", "evict µs a block")]

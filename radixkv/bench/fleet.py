@@ -1,16 +1,16 @@
-"""A fleet on virtual time: real caches, real publishers, the real view and router; only the model is pretended.
+"""A fleet simulated on virtual time, with real caches, publishers, view and router. Only the model is simulated.
 
     arrival ─▶ router.rank ─▶ a replica's queue ─▶ prefill, one prompt at a time ─▶ decode, all at once ─▶ release
                    ▲                                   │ commit
-                   └── view ◀── publisher ◀── journal ◀┘          loads are heard once a second
+                   └── view ◀── publisher ◀── journal ◀┘          loads are updated once a second
 
-A replica computes ``PREFILL_TOKENS_S`` tokens a second of what its cache doesn't hold, then gives a token every
-``TOKEN_S`` seconds to each running sequence, whose blocks it keeps meanwhile. What was stored or evicted
-reaches the router ``PUBLISH_S`` later; loads as of the last second, as over a store.
+A replica prefills ``PREFILL_TOKENS_S`` tokens a second, without those in its cache. Then each running sequence
+generates a token every ``TOKEN_S`` seconds, and keeps its blocks meanwhile. The router learns of stored and evicted
+blocks after ``PUBLISH_S`` seconds. It sees loads up to a second old, as over a store.
 
-Requests come from a trace (``simulation.trace``, blocks of 512 tokens), or from a generator of the same shape: 38 % of
-the requests continue a conversation after a gap of two minutes in the median, prompts have 12,000 tokens in the mean
-and 7,000 in the median, and all begin with the same 512.
+Requests come from a trace (``simulation.trace``, blocks of 512 tokens), or from a generator of the same shape. In the
+generator, 38 % of the requests continue a conversation, after a median gap of two minutes. Prompts have 12,000 tokens
+on average, with a median of 7,000. All start with the same 512 tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VOCABULARY = 128_000
 
 
 def trace_like(seed: int, limit: int, requests_s: float = 3.4) -> Iterator[TraceLine]:
-    """``limit`` requests of the same shape; see the module's docstring."""
+    """Generate ``limit`` requests of the trace's shape; see the module's docstring."""
     rng = np.random.default_rng([seed, 5])
     waiting: list[tuple[float, int, list[int]]] = []
     at_s, next_id = 0.0, 1
@@ -67,14 +67,14 @@ def trace_like(seed: int, limit: int, requests_s: float = 3.4) -> Iterator[Trace
 
 
 class Prompts:
-    """Token ids of hash ids: uint32 key bytes, drawn from the seed."""
+    """Token ids for hash ids, as uint32 key bytes drawn from the seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: dict[int, bytes] = {}
 
     def key(self, request: TraceLine) -> bytes:
-        """The prompt's key bytes."""
+        """Return the prompt's key bytes."""
         parts = [self._drawn.get(hash_id) or self._draw(hash_id) for hash_id in request.hash_ids]
         return b"".join(parts)[: 4 * request.num_tokens]
 
@@ -87,17 +87,17 @@ class Prompts:
 
 @dataclass(slots=True)
 class Work:
-    """A prompt on its way through a replica."""
+    """A prompt in a replica."""
 
     key: bytes
     num_generated: int
     num_left: int
-    """Tokens to compute, as far as is known."""
+    """Tokens left to compute: an estimate until the prefill starts."""
     sequence: Leased | None = None
 
 
 class Replica:
-    """One simulated replica around a real cache."""
+    """One simulated replica with a real cache."""
 
     def __init__(self, name: str, num_blocks: int, keys: FleetKeys, view: View, clock: ManualClock) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class Replica:
 
     @property
     def load(self) -> Load:
-        """What a replica reports of itself."""
+        """The load that a replica reports."""
         queued = sum(work.num_left for work in self.waiting)
         queued += 0 if self.running is None else self.running.num_left
         stats = self.cache.stats()
@@ -124,7 +124,7 @@ class Replica:
         self.num_requests += 1
 
     def begin(self) -> Work | None:
-        """Start the next prefill, if there is one and blocks for it."""
+        """Start the next prefill, if a prompt waits and there are blocks for it."""
         if self.running is not None or not self.waiting:
             return None
         work = self.waiting[0]
@@ -139,21 +139,21 @@ class Replica:
         return work
 
     def computed(self) -> Work:
-        """The running prefill is done."""
+        """Finish the running prefill: commit its prompt."""
         work, self.running = self.running, None
         assert work is not None and work.sequence is not None
         work.sequence.commit(len(work.key) // 4)
         return work
 
     def publish(self) -> None:
-        """Bring to the view what the journal has."""
+        """Apply the queued journal entries to the view."""
         while self.publisher.num_queued:
             for entry in self.publisher.drain().entries:
                 self.log.offer(self.log.seq + 1, entry)
 
 
 class Simulated:
-    """The source of a router over simulated replicas: members as of the last second."""
+    """The router's ``Source`` over simulated replicas, with members as of the last update."""
 
     is_lost = False
 
@@ -168,7 +168,7 @@ class Simulated:
         return self._clock
 
     def hear(self, replicas: Sequence[Replica]) -> None:
-        """Take in what the replicas report now."""
+        """Update the members with what the replicas report now."""
         now = self._clock()
         self._members = [
             Member(_info(replica), float("inf"), replica.log, None, now, now, now) for replica in replicas
@@ -195,7 +195,7 @@ def _info(replica: Replica) -> ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a trace. ``imbalance``: of the tokens computed and generated, the most ÷ the mean."""
+    """The result of a trace. ``imbalance``: the most tokens that a replica computed and generated ÷ the mean."""
 
     cost: str
     num_replicas: int
@@ -209,7 +209,7 @@ class Outcome:
 
 
 class Simulation:
-    """Runs a trace over a fleet. Deterministic but for what is timed."""
+    """Run a trace over a fleet. All results except times are deterministic."""
 
     def __init__(self, num_replicas: int, num_blocks: int, *, cost: str = "linear", seed: int = 0) -> None:
         self.clock = ManualClock()
@@ -230,7 +230,7 @@ class Simulation:
         self._hear()
 
     def run(self, requests: Iterable[TraceLine], progress: Callable[[int], None] | None = None) -> Outcome:
-        """All of the requests, to their end. Raises ConfigError for a prompt that no replica has room for."""
+        """Run all requests to their end. Raises ConfigError for a prompt that is larger than a replica's cache."""
         started = time.perf_counter()
         for number, request in enumerate(requests):
             self._until(request.at_s)
@@ -257,8 +257,8 @@ class Simulation:
             self._hear()
         key = self._prompts.key(request)
         num_blocks = -(-len(key) // (4 * BLOCK_SIZE))
-        if num_blocks > self._num_blocks:  # it would wait for ever
-            allowed = f"room for every prompt; one takes {num_blocks} blocks of {BLOCK_SIZE} tokens"
+        if num_blocks > self._num_blocks:  # it would wait forever
+            allowed = f"enough blocks for every prompt; one needs {num_blocks} blocks of {BLOCK_SIZE} tokens"
             raise ConfigError("--num-blocks", self._num_blocks, allowed)
         start = time.process_time_ns()
         chosen = self.router.rank(_NAMESPACE, key, limit=1)[0].replica.id

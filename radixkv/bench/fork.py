@@ -1,4 +1,4 @@
-"""What a fork's copies cost: fork_blocks beside what one would write without it, as a share of memory's speed.
+"""The cost of a fork's copies: fork_blocks beside its alternatives, as a share of the memory's bandwidth.
 
 A step's copy-on-write copies the valid rows of a few tail blocks (``num_rows``; None: between 1 and block_size - 1,
 drawn from the seed). The variants do that work on the same blocks:
@@ -8,19 +8,25 @@ drawn from the seed). The variants do that work on the same blocks:
     copy_loop         a Python loop of copy_, one a pair
     index_copy        index_select and index_copy_ over whole blocks, indices uploaded beforehand
     graph_replay      on a GPU: fork_blocks' launch replayed from a CUDA graph, of many pairs uploaded beforehand
-    contiguous        one copy_ of as many bytes, one behind the other: no alternative, but what memory does for so few
+    contiguous        one copy_ of as many contiguous bytes: the bandwidth of memory for so few bytes
 
-Every variant is first compared, byte for byte, with the torch reference; one that differs stops the run.
-Then, for each number of pairs, each of ``repeats`` rounds calls each variant, in an order drawn anew, on other blocks,
-so that ``rotate_bytes`` (more than the caches hold) lie between two visits of one. On CUDA calls are timed by device
-events, twice: ``seconds`` while the device was busy until all was enqueued, so what the call costs the device, and
-``eager_seconds`` on an idle device, which waits for the host. ``enqueue_seconds`` is the host's part. All are medians.
+First each variant is compared, byte for byte, with the torch reference. A difference stops the run.
 
-Bytes are those that have to move: valid rows, read and written. ``of_copy_bandwidth`` relates bytes a second
-to those of one large ``copy_`` that took turns with the variants, reading and writing counted too;
-``seconds_above_bytes`` and ``eager_seconds_above_bytes`` are what a call takes beyond its bytes at that bandwidth.
+Then ``repeats`` rounds are timed for each number of pairs. A round calls each variant on other blocks, in a random
+order. ``rotate_bytes`` bytes, more than the caches hold, lie between two visits of a block. All times are medians:
 
-Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
+- ``seconds``: the cost for the device. The device is kept busy until the whole call is enqueued. Timed by CUDA
+  events.
+- ``eager_seconds``: the same on an idle device, which waits for the host.
+- ``enqueue_seconds``: the time of the host.
+
+The bytes of a call are its valid rows, read and written. Bandwidth is relative to one large ``copy_`` in the same
+rounds. Its reads and writes count too:
+
+- ``of_copy_bandwidth``: the call's bytes per second, relative to those of the large copy.
+- ``seconds_above_bytes``, ``eager_seconds_above_bytes``: the time of a call beyond its bytes at that bandwidth.
+
+Needs torch (and Triton on a GPU): the command imports this module only when it runs.
 """
 
 from __future__ import annotations
@@ -51,9 +57,9 @@ from radixkv_kernels.checks import BlockPairs
 
 CPU_ROTATE_BYTES = 512 << 20
 CUDA_COPY_BYTES = 1 << 30
-"""Of the copy that measures the bandwidth: so many that a launch doesn't count."""
+"""Size of the copy that measures the bandwidth. It is large enough that the cost of a launch doesn't count."""
 BUSY_CYCLES = 2_000_000
-"""About a millisecond, in which the host enqueues a call."""
+"""About a millisecond of work for the device, while the host enqueues a call."""
 WARMUP_ROUNDS = 3
 COPY, CONTIGUOUS = "copy", "contiguous"
 MAX_CHECKED_PAIRS = 4
@@ -63,7 +69,7 @@ Progress = Callable[[int, int], None]
 
 
 class Pairs(NamedTuple):
-    """The copies of one step, as each variant wants them."""
+    """The copies of one step, in the form that each variant needs."""
 
     sources: Int32Array
     targets: Int32Array
@@ -73,20 +79,20 @@ class Pairs(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A captured launch, and the table that it reads, if there is one."""
+    """A captured launch, and the uploaded table that it reads, if any."""
 
     replay: Callable[[], None]
     table: torch.Tensor | None
 
 
 class Workload(NamedTuple):
-    """Blocks of random bytes, as one storage and as one storage a layer, and steps that never share a block."""
+    """Blocks of random bytes, as one storage and as one storage per layer. No block appears in two steps."""
 
     storage: torch.Tensor
     pool: Pool
     layers: list[torch.Tensor]
     steps: list[Pairs]
-    graphs: list[Graph]  # of each step, on a GPU
+    graphs: list[Graph]  # one per step, on a GPU only
 
     @property
     def bytes_per_step(self) -> NDArray[np.float64]:
@@ -96,7 +102,7 @@ class Workload(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of one call, see above; on a CPU all are the same."""
+    """Times of one call; see the module's docstring. On a CPU all three are equal."""
 
     seconds: float
     eager_seconds: float
@@ -104,7 +110,7 @@ class Timing(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Of the calls of one variant: mean bytes, median seconds, median of bytes / seconds of each call."""
+    """The calls of one variant: mean bytes, median times, and the median of bytes / seconds."""
 
     bytes: float
     seconds: float
@@ -132,15 +138,17 @@ def run(
     num_threads: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """Measures all variants for each number of pairs; returns what ``radixkv bench fork --json`` prints.
+    """Measure all variants for each number of pairs. Returns what ``radixkv bench fork --json`` prints.
 
-    The default layout is Llama-3-8B's. ``rotate_bytes``: None is four times the L2 cache on CUDA and
-    512 MiB on a CPU; memory taken is about twice that, or four times the blocks of the largest step if that
-    is more, and as much again to measure the copy (2 GiB on CUDA). ``num_rows``: valid rows of every tail, None to
-    draw them. ``num_threads``: of torch on the CPU. ``progress(done, total)`` is called after each number of pairs.
+    The default layout is Llama-3-8B's. ``num_rows``: valid rows of every tail, None to draw them. ``num_threads``:
+    threads of torch on the CPU. ``progress(done, total)`` is called after each number of pairs.
 
-    Raises ConfigError for a device or layout that can't be, ArgumentError for the other arguments, and
-    KernelError if a variant's bytes are not those of the reference.
+    ``rotate_bytes``: None means four times the L2 cache on CUDA and 512 MiB on a CPU. The blocks take about twice
+    ``rotate_bytes``, or four times the blocks of the largest step if that is more. Measuring the copy takes as much
+    again (2 GiB on CUDA).
+
+    Raises ConfigError for an invalid device or layout, ArgumentError for other invalid arguments, and KernelError if
+    a variant's bytes differ from the reference's.
     """
     _check_arguments(block_size, num_pairs, num_rows, repeats, seed, rotate_bytes, num_threads)
     layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
@@ -182,13 +190,13 @@ def run(
 
 
 def one_call(work: Workload, step: int) -> None:
-    """All pairs, layers, keys and values in one fork_blocks."""
+    """Copy all pairs, layers, keys and values with one fork_blocks."""
     pairs = work.steps[step]
     fork_blocks(work.pool, pairs.sources, pairs.targets, pairs.num_rows)
 
 
 def launch_per_layer(work: Workload, step: int) -> None:
-    """A launch a layer, as over an engine's own per-layer tensors; unchecked, uploaded once."""
+    """Launch once per layer, as over an engine's own per-layer tensors. Arguments are unchecked and uploaded once."""
     pairs = work.steps[step]
     columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
     if backend(work.storage) == "triton":
@@ -203,23 +211,23 @@ def launch_per_layer(work: Workload, step: int) -> None:
 
 
 def copy_loop(work: Workload, step: int) -> None:
-    """A copy_ a pair; on a GPU as many launches as pairs."""
+    """Call copy_ for each pair: on a GPU, one launch per pair."""
     pairs = work.steps[step]
     columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
     reference.fork_blocks(work.storage, *columns)
 
 
 def index_copy(work: Workload, step: int) -> None:
-    """Whole blocks through a temporary: every byte of them is read twice and written twice."""
+    """Copy whole blocks through a temporary tensor, which reads and writes every byte twice."""
     pairs = work.steps[step]
     words = (
         work.storage.view(torch.uint8) if work.storage.element_size() == 1 else work.storage
-    )  # no fp8 there
+    )  # index_copy_ doesn't support fp8
     words.index_copy_(0, pairs.target_index, words.index_select(0, pairs.source_index))
 
 
 def graph_replay(work: Workload, step: int) -> None:
-    """The launch of one_call without its checks and, of many pairs, its upload."""
+    """Replay one_call's launch, without its checks and without its upload of many pairs."""
     work.graphs[step].replay()
 
 
@@ -232,16 +240,16 @@ VARIANTS: dict[str, Variant] = {
 
 
 def variants_on(storage: torch.Tensor) -> dict[str, Variant]:
-    """Those that are measured there."""
+    """Return the variants that can run on the storage's device."""
     if storage.is_cuda and backend(storage) == "triton":
         return {**VARIANTS, "graph_replay": graph_replay}
     return VARIANTS
 
 
 def check_variants(layout: KVLayout, block_size: int, device: str, seed: int) -> None:
-    """Raises KernelError unless each variant gives the reference's bytes in all valid rows.
+    """Raise KernelError unless each variant gives the reference's bytes in all valid rows.
 
-    Rows beyond the valid ones must keep theirs too, but for ``index_copy``, which copies whole blocks.
+    Other rows must not change, except with ``index_copy``, which copies whole blocks.
     """
     probe = DeviceStorage(layout, 1, block_size, device).data
     for name, variant in variants_on(probe).items():
@@ -270,7 +278,7 @@ def make_workload(
     seed: int,
     num_rows: int | None = None,
 ) -> Workload:
-    """Steps of ``num_pairs`` copies between blocks of random bytes, at least two and ``rotate_bytes`` in all."""
+    """Make two or more steps of ``num_pairs`` copies between random blocks, ``rotate_bytes`` or more in all."""
     step_bytes = 2 * num_pairs * layout.bytes_per_token * block_size
     num_steps = max(2, -(-rotate_bytes // step_bytes))
     storage = DeviceStorage(layout, num_steps * 2 * num_pairs, block_size, device).data
@@ -284,7 +292,7 @@ def make_workload(
     ]
     pool = Pool.of(storage)
     graphs = [_captured(pool, step) for step in steps] if "graph_replay" in variants_on(storage) else []
-    # Capturing launches each copy once, so the bytes come after it: a copy that isn't made would not be noticed.
+    # Capturing executes each copy once. The bytes are drawn after it, or a missing copy would go unnoticed.
     storage.view(torch.uint8).random_(0, 256, generator=torch.Generator(storage.device).manual_seed(seed))
     layers = [storage[:, layer : layer + 1].contiguous() for layer in range(layout.num_layers)]
     return Workload(storage, pool, layers, steps, graphs)
@@ -301,7 +309,7 @@ def _captured(pool: Pool, pairs: Pairs) -> Graph:
     else:
         table = launch.upload(columns, pool.device)
         copy = partial(copier.copy_many, table, max(columns.num_rows))
-    copy()  # compiled and loaded before it is captured
+    copy()  # compile and load before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copy()
@@ -309,10 +317,10 @@ def _captured(pool: Pool, pairs: Pairs) -> Graph:
 
 
 def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[str, Sample]:
-    """Times every variant and a large ``copy_`` in each of ``repeats`` rounds, in an order drawn anew.
+    """Time every variant and a large ``copy_`` in each of ``repeats`` rounds, in a random order.
 
-    So whatever else the machine does, and the dirty lines that a large copy leaves in the caches, fall on all
-    alike. Each call takes the next step, so ``rotate_bytes`` lie between two visits of a block.
+    The random order spreads other load, and the dirty cache lines of a large copy, over all variants. Each call takes
+    the next step, so ``rotate_bytes`` bytes lie between two visits of a block.
     """
     device = work.storage.device
     step_bytes = work.bytes_per_step
@@ -337,7 +345,7 @@ def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[
 def _contiguous(
     source: torch.Tensor, target: torch.Tensor, step_bytes: NDArray[np.float64], step: int
 ) -> None:
-    """As many bytes as a step copies, elsewhere than the step before."""
+    """Copy as many bytes as the step, at another place than the step before."""
     num_bytes = int(step_bytes[step]) // 2
     start = (step * num_bytes) % (len(source) - num_bytes + 1) // 16 * 16
     target[start : start + num_bytes].copy_(source[start : start + num_bytes])
@@ -362,7 +370,7 @@ def _time_host(order: Order, _: torch.device) -> list[Timing]:
 
 
 def time_cuda(order: Order, device: torch.device) -> list[Timing]:
-    """Of each call, made twice: seconds of the device, of an idle device that waits for the host, and of the host."""
+    """Time each call on a busy device and on an idle device. The host is timed in the second case."""
     with torch.cuda.device(device):
         busy = [_between_events(call, step, is_idle=False) for call, step in order]
         torch.cuda.synchronize()
@@ -375,7 +383,7 @@ def time_cuda(order: Order, device: torch.device) -> list[Timing]:
 
 
 def _between_events(call: Callable[[int], object], step: int, *, is_idle: bool) -> tuple[Any, Any, float]:
-    """Events on the device before and after a call, and seconds of the host."""
+    """Return events on the device before and after a call, and the seconds of the host."""
     before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     if is_idle:
@@ -457,7 +465,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that the figures depend on."""
+    """Versions of Python and of the packages that affect the figures."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("radixkv", "torch", "triton", "numpy"):
         try:

@@ -1,16 +1,16 @@
 """The latency of other callers while a tenant, or a client without a key, attacks the service (``bench.attacks``).
 
-The benchmark starts a service and a Redis as processes of their own. It runs one attack after the other. During each,
-one client makes five calls in turn: a *strict* tenant's lookup of 500 and of 6,000 characters, its
-``DELETE /v1/cache``, ``/healthz``, and an operator's ``PUT`` of a tenant's settings. Each round measures all calls
-idle and under each attack.
+The benchmark starts a service and a Redis as separate processes. It runs one attack after the other. During each, one
+client makes five calls in turn: a *strict* tenant's lookup of 500 and of 6,000 characters, its ``DELETE /v1/cache``,
+``/healthz``, and an operator's ``PUT`` of a tenant's settings. Each round measures all calls idle and under each
+attack.
 
 A figure is the median over rounds of the p99 within a round. ``limit_ms`` is the larger of three times the idle p99
 and 15 ms. Any answer but 200 counts as refused; an attack must not cause one. A round ends after ROUND_S seconds at
 the latest.
 
-On a machine with several cores the service runs on the first one, alone. The client and the attack share the others;
-the attack runs at a lower priority.
+On a machine with several cores the service runs alone on the first one. The client and the attack share the others,
+and the attack has a lower priority.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ATTACKS: Mapping[str, tuple[str, ...]] = {
     "stops": ("stops",),
     "streams": ("streams", "completions"),
 }
-"""What is measured, and the names in ``bench.attacks`` that run together for it."""
+"""Each measured state, and the attacks of ``bench.attacks`` that run together in it."""
 
 LEAST_LIMIT_MS = 15.0
 IDLE_REACH_MS = 5.0
@@ -57,7 +57,7 @@ _NICE = 10
 
 
 class Probe(NamedTuple):
-    """A call that is timed."""
+    """A timed call."""
 
     name: str
     method: str
@@ -100,9 +100,10 @@ def run(
     names: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure ``calls`` calls of each probe, idle and under each attack (``names``, all by default), ``rounds`` times.
+    """Measure ``calls`` calls of each probe, idle and under each attack, ``rounds`` times.
 
-    Returns a dict that is JSON. Takes about ten minutes with the defaults. Raises ArgumentError.
+    names: attacks, by default all. Returns a dict that JSON can encode. Takes about ten minutes with the defaults.
+    Raises ArgumentError.
     """
     chosen = tuple(names) or tuple(ATTACKS)
     unknown = [name for name in chosen if name not in ATTACKS]
@@ -130,12 +131,12 @@ def run(
 
 
 def num_steps(rounds: int, names: Sequence[str]) -> int:
-    """How far ``progress`` counts."""
+    """The number of steps that ``progress`` counts."""
     return rounds * (1 + len(names or ATTACKS))
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The figures as text."""
+    """Format the figures as text."""
     rows = [("call", "while", "p99 ms", "lowest", "highest", "limit ms", "calls", "refused", "met")]
     for each in result["figures"]:
         cells = [number(each[name]) for name in ("p99_ms", "lowest_ms", "highest_ms", "limit_ms")]
@@ -146,7 +147,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def figure(measured: Mapping[str, Sequence[Round]], state: str, probe: str) -> dict[str, Any]:
-    """A figure of a probe: the median p99 over rounds, its range, its limit, and whether it is within that."""
+    """A figure of a probe: the median p99 over rounds, its range, its limit, and whether it is within the limit."""
     found = [each.p99_ms[probe] for each in measured[state]]
     idle = median(each.p99_ms[probe] for each in measured[IDLE])
     limit = IDLE_REACH_MS if state == IDLE else max(3 * idle, LEAST_LIMIT_MS)
@@ -179,7 +180,7 @@ def _round(url: str, state: str, calls: int) -> Round:
 
 
 def _timed(url: str, calls: int) -> tuple[dict[str, list[float]], int]:
-    """Milliseconds of each call, probes in turn over one connection, and how many weren't answered with 200."""
+    """Time calls of all probes in turn over one connection, in ms. Also count the answers other than 200."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120.0)
     times: dict[str, list[float]] = {probe.name: [] for probe in PROBES}
@@ -205,7 +206,7 @@ def _timed(url: str, calls: int) -> tuple[dict[str, list[float]], int]:
 
 @contextmanager
 def _attacked(url: str, names: Sequence[str]) -> Iterator[dict[int, int]]:
-    """An attack is under way as long as the ``with`` lasts; then the dict says what it was answered."""
+    """Attack until the ``with`` block ends. Then the dict has the number of answers to the attack by status."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -227,7 +228,7 @@ def _attacked(url: str, names: Sequence[str]) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def _service() -> Iterator[str]:
-    """The URL of a service in a process of its own, on the first core if there are several."""
+    """The URL of a service in a separate process. It runs on the first core if there are several."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis, _ = stack.enter_context(servers.single())

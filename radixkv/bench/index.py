@@ -1,16 +1,17 @@
-"""What the index costs a request, beside floors that do less.
+"""The CPU time of the index per request, beside floors that do less.
 
 ``drive`` runs the workload through a cache. The floors run over the same requests in the same process:
 
-    memcmp    compares the prompt's bytes with an equal copy, after the same conversation from int64: the least
-              that a cache which compares ids can do
-    xxh3, sha256   one chained digest a block and a dict lookup each: how a hashed block table finds a prefix
+    memcmp    converts the prompt from int64 too, and compares it with an equal copy: the least work of any cache
+              that compares ids
+    xxh3, sha256   one chained digest a block and a dict lookup each, as hashed block tables find a prefix
 
-Checks, in every run: each request's hit tokens never exceed those of a plain dict of prefixes that forgets nothing,
-and equal them as long as everything that was asked for fits into the pool at once; the audit holds at the end. Memory
-is the growth of the resident set, the empty pool included, after a collection and a trim of the allocator.
+Every run checks each request against a plain dict of prefixes that never evicts. The hit tokens never exceed the
+dict's. They equal the dict's as long as everything requested so far fits into the pool. The audit at the end must
+find no violated invariant. Memory is the growth of the resident set, including the empty pool, after a garbage
+collection and a trim of the allocator.
 
-``figures.run`` measures what a workload doesn't show, if it is asked to.
+``figures.run`` measures what a workload doesn't show, if requested.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from radixkv.index.tokens import TOKEN_BYTES, encode
 Floor: TypeAlias = "Callable[[array[int], bytes, int], None]"
 
 _MEMORY_REACH = {"trace": (90.0, 75.0), "chat": (130.0, 100.0)}
-"""Bytes a block, of index and pool together: reach and stretch."""
+"""Bytes per block, of index and pool together: target and stretch target."""
 
 
 def run(
@@ -74,7 +75,10 @@ def run(
     figures: micro.Sizes | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run radixkv and the floors over one workload; a dict that is JSON. Raises IntegrityError if a check fails."""
+    """Run radixkv and the floors over one workload.
+
+    Returns a dict that JSON can encode. Raises IntegrityError if a check fails.
+    """
     requests = build(workload, seed, trace, limit)
     config = CacheConfig(num_blocks=num_blocks, block_size=block_size, policy=policy)
     ours, samples = _run_index(requests, config, progress)
@@ -181,7 +185,7 @@ def _floors() -> dict[str, Floor]:
 def _run_floors(
     workload: Workload, config: CacheConfig, samples: Samples
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Time the floors and check the hit tokens of ``samples``; the floors, and what the model would have hit."""
+    """Time the floors and check the hit tokens of ``samples``. Returns the floors, and the hit tokens of the model."""
     floors, model, expected = _floors(), _Model(config), 0
     times = np.zeros((len(floors), len(samples.prompt_tokens)), dtype=np.int64)
     for at, request in enumerate(workload.requests()):
@@ -196,7 +200,7 @@ def _run_floors(
 
 
 class _Model:
-    """A plain dict of (tenant, chained digest of a block) that forgets nothing."""
+    """A plain dict of (tenant, chained digest of a block) that never evicts."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._block_size, self._num_blocks = config.block_size, config.num_blocks
@@ -204,7 +208,7 @@ class _Model:
         self._all_fits = True
 
     def check(self, number: int, request: Request, hit_tokens: int) -> int:
-        """Compare a request's hit tokens with the model's, which are returned; then publish the request."""
+        """Check a request's hit tokens, publish the request in the model, and return the model's hit tokens."""
         step = self._block_size
         chains = [(request.tenant, chain) for chain in _chains(encode(request.full), step * TOKEN_BYTES)]
         usable = max(len(request.prompt) - 1, 0) // step
@@ -233,7 +237,7 @@ def _chains(key: bytes, step: int) -> Iterator[bytes]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     ours = result["radixkv"]
     head = (
         f"{result['workload']}: {ours['requests']:,} requests, {result['num_blocks']:,} blocks of "

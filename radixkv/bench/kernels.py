@@ -1,20 +1,23 @@
-"""All kernels: first that they are right, then how near to the speed of memory they come.
+"""All kernels: a check of their results, then their speed relative to memory.
 
-Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Where there is no GPU
-that is all, and the report says so: ``TRITON_INTERPRET=1`` lets it try Triton's kernels even there. On a GPU the same
-kernels then run on ``num_blocks`` blocks scattered over twice as many, timed as ``bench fork`` does, on a busy device
-(``seconds``) and on an idle one (``eager_seconds``); every round calls each, in an order drawn anew, with what one
-would write without it (``ALTERNATIVES``), and one large ``copy_`` and one ``zero_`` of the same bytes among them.
-Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
-second to those of that copy, ``of_memset`` those written by scrub to those of ``zero_``, ``times_faster`` the
-alternative's seconds to the kernel's.
+Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Without a GPU nothing
+else runs, and the report says so. ``TRITON_INTERPRET=1`` checks Triton's kernels without a GPU.
 
-``reorder`` is a step of 64 beams, each with 2,048 blocks of its own (32k tokens in blocks of 16) and going on from the
-next one, once launched and once as the replay of a CUDA graph, without copies: its blocks are one row long.
-``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape, beside ``index_select`` of the
-whole cache, which stock beam search makes.
+On a GPU the kernels then run on ``num_blocks`` blocks, scattered over twice as many. They are timed as in ``bench
+fork``, on a busy device (``seconds``) and on an idle one (``eager_seconds``). Each round calls every kernel, its
+alternative without the kernel (``ALTERNATIVES``), one large ``copy_`` and one ``zero_`` of the same bytes, in a
+random order. Figures are medians:
 
-Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
+- ``of_copy_bandwidth``: bytes read and written per second, relative to ``copy_``.
+- ``of_memset``: bytes per second that scrub writes, relative to ``zero_``.
+- ``times_faster``: the alternative's seconds divided by the kernel's.
+
+``reorder`` is a step of 64 beams, each with 2,048 blocks of its own (32k tokens in blocks of 16). Each beam continues
+from the next one. It is timed as a launch and as the replay of a CUDA graph. Its blocks are one row long, so it
+copies no rows. ``beam step`` includes the copies: 4 beams over 1,000 tokens in Llama-2-7B's shape. Its alternative is
+an ``index_select`` of the whole cache, as in a common beam search.
+
+Needs torch (and Triton on a GPU): the command imports this module only when it runs.
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ LLAMA_2_7B = KVLayout(num_layers=32, num_kv_heads=32, head_dim=128, dtype="float
 
 
 class Work(NamedTuple):
-    """Blocks of random finite values, half of them sources and half targets; what they are copied to; beams."""
+    """Blocks of random finite values, half of them sources and half targets; the targets of copies; and beams."""
 
     storage: torch.Tensor
     sources: list[int]
     targets: list[int]
-    source_index: torch.Tensor  # the same, int64 on the device
+    source_index: torch.Tensor  # the same ids: int64, on the device
     target_index: torch.Tensor
     num_rows: list[int]
     staging: torch.Tensor
     records: dict[Scheme, torch.Tensor]
     beams: Beams
-    rows_of_beams: torch.Tensor  # storage of the beams' blocks, of one row each
+    rows_of_beams: torch.Tensor  # storage of the beams' blocks, one row each
     parents: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
@@ -74,14 +77,14 @@ class Reference:
 
     @staticmethod
     def quantize(pool: torch.Tensor, block_ids: Sequence[int], records: torch.Tensor, scheme: Scheme) -> None:
-        """As ``radixkv_kernels.quantize``."""
+        """See ``radixkv_kernels.quantize``."""
         reference.quantize(Quantized(Pool.of(pool), scheme), block_ids, records)
 
     @staticmethod
     def dequantize(
         records: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int], scheme: Scheme
     ) -> None:
-        """As ``radixkv_kernels.dequantize``."""
+        """See ``radixkv_kernels.dequantize``."""
         reference.dequantize(Quantized(Pool.of(pool), scheme), block_ids, records)
 
 
@@ -116,7 +119,7 @@ ALTERNATIVES: dict[str, tuple[str, Callable[[Work], object]]] = {
     "scatter": ("index_copy_", lambda work: work.storage.index_copy_(0, work.target_index, work.staging)),
     "scrub": ("index_fill_", lambda work: work.storage.index_fill_(0, work.target_index, 0)),
 }
-"""Of some kernels: the name of what one would write without it, and that; the same bytes in the end."""
+"""For some kernels, the alternative with torch alone: its name and a call. The resulting bytes are the same."""
 
 
 def run(
@@ -131,11 +134,11 @@ def run(
     repeats: int = 30,
     seed: int = 0,
 ) -> dict[str, object]:
-    """Checks all kernels, and on a GPU times them; returns what ``radixkv bench kernels --json`` prints.
+    """Check all kernels, and on a GPU time them. Returns what ``radixkv bench kernels --json`` prints.
 
-    device: None for the GPU if there is one, otherwise the CPU. Memory of the GPU: about six times ``num_blocks``
-    blocks, and 5 GiB: 17 GiB by default. Raises ConfigError for a device or layout that can't be, ArgumentError for
-    other arguments, KernelError for a kernel that differs from the reference.
+    device: None for the GPU if there is one, otherwise the CPU. GPU memory: about six times ``num_blocks`` blocks
+    plus 5 GiB, 17 GiB by default. Raises ConfigError for an invalid device or layout, ArgumentError for other invalid
+    arguments, KernelError for a kernel that differs from the reference.
     """
     for argument, value in (("block_size", block_size), ("num_blocks", num_blocks), ("repeats", repeats)):
         if value < 1:
@@ -162,7 +165,7 @@ def run(
 
 
 def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
-    """Runs each kernel on few small blocks; returns their names. Raises KernelError for the first that differs."""
+    """Run each kernel on a few small blocks. Returns their names. Raises KernelError for the first that differs."""
     ours, truth = (make_work(layout, 5, 3, 4, 20, 20, device, seed) for _ in range(2))
     for name, kernel in KERNELS.items():
         kernel(radixkv_kernels, ours)
@@ -179,7 +182,7 @@ def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
 
 def _is_same(name: str, ours: Work, truth: Work) -> bool:
     if name.startswith("dequantize") and ours.storage.dtype == torch.bfloat16 and ours.storage.is_cpu:
-        # Triton's interpreter truncates what it narrows to bfloat16: a neighbour is allowed, and made good.
+        # Triton's interpreter truncates to bfloat16 instead of rounding. Allow a neighbouring value, then correct it.
         is_near = torch.allclose(ours.storage.float(), truth.storage.float(), rtol=2**-7, atol=0)
         ours.storage.copy_(truth.storage)
         return is_near
@@ -198,7 +201,7 @@ def make_work(
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Work on scattered blocks, and beams that have ``num_tokens`` blocks of one row, their own, and room to step."""
+    """Make work on scattered blocks, and beams with ``num_tokens`` blocks of one row, for ``num_steps`` steps."""
     rng = np.random.default_rng(seed)
     storage = torch.empty(
         (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device
@@ -242,12 +245,12 @@ def make_work(
 def measure(
     layout: KVLayout, block_size: int, num_blocks: int, repeats: int, seed: int, device: torch.device
 ) -> list[dict[str, object]]:
-    """Times the kernels on a GPU; a row for each."""
+    """Time the kernels on a GPU. Returns a row for each."""
     num_steps = (
         4 * (WARMUP_ROUNDS + repeats) + 1
     )  # launched and replayed, each on a busy and on an idle device
     work = make_work(layout, block_size, num_blocks, 64, 2048, num_steps, device, seed)
-    work.parents.copy_(torch.arange(1, 65) % 64)  # nobody stays, so every column is moved
+    work.parents.copy_(torch.arange(1, 65) % 64)  # every beam changes its parent, so every column is moved
     source, target = torch.ones_like(work.staging), torch.zeros_like(work.staging)
     calls: dict[str, Callable[[int], object]] = {
         name: partial(_once, kernel, work) for name, kernel in KERNELS.items()
@@ -255,7 +258,7 @@ def measure(
     beams, steps = beam_step(LLAMA_2_7B, 4, 1000, 2 * (WARMUP_ROUNDS + repeats) + 1, device, seed)
     calls |= steps
     for name in (*KERNELS, BEAM_STEP):
-        calls[name](0)  # compiled and loaded before anything is captured or timed
+        calls[name](0)  # compile and load before anything is captured or timed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         calls["reorder"](0)
@@ -274,7 +277,10 @@ def measure(
 def beam_step(
     layout: KVLayout, num_beams: int, num_tokens: int, num_steps: int, device: torch.device, seed: int
 ) -> tuple[Beams, dict[str, Callable[[int], object]]]:
-    """Beams over a shared prompt, for so many steps, and two calls: a step of them, and what stock beam search does."""
+    """Make beams over a shared prompt, with space for ``num_steps`` steps. Returns them and two calls.
+
+    One call is a step of the beams. The other is the ``index_select`` of a common beam search.
+    """
     size = 16
     whole, held = num_tokens // size, -(-num_tokens // size)
     columns = -(-(num_tokens + num_steps) // size)
@@ -307,7 +313,7 @@ def beam_step(
 def _timed(
     calls: dict[str, Callable[[int], object]], repeats: int, seed: int, device: torch.device
 ) -> dict[str, Timing]:
-    """Median seconds of each call."""
+    """Median times of each call."""
     rng = np.random.default_rng(seed)
     order = [name for _ in range(WARMUP_ROUNDS + repeats) for name in rng.permutation(list(calls)).tolist()]
     timings = time_cuda([(calls[name], 0) for name in order], device)
@@ -318,7 +324,7 @@ def _timed(
 
 
 def _rows(seconds: dict[str, Timing], moved: dict[str, int]) -> list[dict[str, object]]:
-    """What is reported of each kernel; alternatives are columns of theirs."""
+    """The reported row of each kernel. Its alternative fills columns of the same row."""
     speed = {name: moved[name] / seconds[name].seconds for name in moved}
     others = {name: other for name, (other, _) in ALTERNATIVES.items()}
     others[BEAM_STEP] = "index_select of the whole cache"
@@ -338,7 +344,7 @@ def _rows(seconds: dict[str, Timing], moved: dict[str, int]) -> list[dict[str, o
 
 
 def _other(name: str) -> str:
-    """Under which name the alternative of a kernel is timed."""
+    """The name under which a kernel's alternative is timed."""
     return f"instead of {name}"
 
 
@@ -351,7 +357,7 @@ def _once(kernel: Kernel, work: Work, _: int) -> None:
 
 
 def _bytes_moved(work: Work) -> dict[str, int]:
-    """Read and written, of the kernels whose cost that is."""
+    """Bytes read and written by the kernels whose cost is bandwidth."""
     blocks = work.staging.nbytes
     row_bytes = blocks // len(work.sources) // work.storage.shape[3]
     moved = {COPY: 2 * blocks, MEMSET: blocks, "scrub": blocks, "gather": 2 * blocks, "scatter": 2 * blocks}

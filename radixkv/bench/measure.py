@@ -1,10 +1,10 @@
-"""How the benchmarks measure, and what they say of it: clocks, figures, memory, the machine.
+"""How the benchmarks measure and report: clocks, figures, memory, the machine.
 
-Times are the process's CPU time: what others run on the machine doesn't count, what another thread of ours does
-counts. Reading that clock costs 0.2 µs, which are taken off. No time holds between machines: a figure therefore names,
-where one makes sense, a floor timed in the same run, and its ratio to that.
+Times are the process's CPU time. It excludes other processes and includes our other threads. Reading that clock costs
+0.2 µs, which are subtracted. Absolute times differ between machines. So a figure names, where possible, a floor that
+was timed in the same run, and its ratio to the floor.
 
-The heap is frozen after it was set up, as engines do, and the collector stays on.
+The heap is frozen after the setup, as engines do. The garbage collector stays on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Nanoseconds = NDArray[np.int64]
 
 
 class Figure(NamedTuple):
-    """One figure: ``value`` (of percentiles the median), what it is to reach, and a floor in the same unit."""
+    """One figure: its ``value`` (the median of percentiles), its targets, and a floor in the same unit."""
 
     name: str
     value: float
@@ -47,12 +47,12 @@ class Figure(NamedTuple):
         return self.value / self.floor_value if self.floor_value else None
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return a dict that JSON can encode."""
         return {**self._asdict(), "ratio": self.ratio}
 
 
 def timed(call: Callable[[], Any], repeats: int, undo: Callable[[Any], object] | None = None) -> Nanoseconds:
-    """CPU nanoseconds of each of ``repeats`` calls; ``undo`` is given what the call returned, untimed."""
+    """CPU nanoseconds of each of ``repeats`` calls. ``undo`` gets the result of each call and is not timed."""
     clock, found = time.process_time_ns, np.zeros(repeats, dtype=np.int64)
     for number in range(repeats):
         start = clock()
@@ -65,12 +65,12 @@ def timed(call: Callable[[], Any], repeats: int, undo: Callable[[Any], object] |
 
 @cache
 def clock_ns(clock: Callable[[], int] = time.process_time_ns) -> int:
-    """What reading the clock adds to a time: the median of 10,000 times of nothing."""
+    """The time that reading the clock adds, in ns: the median of 10,000 empty measurements."""
     return int(np.median([-clock() + clock() for _ in range(10_000)]))
 
 
 def without_clock(nanoseconds: Nanoseconds, clock: Callable[[], int] = time.process_time_ns) -> Nanoseconds:
-    """Takes off, in place, what reading the clock added; leaves at least 1. Returns the same array."""
+    """Subtract in place the time that reading the clock added, down to 1 ns. Returns the same array."""
     nanoseconds -= clock_ns(clock)
     return np.maximum(nanoseconds, 1, out=nanoseconds)
 
@@ -96,7 +96,7 @@ def summary(nanoseconds: Nanoseconds) -> dict[str, float]:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """What exists now is not looked at by the garbage collector until the end."""
+    """Exclude existing objects from garbage collection until the block ends."""
     gc.collect()
     gc.freeze()
     try:
@@ -106,7 +106,7 @@ def frozen_heap() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """The resident set, after a collection and a trim of the allocator."""
+    """The resident set, after a garbage collection and a trim of the allocator."""
     gc.collect()
     if platform.system() == "Linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -115,7 +115,7 @@ def resident_bytes() -> int:
 
 
 def machine() -> str:
-    """Processor, number of CPUs, Python, the build of the index."""
+    """Processor, number of CPUs, Python, and the build of the index."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -126,7 +126,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """What the figures depend on."""
+    """Versions that affect the figures."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("radixkv", "numpy", "xxhash"):
         try:
@@ -137,18 +137,18 @@ def versions() -> dict[str, str | None]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What a result says of where it was measured."""
+    """The part of a result that describes where it was measured."""
     return {"machine": machine(), "compiled": COMPILED, "versions": versions()}
 
 
 def heading(result: Mapping[str, Any]) -> str:
-    """Machine, versions and seed of a result, in a line."""
+    """Machine, versions and seed of a result, in one line."""
     named = ", ".join(f"{package} {number}" for package, number in result["versions"].items() if number)
     return f"{result['machine']}; {named}; seed {result['seed']}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text, the first row being the head: the first column to the left, the others to the right."""
+    """Format rows as text. The first row is the head. The first column is aligned left, the others right."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -156,14 +156,14 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number in a table: three digits at least, "–" for None."""
+    """Format a number for a table: at least three digits, "–" for None."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Figures as text."""
+    """Format figures as text."""
     rows = [("figure", "value", "unit", "p99", "reach", "stretch", "× floor", "floor")]
     for each in figures:
         figures_of = (each["p99"], each["reach"], each["stretch"], each["ratio"])

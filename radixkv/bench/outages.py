@@ -1,9 +1,10 @@
-"""What a Redis that is away costs: nothing while it is, and little time until everything is right again.
+"""The cost of a Redis outage: latency during the outage, and the time of recovery.
 
-paused      the server is stopped (SIGSTOP) for a while, and goes on, in turn: p99 of requests to a cache that publishes
-            to it, and of ``POST /v1/warm`` to a service that is registered with it, each of both times
-failover    the master of a Sentinel group is killed, and meanwhile a replica loses one prompt and computes another;
-            seconds from the first write that the new master accepts until a router's view says so
+paused      the server is stopped (SIGSTOP) and continued in turn. Measures p99, in both states, of requests to a
+cache
+            that publishes to it, and of ``POST /v1/warm`` to a service that is registered with it.
+failover    the master of a Sentinel group is killed. Meanwhile a replica evicts one prompt and computes another.
+            Measures seconds from the first write that the new master accepts until a router's view is right.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Ids = NDArray[np.uint32]
 
 
 class Paused(NamedTuple):
-    """p99 in milliseconds with Redis there and without."""
+    """p99 in milliseconds while Redis runs and while it is stopped."""
 
     there_ms: float
     away_ms: float
 
 
 def match(num_requests: int, seed: int) -> Paused:
-    """Requests of 1,024 tokens, each matched, opened, committed and released."""
+    """Requests of 1,024 tokens: each is matched, opened, committed and released."""
     chance = np.random.default_rng(seed)
     prompts = [chance.integers(0, 128_000, 1_024, dtype=np.int64) for _ in range(64)]
     with servers.single() as (url, process), closing(_replica(url, "paused")) as coordinator:
@@ -59,7 +60,7 @@ def match(num_requests: int, seed: int) -> Paused:
 
 
 def warm(num_requests: int) -> Paused:
-    """``POST /v1/warm`` of a prompt of its own each, to a service with the demo model."""
+    """``POST /v1/warm`` to a service with the demo model, each with a new prompt."""
     from radixkv.service.api_client import Client
     from radixkv.service.auth import DEMO_KEYS
     from radixkv.service.local import running
@@ -134,7 +135,7 @@ def _replica(url: str, name: str) -> Coordinator:
 def _both(
     request: Callable[[int], None], num_requests: int, process: Process, coordinator: Coordinator
 ) -> Paused:
-    """Requests with Redis and without it, in turns, so that a machine that is slow for a while is so for both."""
+    """Make requests with and without Redis in turns, so that a slow phase of the machine affects both."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * _TURNS):
         is_away = turn % 2 == 1

@@ -1,9 +1,9 @@
-"""What each eviction policy costs a request, all in one run, as multiples of LRU.
+"""The cost of each eviction policy per request, measured in one run as a multiple of LRU's.
 
 Every round runs every policy over the same workload, each in a new cache. Times are CPU time of the calling thread,
-from ``open`` to ``release``, key conversion and whatever the policy hears included; the least of the rounds counts,
-for what else runs on the machine only adds. What policies do in threads of their own is told as a share of a core: it
-begins a second after the first request, so a short workload shows none of it.
+from ``open`` to ``release``, including key conversion and all policy hooks. The minimum over the rounds counts,
+because other load on the machine only adds time. The threads of a policy are reported as a share of a core. They
+start a second after the first request, so a short workload shows nothing of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASELINE: Final = "lru"
 
 
 class Round(NamedTuple):
-    """One policy over the workload once. ``others``: CPU of other threads, as a share of a core."""
+    """One run of a policy over the workload. ``others``: CPU time of other threads, as a share of a core."""
 
     cpu_us: float
     others: float
@@ -44,11 +44,18 @@ def run(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run each policy, and LRU, ``rounds`` times; a dict that is JSON, with a row for each policy in ``results``.
+    """Run LRU and each policy ``rounds`` times. Returns a dict that JSON can encode.
 
-    ``cpu_us``: of the calling thread, a request, the least of the rounds. ``ratio``, ``added_us``: against LRU's.
-    ``other_threads``: share of a core, the median. progress: gets the requests done.
-    Raises ConfigError for a policy that isn't known, and IntegrityError if a cache isn't clean in the end.
+    The dict's ``results`` has a row for each policy:
+
+    - ``cpu_us``: CPU time of the calling thread per request, the minimum over rounds.
+    - ``ratio``, ``added_us``: relative to LRU's.
+    - ``other_threads``: share of a core, median.
+
+    ``progress`` gets the number of finished requests.
+
+    Raises ConfigError for an unknown policy, and IntegrityError if an audit at the end finds a
+    violated invariant.
     """
     names = list(dict.fromkeys([BASELINE, *chosen(policies, policy_names())]))
     requests = build(workload, seed, trace, limit)
@@ -78,7 +85,7 @@ def run(
 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """These policies, each once, ``all`` spelled out; one that isn't known is imported. Raises ConfigError."""
+    """Return the names without duplicates, with ``all`` expanded. Imports unknown ones. Raises ConfigError."""
     for name in names:
         if name != "all" and name not in known:
             resolve("--policy", name, known)
@@ -117,7 +124,7 @@ def _row(name: str, rounds: list[Round], baseline: list[Round]) -> dict[str, Any
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     head = (
         f"{result['workload']}: {result['num_blocks']:,} blocks of {result['block_size']}, "
         f"least of {result['rounds']} rounds\n{heading(result)}"

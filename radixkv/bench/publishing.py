@@ -1,12 +1,12 @@
-"""What publishing to the other replicas costs one replica.
+"""The cost for one replica of publishing to the other replicas.
 
-    publishing      records of 64 fresh segments (16,384 tokens) go through the journal, the digests and the mirror
-                    into the log of a real Redis; digests by the seconds from the first record until Redis has the last
-    calling thread  the same requests with a journal and without one, in turn: CPU of the thread that calls the cache
-    process         CPU of the whole process, publisher included, by that of the process without one
+    publishing      records of 64 new segments (16,384 tokens) go through the journal, the digests and the mirror
+                    into the log of a real Redis: digests per second, from the first record until Redis has the last
+    calling thread  the same requests with and without a journal, in turn: CPU of the thread that calls the cache
+    process         CPU of the whole process, publisher included, divided by that of the process without one
 
-Each pair of runs is one sample, and the median of the ratios and differences counts: a machine that is
-slow for a while is slow for both. Redis is another process, so its CPU is not in it.
+Each pair of runs is one sample, and the result is the median of ratios and differences. A slow phase of the machine
+affects both runs of a pair. Redis is another process, so its CPU time is excluded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FINGERPRINT = "fp:benchmark"
 
 
 class Spent(NamedTuple):
-    """CPU seconds of the thread that calls, and of the process, for some requests."""
+    """CPU seconds of the calling thread and of the whole process."""
 
     thread_s: float
     process_s: float
@@ -48,9 +48,10 @@ def run(
     pairs: int = 5,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Measure against the Redis at ``url``; ``{"figures": [{"name", "value", "unit", "reach"}], …}``.
+    """Measure against the Redis at ``url``. Returns ``{"figures": [{"name", "value", "unit", "reach"}], …}``.
 
-    ``num_digests`` are published; ``limit`` requests of ``workload`` run ``pairs`` times with and without.
+    Publishes ``num_digests`` digests. ``limit`` requests of ``workload`` run ``pairs`` times with and without a
+    journal.
     """
     rate = publishing_rate(url, num_digests, seed)
     requests = list(build(workload, seed, None, limit).requests())
@@ -71,7 +72,7 @@ def run(
 
 
 def publishing_rate(url: str, num_digests: int, seed: int = 0) -> float:
-    """Digests a second from the journal into Redis."""
+    """Digests per second from the journal into Redis."""
     entry_tokens = DIGESTS_AN_ENTRY * SEGMENT_TOKENS
     ids = np.random.default_rng(seed).integers(0, 2**31, entry_tokens, dtype=np.uint32)
     namespace = Namespace("bench", _FINGERPRINT)
@@ -94,14 +95,14 @@ def publishing_rate(url: str, num_digests: int, seed: int = 0) -> float:
 
 
 def _keys(ids: NDArray[np.uint32], first: int, count: int) -> Iterator[bytes]:
-    """Prompts that differ from their first token on: no segment is anybody else's."""
+    """Prompts that differ from their first token on, so they share no segment."""
     for number in range(first, first + count):
         ids[0] = number
         yield ids.tobytes()
 
 
 _RECORDS_A_FLUSH = 256
-"""About 10 ms of a replica that stores as fast as it can."""
+"""About 10 ms of records of a replica that stores as fast as it can."""
 
 
 def _coordinator(url: str, *, background: bool) -> Coordinator:
@@ -117,7 +118,7 @@ def _coordinator(url: str, *, background: bool) -> Coordinator:
 
 
 def _pair(url: str, requests: list[Request], num_blocks: int, first: int) -> tuple[Spent, Spent]:
-    """With and without coordination, in this order or the other."""
+    """Run with and without coordination. ``first`` = 1 runs with coordination first."""
     spent: dict[bool, Spent] = {}
     for coordinated in (bool(first), not first):
         spent[coordinated] = _drive(url, requests, num_blocks, coordinated=coordinated)
@@ -139,7 +140,7 @@ def _drive(url: str, requests: list[Request], num_blocks: int, *, coordinated: b
 
 
 def _requests(cache: PrefixCache, requests: list[Request], coordinator: Coordinator | None = None) -> Spent:
-    """Each opened, committed, extended by its answer, committed and released; until all of it is published."""
+    """Open, commit, extend by the answer, commit and release each request. Then wait until everything is published."""
     spent, names = 0, dict[str, Namespace]()
     clock = time.thread_time_ns
     process = time.process_time_ns()
@@ -159,7 +160,7 @@ def _requests(cache: PrefixCache, requests: list[Request], coordinator: Coordina
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     lines = [f"{'figure':<16}{'value':>14}  {'unit':<24}{'reach':>12}"]
     for figure in result["figures"]:
         lines.append(

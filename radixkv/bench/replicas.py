@@ -1,16 +1,16 @@
-"""What replicas cost: the figures of routing, each with what it is to reach.
+"""The cost of replicas and routing: figures with their targets.
 
-``FIGURES`` names a function for each group of figures; a function takes ``Options`` and gives its figures, so a group
-is added by one entry. Decisions and events are timed by the process's CPU clock, as what else runs on the machine
-doesn't count; what takes in a store or another process, by the wall clock. Ratios come from one run.
+``FIGURES`` maps the name of a group to a function from ``Options`` to figures. One more entry adds a group. Decisions
+and events are timed by the process's CPU clock, which excludes other load on the machine. Times that involve a store
+or another process use the wall clock. The parts of a ratio come from one run.
 
     decision   ``Router.rank`` for a prompt of 8,192 tokens in an int64 buffer, 16 replicas in the view
     apply      entries of 64 digests, offered and flushed, 16 replicas with half of their segments in common
-    memory     bytes of the view after that, its arrays and holder sets counted; growth of the resident set beside it
+    memory     bytes of the view after that, including its arrays and holder sets; and growth of the resident set
     start      a new router over a real Redis that holds the snapshots of 16 replicas, until its view is complete
     death      a replica in a process of its own is killed; from then to the last ranking that names it
-    publish    digests into Redis, and what a replica's own requests pay for it: ``bench.publishing``
-    paused     requests to a cache and ``POST /v1/warm``, with Redis and while it stands still: ``bench.outages``
+    publish    digests into Redis, and the cost for a replica's own requests: ``bench.publishing``
+    paused     requests to a cache and ``POST /v1/warm``, with Redis and while it is stopped: ``bench.outages``
     failover   the master of a Sentinel group is killed: ``bench.outages``
     cluster    the simulator of ``bench.fleet``: ``linear`` against ``round_robin``, then more and more replicas
 """
@@ -52,17 +52,17 @@ _BYTES = 16
 
 
 class Figure(NamedTuple):
-    """One figure; ``reach`` None where it only shows how cost grows."""
+    """One figure. ``reach`` is its target, None if the figure only shows how cost grows."""
 
     name: str
     value: float
     unit: str
     reach: float | None = None
     at_most: bool = True
-    """``reach`` is a ceiling; otherwise a floor."""
+    """True if ``reach`` is a maximum, False if it is a minimum."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON; ``met`` is None where there is nothing to reach."""
+        """Return a dict that JSON can encode. ``met`` is None without a target."""
         met = (
             None
             if self.reach is None
@@ -80,7 +80,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured. ``segments`` a replica; ``requests`` of the trace; ``fleets`` to simulate after that."""
+    """What to measure: ``segments`` per replica, ``requests`` of the trace, sizes of ``fleets`` to simulate."""
 
     segments: int = 100_000
     requests: int = 4_000
@@ -93,7 +93,7 @@ class Options:
     progress: Callable[[str], object] = str
 
     def trace_requests(self, limit: int) -> Iterator[TraceLine]:
-        """Requests of the trace, or of one like it."""
+        """The requests of the trace file, or generated ones of the same shape."""
         return trace_like(self.seed, limit) if self.trace is None else trace_lines(self.trace, limit)
 
 
@@ -117,7 +117,7 @@ def decision(options: Options) -> list[Figure]:
 
 
 def apply_and_memory(options: Options) -> list[Figure]:
-    """Placements a second into an empty view, and what they take there."""
+    """Placements per second into an empty view, and their memory there."""
     logs = [_entries(_half_shared(options.seed, number, options.segments)) for number in range(NUM_REPLICAS)]
     num_placements = NUM_REPLICAS * (options.segments // 2 * 2)
     best, grown, view = float("inf"), 0, View(1)
@@ -141,7 +141,7 @@ def apply_and_memory(options: Options) -> list[Figure]:
 
 
 def start(options: Options) -> list[Figure]:
-    """Seconds from nothing to a full view, over Redis."""
+    """Seconds until a new router has a full view, over Redis."""
     from radixkv.coordination.store.redis import RedisStore
 
     with _redis(options.redis) as url:
@@ -168,7 +168,7 @@ def start(options: Options) -> list[Figure]:
 
 
 def death(options: Options) -> list[Figure]:
-    """Seconds from SIGKILL to the last ranking that names the victim, beyond its lease."""
+    """Seconds from SIGKILL to the last ranking that names the killed replica. The limit is its lease + 0.2 s."""
     with _redis(options.redis) as url:
         process = multiprocessing.get_context("spawn")
         victim = process.Process(target=_live, args=(url, options.lease_s), daemon=True)
@@ -179,7 +179,7 @@ def death(options: Options) -> list[Figure]:
             while not router.rank(_NAMESPACE, ids):
                 if victim.exitcode is not None:
                     raise RadixKVError(
-                        f"the replica to be killed ended by itself, with status {victim.exitcode}"
+                        f"the replica ended by itself, with status {victim.exitcode}, before it was killed"
                     )
                 time.sleep(0.01)
             time.sleep(options.lease_s)
@@ -197,7 +197,7 @@ def death(options: Options) -> list[Figure]:
 
 
 def publish(options: Options) -> list[Figure]:
-    """What publishing costs the replica: see ``bench.publishing``."""
+    """The cost of publishing for the replica; see ``bench.publishing``."""
     reaches = {"publishing": (1e6, False), "calling thread": (2.0, True), "process CPU": (1.5, True)}
     with _redis(options.redis) as url:
         result = publishing.run(
@@ -210,7 +210,7 @@ def publish(options: Options) -> list[Figure]:
 
 
 def paused(options: Options) -> list[Figure]:
-    """p99 of requests and of warming, with Redis and while it stands still."""
+    """p99 of requests and of warming, with Redis and while it is stopped."""
     figures = []
     for name, found in (
         ("match", outages.match(options.requests, options.seed)),
@@ -231,7 +231,7 @@ def failover(options: Options) -> list[Figure]:
 
 
 def cluster(options: Options) -> list[Figure]:
-    """Hit rate and balance of a simulated fleet, and how cost grows with it."""
+    """Hit rate and balance of a simulated fleet, and the cost as it grows."""
     linear = _simulate(options, 8, "linear", options.requests)
     turns = _simulate(options, 8, "round_robin", options.requests)
     if not turns.hit_rate:
@@ -268,7 +268,7 @@ FIGURES: dict[str, Callable[[Options], Sequence[Figure]]] = {
 
 
 def run(options: Options, groups: Sequence[str] = ()) -> dict[str, Any]:
-    """The figures of some groups, by default of all, as a dict that is JSON. Raises ConfigError."""
+    """Return the figures of some groups, by default of all, as a dict that JSON can encode. Raises ConfigError."""
     unknown = next((name for name in groups if name not in FIGURES), None)
     if unknown is not None:
         raise ConfigError("--figure", unknown, f"one of {', '.join(FIGURES)}")
@@ -287,7 +287,7 @@ def run(options: Options, groups: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     rows = [("figure", "value", "unit", "reach", "")]
     for each in result["figures"]:
         bound = "" if each["reach"] is None else f"{'≤' if each['at_most'] else '≥'} {each['reach']:,.6g}"
@@ -305,7 +305,7 @@ def _simulate(options: Options, num_replicas: int, cost: str, num_requests: int)
 
 
 def _faster(requests: Iterator[TraceLine], times: float) -> Iterator[TraceLine]:
-    """The same requests, ``times`` as many a second."""
+    """The same requests at a rate ``times`` as high."""
     return (request._replace(at_s=request.at_s / times) for request in requests)
 
 
@@ -314,7 +314,7 @@ def _random_digests(seed: int, number: int, count: int) -> bytes:
 
 
 def _half_shared(seed: int, number: int, count: int) -> bytes:
-    """Packed digests of a replica: the first half is everybody's."""
+    """Packed digests of a replica. All replicas share the first half."""
     return _random_digests(seed, 1_000_000, count // 2) + _random_digests(seed, number, count // 2)
 
 
@@ -328,7 +328,7 @@ def _entries(digests: bytes) -> list[Entry]:
 
 
 def _publish(store: Store, name: str, digests: Iterable[bytes], lease_s: float) -> Writer:
-    """A replica that is only pretended: it registers, states what it holds as a snapshot, and beats once."""
+    """Register a simulated replica, publish a snapshot of its digests, and send one heartbeat."""
     keys, nonce, address = FleetKeys(SECRET), secrets.token_hex(16), f"http://{name}"
     registration = Registration(name, 0, nonce, address, _NAMESPACE.model, 16, WIRE_VERSION, keys.canary)
     registration = replace(registration, epoch=store.boot(registration).value)
@@ -343,7 +343,7 @@ def _publish(store: Store, name: str, digests: Iterable[bytes], lease_s: float) 
 
 
 def _live(url: str, lease_s: float) -> None:
-    """What the process of a replica does: it beats until it is killed."""
+    """Run a replica that sends heartbeats until it is killed. The target of a process."""
     replica = connect(
         url,
         replica_id="victim",
@@ -359,7 +359,7 @@ def _live(url: str, lease_s: float) -> None:
 
 @contextmanager
 def _redis(url: str | None) -> Iterator[str]:
-    """The Redis given, or one of our own on a socket. Raises ConfigError."""
+    """The URL of the given Redis, or of a new one on a socket. Raises ConfigError."""
     if url is not None:
         yield url
         return

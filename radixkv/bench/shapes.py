@@ -1,16 +1,15 @@
-"""Shapes made to hurt an index: trees that are as wide, as deep or as split as they get, and prompts of any length.
+"""Hard workloads for an index: very wide, deep or split trees, and prompts of any length.
 
-A ``Shape`` is a workload, and one that goes before it unmeasured:
+A ``Shape`` is a workload, and an unmeasured one that runs before it:
 
-    diverging    one long path, and a request that leaves it after each of its blocks, nearest first
-    wide         as many children under one node
-    deep         a path of as many nodes, walked to its end by every request
+    diverging    one long path, and a request that diverges after each of its blocks, the nearest to the root first
+    wide         one node with as many children
+    deep         a path of as many nodes, which every request walks to its end
     equal        the same prompt again and again
     tiny, large  chats over blocks of one token, and of 256
 
-``measure`` drives one and clears it by evictions, with the audit at the end. ``long_prompt`` takes one prompt
-through all that can happen to it, in steps of ``CHUNK_TOKENS``, as engines do: the cost of a token must not depend on
-how many there are.
+``measure`` runs one, audits the cache, and evicts everything. ``long_prompt`` runs one prompt through all operations,
+in steps of ``CHUNK_TOKENS``, as engines do. The cost of a token must not depend on the length of the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NUM_FORKS = 8
 
 
 class Shape(NamedTuple):
-    """Requests to measure on a cache of ``num_blocks`` blocks, after those that ``build`` it."""
+    """A cache size, requests that ``build`` the tree, and the measured requests."""
 
     name: str
     num_blocks: int
@@ -45,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shapes(seed: int = 0, scale: float = 1.0) -> list[Shape]:
-    """All shapes; ``scale`` 1 has 100,000 children and a path of 10,000 nodes."""
+    """Return all shapes. With ``scale`` 1 they have up to 100,000 children and a path of 10,000 nodes."""
 
     def sized(full: int) -> int:
         return max(int(full * scale), 4)
@@ -67,7 +66,7 @@ def shapes(seed: int = 0, scale: float = 1.0) -> list[Shape]:
 
 
 def diverging(seed: int, num_blocks: int, block_size: int) -> Iterator[Request]:
-    """A path of ``num_blocks`` blocks, then prompts that leave it after 1, 2, … of them."""
+    """A path of ``num_blocks`` blocks, then prompts that diverge after 1, 2, … of them."""
     path = draw(seed, 8, size=num_blocks * block_size)
     yield Request("tenant-0", path[:-1], path)
     for blocks in range(1, num_blocks):
@@ -80,7 +79,7 @@ def _leaving(seed: int, prefix: Ids, number: int, block_size: int) -> Request:
 
 
 def wide(children: int) -> Iterator[Request]:
-    """A block that all share, then one that tells them apart."""
+    """Prompts with one shared block, followed by a block that differs."""
     full = np.zeros(32, dtype=np.int64)
     for child in range(children):
         full[16:] = child
@@ -88,7 +87,7 @@ def wide(children: int) -> Iterator[Request]:
 
 
 def splits(seed: int, nodes: int) -> Iterator[Request]:
-    """A path of ``nodes`` tokens, then prompts that leave it before each, the last first: so each walk is short."""
+    """A path of ``nodes`` tokens, then prompts that diverge before each token: the last first, for short walks."""
     path = draw(seed, 8, size=nodes)
     yield Request("tenant-0", path[:-1], path)
     for length in range(nodes - 1, 0, -1):
@@ -97,7 +96,7 @@ def splits(seed: int, nodes: int) -> Iterator[Request]:
 
 
 def walks(seed: int, nodes: int, requests: int) -> Iterator[Request]:
-    """Prompts that go to the end of the path of ``splits`` and on from there."""
+    """Prompts that follow the path of ``splits`` to its end and continue it."""
     path = draw(seed, 8, size=nodes)
     for number in range(requests):
         full = np.append(path, (number, number))
@@ -112,7 +111,7 @@ def equal(seed: int, requests: int) -> Iterator[Request]:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Run a shape; a dict that is JSON. Raises IntegrityError if a law is broken at the end."""
+    """Run a shape. Returns a dict that JSON can encode. Raises IntegrityError for a violated invariant."""
     cache = PrefixCache(CacheConfig(shape.num_blocks, shape.block_size))
     drive(cache, shape.build)
     with frozen_heap():
@@ -143,9 +142,9 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def long_prompt(num_tokens: int, seed: int = 0) -> dict[str, float]:
-    """CPU nanoseconds a token of what happens to a prompt of about that length, median of 1 to 300 lives.
+    """CPU nanoseconds per token of each operation on a prompt of about ``num_tokens``, median of 1 to 300 runs.
 
-    A few tokens more, so that the last block is partial and a write after a fork copies it.
+    The prompt gets 5 more tokens. So its last block is usually partial, and a write after a fork copies it.
     """
     rounds = max(1, min(300, 300_000 // num_tokens))
     ids = draw(seed, 10, size=num_tokens + 5)
@@ -155,7 +154,7 @@ def long_prompt(num_tokens: int, seed: int = 0) -> dict[str, float]:
 
 
 def _life(ids: Ids) -> dict[str, int]:
-    """CPU nanoseconds of each step of one prompt's life."""
+    """CPU nanoseconds of each operation on one prompt."""
     size = len(ids)
     cache, namespace = (
         PrefixCache(CacheConfig(2 * size // 16 + 4 * NUM_FORKS)),
@@ -193,13 +192,13 @@ def _life(ids: Ids) -> dict[str, int]:
 
 
 def release(sequences: list[Sequence]) -> None:
-    """Release all of them."""
+    """Release all sequences."""
     for sequence in sequences:
         sequence.release()
 
 
 def commit(sequence: Sequence) -> None:
-    """Commit all of a sequence, chunk by chunk."""
+    """Commit a whole sequence in chunks."""
     size = sequence.num_tokens
     for stop in range(sequence.num_committed_tokens, size, CHUNK_TOKENS):
         sequence.commit(stop)
@@ -207,13 +206,13 @@ def commit(sequence: Sequence) -> None:
 
 
 def extend(sequence: Sequence, ids: array[int], start: int) -> None:
-    """Extend a sequence by ``ids[start:]``, chunk by chunk."""
+    """Extend a sequence by ``ids[start:]`` in chunks."""
     for at in range(start, len(ids), CHUNK_TOKENS):
         sequence.extend(ids[at : at + CHUNK_TOKENS])
 
 
 def trim(sequence: Sequence, num_tokens: int) -> None:
-    """Roll a sequence back to ``num_tokens``, chunk by chunk."""
+    """Truncate a sequence to ``num_tokens`` in chunks."""
     for size in range(sequence.num_tokens - CHUNK_TOKENS, num_tokens, -CHUNK_TOKENS):
         sequence.truncate(size)
     sequence.truncate(num_tokens)

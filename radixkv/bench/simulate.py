@@ -1,9 +1,9 @@
-"""The trace simulator: which hit rate which policy would have had at which capacity, beside the optimum.
+"""The trace simulator: the hit rate of each policy at each capacity, beside the optimum.
 
-Each (policy, capacity) is one task, spread over the machine's cores; a policy's task is a replay through a live cache
-(``simulation.replay``), the optimum's is Belady's rule on the tree (``simulation.optimum``). LRU and the optimum always
-run, for everything is told as a share of the gap between them; a policy that may decline to keep something runs once
-more without that, to tell what it gains.
+Each (policy, capacity) is one task, and the tasks run on all cores of the machine. A policy's task is a replay
+through a real cache (``simulation.replay``). The optimum's task is Belady's rule on the tree
+(``simulation.optimum``). LRU and the optimum always run, because results are shares of the gap between them. A policy
+that may reject blocks also runs once without rejecting, to show the gain of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from radixkv.bench.policies import chosen
 from radixkv.bench.simulation.advice import advise
@@ -42,15 +42,17 @@ from radixkv.errors import ConfigError, RadixKVError
 Task = tuple[str, int]
 
 _STARTED_AGAIN = 70
-"""Status of a worker whose start ran the calling script again."""
+"""Exit status of a worker whose start ran the calling script again."""
 
 
 class WorkerDied(RadixKVError):
     """A worker process of a simulation ended before its work was done."""
 
+    hint: ClassVar[str] = "Use fewer processes (--jobs): the system may have killed one for its memory."
+
 
 def known_policies() -> tuple[str, ...]:
-    """What ``policies`` may name, beside ``all``."""
+    """The names that ``policies`` accepts, besides ``all``."""
     return (*policy_names(), OPTIMUM, OPTIMUM_BYPASS)
 
 
@@ -68,15 +70,22 @@ def run(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Every policy at every capacity over the traces, as a dict that is JSON; ``results`` has a row for each.
+    """Run every policy at every capacity over the traces. Returns a dict that JSON can encode.
 
-    capacities: blocks of the trace, ≥ 1. tenants: leaves out all others. jobs: processes, by default one a core.
-    progress: gets the tasks done and all tasks. A script that calls this with more than one job needs
-    ``if __name__ == "__main__":`` around the call, since each worker process imports the script.
+    The dict's ``results`` has a row for each policy and capacity.
 
-    Raises ConfigError for what can't be run, and WorkerDied if a worker process was killed or could not start.
+    - ``capacities``: blocks of the trace, ≥ 1.
+    - ``tenants``: all others are left out.
+    - ``jobs``: processes, by default one a core.
+    - ``progress``: gets the number of finished tasks and of all tasks.
+
+    Each worker process imports the script that calls this. So with more than one job, the script needs
+    ``if __name__ == "__main__":`` around the call.
+
+    Raises ConfigError for invalid settings or traces, and WorkerDied if a worker process was killed or could not
+    start.
     """
-    if getattr(current_process(), "_inheriting", False):  # a worker that imports a script without that line
+    if getattr(current_process(), "_inheriting", False):  # a worker that imports a script without that guard
         raise SystemExit(_STARTED_AGAIN)
     began = time.perf_counter()
     named, sizes = chosen(policies, known_policies()), _checked_capacities(capacities)
@@ -116,14 +125,14 @@ def _checked_capacities(capacities: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What every process needs: the trace and how to score a run of it."""
+    """The trace, and how to score a run of it. Every process has a copy."""
 
     trace: Trace
     scorer: Scorer
     seed: int
 
     def do(self, task: Task) -> Sums:
-        """One run, reduced."""
+        """Run a task and reduce its outcome to sums."""
         policy, capacity = task
         return self.scorer.reduce(self._outcome(policy, capacity))
 
@@ -137,12 +146,12 @@ class _Work:
 
 
 _work: _Work | None = None
-"""Of this process, if it is one of the pool's."""
+"""Set in the worker processes of the pool only."""
 
 
 def _begin(file: Path, profile: ModelProfile, score_from_s: float, seed: int) -> None:
     global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     trace = Trace.load(file)
     _work = _Work(trace, Scorer(trace, profile, score_from_s), seed)
 
@@ -153,14 +162,14 @@ def _do(task: Task) -> Sums:
 
 
 def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple[Task, Sums]]:
-    """Each task's result as it comes."""
+    """Yield each task and its result as it finishes."""
     processes = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if processes == 1:
         for task in tasks:
             yield task, work.do(task)
         return
     with tempfile.TemporaryDirectory() as folder:
-        # In a file: multiprocessing waits for ever to hand more than a pipe holds to a process that died meanwhile.
+        # Pass the trace in a file: multiprocessing hangs if a worker dies while a pipe sends it much data.
         file = Path(folder, "trace.npz")
         work.trace.save(file)
         yield from _run_in_processes(work, file, tasks, processes)
@@ -177,9 +186,9 @@ def _run_in_processes(
             for done in as_completed(pending):
                 yield pending[done], done.result()
         except BrokenProcessPool:
-            pool.shutdown()  # its thread reaps the processes; only then is each status known here
+            pool.shutdown()  # its thread reaps the processes; each exit status is known only after that
             raise _died([process.exitcode for process in workers], processes) from None
-        except BaseException:  # Ctrl-C among them: nobody waits for what nobody wants any more
+        except BaseException:  # also on Ctrl-C: stop work that is no longer needed
             for process in workers:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
@@ -187,7 +196,7 @@ def _run_in_processes(
 
 
 def _died(exitcodes: Sequence[int | None], processes: int) -> WorkerDied:
-    """Names the cause by the status of the worker that ended first. The pool ends the others by SIGTERM."""
+    """Name the cause by the status of the worker that ended first. The pool ends the others by SIGTERM."""
     if _STARTED_AGAIN in exitcodes:
         return WorkerDied(
             "the script that calls run() has no guard: each worker process imports the script, which calls run() "
@@ -207,7 +216,7 @@ def _died(exitcodes: Sequence[int | None], processes: int) -> WorkerDied:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text: hit rates and shares of the gap by policy and capacity, tenants, advice."""
+    """Format a result as text: hit rates and shares of the gap by policy and capacity, tenants, advice."""
     rows = [*result["results"], *result["baselines"]]
     parts = [
         f"{result['scored_requests']} of {result['requests']} requests scored, "

@@ -1,9 +1,9 @@
-"""Time to first token, cold against warmed, over HTTP: what a prefix cache is for.
+"""Time to first token over HTTP, cold against warmed.
 
-Pairs on one service: a completion of a prompt that was never seen (cold), and one of the same prompt, which was
-warmed before, under another salt (warm). Cold and warm take turns, and which comes first alternates. The
-first request is discarded: it pays for what a process does once. Figures are those of the service itself,
-``timings.time_to_first_token_s``, from the request's arrival to its first token, and medians are over pairs.
+A pair is a completion of a new prompt (cold), and one of the same prompt under another salt after warming it (warm).
+Cold and warm take turns, and which of them comes first alternates. The first request is discarded, because it
+includes one-time costs of the process. Times are the service's own ``timings.time_to_first_token_s``, from the
+request's arrival to its first token. Results are medians over pairs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def run(
     max_tokens: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure ``pairs`` pairs with prompts of about ``tokens`` tokens, at least that many; a dict that is JSON.
+    """Measure ``pairs`` pairs with prompts of at least ``tokens`` tokens. Returns a dict that JSON can encode.
 
-    Raises ArgumentError for counts below 1, and ServiceError. What it leaves in the cache is cleared.
+    Clears its prefixes from the cache. Raises ArgumentError for counts below 1, and ServiceError.
     """
     for name, value in (("tokens", tokens), ("pairs", pairs), ("max_tokens", max_tokens)):
         if value < 1:
@@ -57,7 +57,7 @@ def _new(salts: list[str], mark: str) -> str:
 
 
 def _prompt(client: Client, tokens: int, mark: str) -> str:
-    """Text of at least ``tokens`` tokens; how many a sentence has is asked from the service."""
+    """Return a text of at least ``tokens`` tokens. The service counts the tokens of a sentence."""
     sample = "".join(_SENTENCE.format(number) for number in range(20))
     asked = client.call("POST", "/v1/warm", {"prompt": sample, "salt": f"ttft-{mark}"})
     client_tokens = asked["tokens"] + asked["left_out"]
@@ -109,7 +109,7 @@ def _result(measured: list[tuple[dict[str, Any], dict[str, Any]]], max_tokens: i
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
+    """Format a result as text."""
     rows = [f"{index:>4}{1e3 * each['cold_s']:>12.1f}{1e3 * each['warm_s']:>12.1f}"
             for index, each in enumerate(result["measured"], 1)]  # fmt: skip
     return "\n".join(

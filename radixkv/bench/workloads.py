@@ -1,11 +1,11 @@
 """Workloads for the index benchmark: requests as (tenant, prompt ids, prompt + answer ids), from a seed.
 
-    trace     the requests of a trace file of 512-token hash ids, or a generator of the same shape without one
+    trace     the requests of a trace file of 512-token hash ids, or generated ones of the same shape
     chat      64 tenants × 32 conversations × 8 turns over one 2,048-token system prompt of equal ids
     thin      64-token prompts that share nothing: a leaf for each
     unique    4,096-token prompts that share nothing
 
-Ids are drawn below 128,000. Every workload is a generator: the ids of one request exist at a time.
+Ids are drawn below 128,000. Every workload is a generator, so only the ids of one request are in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from radixkv.errors import ConfigError
 
 VOCABULARY = 128_000
 SEGMENT_TOKENS = MOONCAKE_BLOCK_TOKENS
-"""Tokens that a hash id of a trace stands for."""
+"""Tokens per hash id of a trace."""
 
 Ids = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 class TraceLine(NamedTuple):
-    """A request of a trace, by ids that stand for SEGMENT_TOKENS tokens each, chained."""
+    """A request of a trace, as chained hash ids of SEGMENT_TOKENS tokens each."""
 
     at_s: float
     hash_ids: Sequence[int]
@@ -46,7 +46,7 @@ class TraceLine(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Requests, to be made as often as needed; at most ``most`` of them."""
+    """At most ``most`` requests, which can be generated repeatedly."""
 
     name: str
     requests: Callable[[], Iterator[Request]]
@@ -54,12 +54,12 @@ class Workload(NamedTuple):
 
 
 def draw(seed: int, *path: int, size: int) -> Ids:
-    """``size`` ids that depend on the seed and the path alone."""
+    """Draw ``size`` ids that depend only on the seed and the path."""
     return np.random.Generator(np.random.SFC64([seed, *path])).integers(0, VOCABULARY, size, dtype=np.int64)
 
 
 def chat(seed: int, tenants: int = 64, conversations: int = 32, turns: int = 8) -> Iterator[Request]:
-    """Turn by turn: 120 user and 80 answer tokens each, after a system prompt that is the same for everybody."""
+    """Generate all conversations turn by turn, 120 user and 80 answer tokens each, after a shared system prompt."""
     system = draw(seed, 1, size=2_048)
     for turn in range(1, turns + 1):
         for conversation in range(conversations):
@@ -86,7 +86,7 @@ def unique(seed: int, requests: int = 700) -> Iterator[Request]:
 def trace_lines(path: Path, limit: int) -> Iterator[TraceLine]:
     """The first ``limit`` requests of a trace whose hashes are integers, in a format of ``simulation.trace``.
 
-    Raises ConfigError: for a line that can't be read, naming it, and if there is no request.
+    Raises ConfigError for an unreadable line, with its number, and for a file without a request.
     """
     number = 0
     for number, request in enumerate(islice(stream(path, SEGMENT_TOKENS), limit), 1):
@@ -110,8 +110,8 @@ def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
 def trace_like(seed: int, limit: int) -> Iterator[Request]:
     """Requests of the same shape without a file: conversations that continue, over one shared system prompt.
 
-    Fitted to the first 3,000 requests of a public trace of conversations: a third continue an earlier one; the
-    lengths of the others are log-normal around 7,000 tokens, with a hundredth above 80,000.
+    Fitted to the first 3,000 requests of a public trace of conversations. A third continue an earlier conversation.
+    The lengths of the others are log-normal around 7,000 tokens, and one in a hundred is above 80,000.
     """
     rng = np.random.Generator(np.random.SFC64([seed, 5]))
     conversations: list[list[int]] = []
@@ -135,9 +135,9 @@ def _segments(seed: int, number: int, hash_ids: Sequence[int], size: int, answer
 
 
 def build(name: str, seed: int, trace: Path | None = None, limit: int | None = None) -> Workload:
-    """The workload of that name. Raises ConfigError for an unknown one, and for a trace file that is not for it."""
+    """Return the workload of that name. Raises ConfigError for an unknown name, and for a trace that it can't use."""
     if trace is not None and name != "trace":
-        raise ConfigError("--trace", str(trace), "nothing but with --workload trace")
+        raise ConfigError("--trace", str(trace), "no file without --workload trace")
     if name == "trace":
         most = limit or 3_000
         return Workload(

@@ -1,4 +1,4 @@
-"""``radixkv bench``: what each benchmark takes, and how its result is shown; ``radixkv.bench`` has the benchmarks."""
+"""``radixkv bench``: the options of each benchmark and the output; ``radixkv.bench`` has the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,43 @@ from typing import Any
 
 import click
 
-from radixkv.cli.output import counter, json_option, listed, needs_extra, print_result, progress_bar, table
+from radixkv.cli.output import (
+    counter,
+    examples,
+    json_option,
+    listed,
+    needs_extra,
+    print_result,
+    progress_bar,
+    table,
+)
 from radixkv.errors import require_extra
 
 
-@click.group()
+@click.group(epilog=examples("radixkv bench ttft", "radixkv bench index --limit 1000"))
 def bench() -> None:
-    """Measure on this machine."""
+    """Run a benchmark on this machine."""
 
 
-@bench.command("ttft")
-@click.option("--url", envvar="RADIXKV_URL", help="A running service.  [a demo service of its own]")
+@bench.command(
+    "ttft",
+    short_help="Compare cold and warm first tokens.",
+    epilog=examples("radixkv bench ttft", "radixkv bench ttft --url http://127.0.0.1:8400 --tokens 4000"),
+)
+@click.option("--url", envvar="RADIXKV_URL", help="Base URL of a running service.  [starts a demo service]")
 @click.option("--key", envvar="RADIXKV_KEY", help="Key of a tenant.")
-@click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Prompt length.")
-@click.option("--pairs", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Tokens in a prompt.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Pairs of a cold and a warm request.",
+)
 @json_option
 @needs_extra("http")
 def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
-    """Time to first token, cold against warmed."""
+    """Compare the time to the first token, cold and warm."""
     from radixkv.bench import ttft
     from radixkv.service.api_client import Client
 
@@ -41,24 +60,44 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
     print_result(result, ttft.table, as_json)
 
 
-@bench.command("index")
+@bench.command(
+    "index",
+    short_help="Measure the index.",
+    epilog=examples(
+        "radixkv bench index",
+        "radixkv bench index --workload trace --trace trace.jsonl --policy lfu --no-figures",
+    ),
+)
 @click.option(
-    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
+    "--workload",
+    type=click.Choice(["chat", "trace", "thin", "unique"]),
+    default="chat",
+    show_default=True,
+    help="Kind of requests.",
 )
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
 )
 @click.option("--limit", type=click.IntRange(1), help="Most requests.")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--policy", default="lru", show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
-    "--figures/--no-figures", default=True, show_default=True, help="Single calls, growth and shapes too."
+    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
+)
+@click.option("--policy", default="lru", show_default=True, help="Eviction policy.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@click.option(
+    "--figures/--no-figures",
+    default=True,
+    show_default=True,
+    help="Measure single calls, growth and shapes too.",
 )
 @json_option
 def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any) -> None:
-    """What the index costs a request, beside floors that do less."""
+    """Measure the time of the index for each request, beside lower bounds that do less."""
     from pathlib import Path
 
     from radixkv.bench import index
@@ -70,22 +109,40 @@ def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any)
     print_result(result, index.table, as_json)
 
 
-@bench.command("policies")
+@bench.command(
+    "policies",
+    short_help="Compare the eviction policies.",
+    epilog=examples(
+        "radixkv bench policies --limit 2000", "radixkv bench policies --policy lru,lfu --rounds 5"
+    ),
+)
 @click.option(
-    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
+    "--workload",
+    type=click.Choice(["chat", "trace", "thin", "unique"]),
+    default="chat",
+    show_default=True,
+    help="Kind of requests.",
 )
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
 )
-@click.option("--policy", "policies", default="all", show_default=True, help="all, or some, between commas.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Most requests of a round.")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--policy", "policies", default="all", show_default=True, help="all, or names: lru,lfu.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; the fastest counts."
+)
+@click.option("--limit", type=click.IntRange(1), help="Most requests in a round.")
+@click.option(
+    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 @json_option
 def bench_policies(trace: str | None, policies: str, as_json: bool, **options: Any) -> None:
-    """What each eviction policy costs a request, as a multiple of LRU."""
+    """Measure the time of each eviction policy for each request, as a multiple of LRU."""
     from pathlib import Path
 
     from radixkv.bench import policies as comparison
@@ -96,20 +153,32 @@ def bench_policies(trace: str | None, policies: str, as_json: bool, **options: A
     print_result(result, comparison.table, as_json)
 
 
-@bench.command("concurrency")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
+@bench.command(
+    "concurrency",
+    short_help="Measure matches beside evictions.",
+    epilog=examples(
+        "radixkv bench concurrency", "radixkv bench concurrency --num-blocks 50000 --evict-blocks 10000"
+    ),
+)
+@click.option(
+    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
+)
 @click.option(
     "--evict-blocks",
     type=click.IntRange(1),
     default=40_000,
     show_default=True,
-    help="Blocks of each eviction.",
+    help="Blocks in each eviction.",
 )
-@click.option("--matches", type=click.IntRange(1), default=200_000, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--matches", type=click.IntRange(1), default=200_000, show_default=True, help="Matches to time."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 @json_option
 def bench_concurrency(as_json: bool, **options: Any) -> None:
-    """How long a match takes while another thread evicts and commits."""
+    """Measure the time of a match while another thread evicts and commits."""
     from radixkv.bench import concurrency
 
     with progress_bar(2 * len(concurrency.BESIDE), "measuring") as advance:
@@ -117,22 +186,41 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
     print_result(result, concurrency.table, as_json)
 
 
-@bench.command("fork")
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--block-size", type=click.IntRange(2), default=16, show_default=True)
-@click.option("--num-pairs", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
-@click.option("--num-rows", type=click.IntRange(1), help="Valid rows of each tail.  [drawn]")
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
-@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@bench.command(
+    "fork",
+    short_help="Measure the copies of a fork.",
+    epilog=examples("radixkv bench fork", "radixkv bench fork --device cuda --num-pairs 1 --num-pairs 64"),
+)
+@click.option("--device", default="cpu", show_default=True, help="Torch device.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Element type of the KV.")
+@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
+@click.option(
+    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
+)
+@click.option(
+    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Elements of a KV head."
+)
+@click.option(
+    "--block-size", type=click.IntRange(2), default=16, show_default=True, help="Tokens in a block."
+)
+@click.option(
+    "--num-pairs",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 4, 16),
+    show_default=True,
+    help="Copies in a call; may be repeated.",
+)
+@click.option("--num-rows", type=click.IntRange(1), help="Valid rows in each last block.  [random]")
+@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
+@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 @json_option
 @needs_extra("storage")
 def bench_fork(as_json: bool, **options: Any) -> None:
-    """What a fork's copies cost."""
+    """Measure the copies of a fork."""
     from radixkv.bench import fork
 
     with progress_bar(len(options["num_pairs"]), "measuring") as advance:
@@ -140,44 +228,82 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     print_result(result, _fork_table, as_json)
 
 
-@bench.command("kernels")
-@click.option("--device", help="[the GPU if there is one, otherwise cpu]")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True
+@bench.command(
+    "kernels",
+    short_help="Check and measure the kernels.",
+    epilog=examples("radixkv bench kernels", "radixkv bench kernels --device cuda --dtype float16"),
 )
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(2), default=128, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--num-blocks", type=click.IntRange(1), default=1000, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--device", help="Torch device.  [the GPU if there is one, otherwise cpu]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Element type of the KV.",
+)
+@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
+@click.option(
+    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
+)
+@click.option(
+    "--head-dim", type=click.IntRange(2), default=128, show_default=True, help="Elements of a KV head."
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
+)
+@click.option(
+    "--num-blocks", type=click.IntRange(1), default=1000, show_default=True, help="Blocks in the cache."
+)
+@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 @json_option
 @needs_extra("storage")
 def bench_kernels(as_json: bool, **options: Any) -> None:
-    """Whether the kernels are right, and on a GPU how fast."""
+    """Compare the kernels with their reference; on a GPU also measure them."""
     from radixkv.bench import kernels
 
     print_result(kernels.run(**options), _kernels_table, as_json)
 
 
-@bench.command("replicas")
+@bench.command(
+    "replicas",
+    short_help="Measure routing.",
+    epilog=examples(
+        "radixkv bench replicas", "radixkv bench replicas --redis redis://127.0.0.1:6379/0 --requests 1000"
+    ),
+)
 @click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL).  [generated]"
 )
-@click.option("--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Of the trace.")
-@click.option("--segments", type=click.IntRange(2), default=100_000, show_default=True, help="A replica.")
-@click.option("--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="A replica.")
 @click.option(
-    "--fleet", "fleets", type=click.IntRange(1), multiple=True, default=(8, 64, 1_000), show_default=True
+    "--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Requests of the trace."
 )
-@click.option("--redis", help="URL of a Redis to use.  [one of its own]")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--segments", type=click.IntRange(2), default=100_000, show_default=True, help="Segments of each replica."
+)
+@click.option(
+    "--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="Blocks of each replica."
+)
+@click.option(
+    "--fleet",
+    "fleets",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(8, 64, 1_000),
+    show_default=True,
+    help="Replicas of a simulated fleet; may be repeated.",
+)
+@click.option("--redis", help="URL of a Redis to use.  [starts one]")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 @json_option
 @needs_extra("redis")
 def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """What routing costs, and what it gains."""
+    """Measure the cost and the benefit of routing."""
     from pathlib import Path
 
     from radixkv.bench import replicas
@@ -190,16 +316,26 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
     print_result(replicas.run(chosen, groups), replicas.table, as_json)
 
 
-@bench.command("hostile")
+@bench.command(
+    "hostile",
+    short_help="Measure latencies during attacks.",
+    epilog=examples("radixkv bench hostile", "radixkv bench hostile --calls 200 --rounds 2"),
+)
 @click.option("--attack", "names", multiple=True, help="Only this attack; may be repeated.  [all]")
 @click.option(
-    "--calls", type=click.IntRange(10), default=1_000, show_default=True, help="Of each kind, a round."
+    "--calls",
+    type=click.IntRange(10),
+    default=1_000,
+    show_default=True,
+    help="Calls of each kind in a round.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the median counts."
+)
 @json_option
 @needs_extra("service")
 def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """What other tenants and the operator feel while the service is attacked."""
+    """Measure the latency of other tenants and of the operator while the service is attacked."""
     from radixkv.bench import hostile
 
     with progress_bar(hostile.num_steps(options["rounds"], names), "attacking") as advance:

@@ -1,4 +1,4 @@
-"""``radixkv warm``, ``stats``, ``keys`` and ``purge``: what is said to a service that runs."""
+"""``radixkv warm``, ``stats``, ``keys`` and ``purge``: requests to a running service."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from radixkv.cli.output import (
     Number,
     client_options,
+    examples,
     json_option,
     needs_extra,
     print_json,
@@ -23,23 +24,29 @@ from radixkv.index.pins import MAX_TTL_S
 _LOOK_AGAIN_S = 0.2
 
 
-@click.command()
+@click.command(
+    short_help="Warm the prompts in files.",
+    epilog=examples(
+        "radixkv warm prompts/support.txt",
+        "radixkv warm prompts.jsonl --salt support-v3 --replicas all --pin 3600",
+    ),
+)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @client_options
-@click.option("--salt", help="Names one of the tenant's namespaces.")
-@click.option("--adapter", help="Key space of an adapter.")
+@click.option("--salt", help="Name of one of the tenant's namespaces.")
+@click.option("--adapter", help="Name of an adapter; its prefixes are separate.")
 @click.option(
     "--replicas",
     default="self",
     show_default=True,
-    help="self, all, how many (the best, with others in the place of those that fail), or names: a,b.",
+    help="self, all, a number (the best; others replace those that fail), or names: a,b.",
 )
 @click.option(
     "--pin",
     "pin_s",
     type=Number(0, MAX_TTL_S, min_open=True),
     metavar="SECONDS",
-    help="Keep them resident there so long.",
+    help="Keep the prefixes resident there for this time.",
 )
 @json_option
 @needs_extra("http")
@@ -53,7 +60,7 @@ def warm(
     pin_s: float | None,
     as_json: bool,
 ) -> None:
-    """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one a line."""
+    """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one prompt in each line."""
     from radixkv.service.api_client import Client, sources
 
     found, where = sources(files), _where(replicas)
@@ -85,7 +92,7 @@ def warm(
 
 
 def _where(text: str) -> str | int | list[str]:
-    """Where to warm, as a request says it."""
+    """Return the replicas in the form of a request."""
     if text in ("self", "all"):
         return text
     if text.isdecimal() and text.isascii():
@@ -94,7 +101,7 @@ def _where(text: str) -> str | int | list[str]:
 
 
 def _num_failed(replicas: list[dict[str, Any]], where: str | int | list[str]) -> int:
-    """Of a number of replicas that was asked for, those are missing that nobody stood in for."""
+    """Return how many replicas failed. If a number was requested, replaced replicas don't count."""
     num_done = len([each for each in replicas if each["state"] == "done"])
     num_wanted = where if isinstance(where, int) and replicas else len(replicas)
     return max(0, num_wanted - num_done)
@@ -116,12 +123,15 @@ def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
     return warmed + unpinned
 
 
-@click.command()
+@click.command(
+    short_help="Print the statistics of tenants.",
+    epilog=examples("radixkv stats", "radixkv stats --key demo-operator --json"),
+)
 @client_options
 @json_option
 @needs_extra("http")
 def stats(url: str, key: str | None, as_json: bool) -> None:
-    """Print a tenant's own counts, or everybody's with the operator's key."""
+    """Print the statistics of the key's tenant; with the operator's key those of all tenants."""
     from radixkv.service.api_client import Client
 
     with Client(url, key) as client:
@@ -138,17 +148,24 @@ def stats(url: str, key: str | None, as_json: bool) -> None:
         )
 
 
-@click.group()
+@click.group(
+    short_help="Manage the keys of a service.",
+    epilog=examples("radixkv keys list", "radixkv keys create acme"),
+)
 def keys() -> None:
-    """Make, list, rotate and revoke keys of a running service, with the operator's key."""
+    """Create, list, rotate and revoke keys of a running service, with the operator's key."""
 
 
-@keys.command("list")
+@keys.command(
+    "list",
+    short_help="List all keys.",
+    epilog=examples("radixkv keys list", "radixkv keys list --url http://10.0.0.7:8400 --key KEY --json"),
+)
 @client_options
 @json_option
 @needs_extra("http")
 def list_keys(url: str, key: str | None, as_json: bool) -> None:
-    """Ids, prefixes, owners and dates of all keys."""
+    """List the id, prefix, owner and date of each key."""
     found = _asked(url, key, "GET", "/v1/keys")["keys"]
     if as_json:
         print_json(found)
@@ -165,38 +182,45 @@ def list_keys(url: str, key: str | None, as_json: bool) -> None:
         click.echo(table(rows, ("id", "tenant", "prefix", "created")))
 
 
-@keys.command("create")
+@keys.command(
+    "create",
+    short_help="Create a key.",
+    epilog=examples("radixkv keys create acme", "radixkv keys create --json"),
+)
 @click.argument("tenant", required=False)
 @client_options
 @json_option
 @needs_extra("http")
 def create_key(tenant: str | None, url: str, key: str | None, as_json: bool) -> None:
-    """Make a key of TENANT's, which comes into being if there is none; without TENANT one of the operator's."""
+    """Create a key of TENANT, and the tenant if it doesn't exist. Without TENANT: a key of the operator."""
     path = "/v1/keys" if tenant is None else f"/v1/tenants/{quote(tenant, safe='')}/keys"
     _show_new(_asked(url, key, "POST", path), as_json)
 
 
-@keys.command("rotate")
+@keys.command("rotate", short_help="Replace a key.", epilog=examples("radixkv keys rotate 0f3a5c7e91b2d4f6"))
 @click.argument("key_id", metavar="ID")
 @client_options
 @json_option
 @needs_extra("http")
 def rotate_key(key_id: str, url: str, key: str | None, as_json: bool) -> None:
-    """Put a new key in the place of key ID, which is refused from then on."""
+    """Replace key ID by a new key. The old key is refused from then on. `keys list` shows the IDs."""
     _show_new(_asked(url, key, "POST", f"/v1/keys/{quote(key_id, safe='')}/rotate"), as_json)
 
 
-@keys.command("revoke")
+@keys.command("revoke", short_help="Revoke a key.", epilog=examples("radixkv keys revoke 0f3a5c7e91b2d4f6"))
 @click.argument("key_id", metavar="ID")
 @client_options
 @needs_extra("http")
 def revoke_key(key_id: str, url: str, key: str | None) -> None:
-    """Refuse key ID from now on."""
+    """Revoke key ID: it is refused from now on. `keys list` shows the IDs."""
     _asked(url, key, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")
     click.echo(f"revoked {key_id}", err=True)
 
 
-@click.command()
+@click.command(
+    short_help="Purge a tenant on all replicas.",
+    epilog=examples("radixkv purge acme", "radixkv purge acme --timeout 10 --json"),
+)
 @click.argument("tenant")
 @client_options
 @click.option(
@@ -209,9 +233,10 @@ def revoke_key(key_id: str, url: str, key: str | None) -> None:
 @json_option
 @needs_extra("http")
 def purge(tenant: str, url: str, key: str | None, timeout: float, as_json: bool) -> None:
-    """Forget all that TENANT has, on all replicas, and wait until every live one has confirmed.
+    """Remove all cached prefixes, pins and jobs of TENANT on all replicas, and wait until each live one has confirmed.
 
-    Replicas that were gone meanwhile are named. Ends with 1 if some haven't confirmed in time.
+    Replicas whose lease has expired are listed as unconfirmed. The exit code is 1 if a live replica didn't confirm in
+    time.
     """
     from radixkv.service.api_client import Client
 
@@ -240,10 +265,10 @@ def _asked(url: str, key: str | None, method: str, path: str) -> dict[str, Any]:
 
 
 def _show_new(made: Mapping[str, Any], as_json: bool) -> None:
-    """The key alone on stdout, so that a script can take it."""
+    """Print only the key to stdout, so that a script can read it."""
     if as_json:
         print_json(made)
         return
     click.echo(made["key"])
     whose = "the operator" if made["tenant"] is None else made["tenant"]
-    click.echo(f"key {made['id']} of {whose}; it is shown this once", err=True)
+    click.echo(f"key {made['id']} of {whose}; it is shown only now", err=True)

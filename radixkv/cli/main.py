@@ -1,9 +1,9 @@
 """``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
 
-Importing this module, and ``--help``, costs the index and click; each command imports what else it runs. A
-setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
-allowed; a service that refuses, an audit that finds something and the like end it with 1; results go to
-stdout (JSON with ``--json``), progress and complaints to stderr.
+Importing this module, and ``--help``, loads only the index and click. Each command imports the rest when it runs. An
+invalid setting ends the command with exit code 2 and one line: its name, its value and what is allowed. A service that
+refuses a request, or an audit that finds a leak, ends it with 1. Results go to stdout (JSON with ``--json``), progress
+and errors to stderr. The ``--help`` of every command ends with examples (``output.examples``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from radixkv.cli.output import (
     NewFile,
     Number,
     counter,
+    examples,
     find_in_working_directory,
     json_option,
     listed,
@@ -46,7 +47,7 @@ Command = Callable[..., Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; ends the process with the exit code."""
+    """Run the command line, then end the process with the exit code."""
     try:
         code = commands.main(args=arguments, prog_name="radixkv", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -70,7 +71,10 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=examples("radixkv serve", "radixkv warm prompts/support.txt", "radixkv stats"),
+)
 @click.version_option(
     f"{__version__} ({'compiled' if COMPILED else 'pure Python'} index)", message="radixkv %(version)s"
 )
@@ -85,37 +89,37 @@ for _command in (warm, stats, keys, purge, bench):
 # serve ----------------------------------------------------------------------------------------------------------------
 
 _HTTP_OPTIONS: Mapping[str, str] = {
-    "tls-cert": "Certificate in PEM, with those that vouch for it; serves HTTPS.  [none: HTTP]",
-    "tls-key": "Its key in PEM, unencrypted.  [none: HTTP]",
-    "requests-per-s": "Requests a second of a tenant, in the long run.  [1000]",
-    "burst": "Requests of a tenant at once.  [2000]",
-    "max-concurrent": "Requests of a tenant under way.  [256]",
-    "max-queued": "Requests of a tenant that wait for the model.  [32]",
-    "max-body-bytes": "Size of a body.  [4194304]",
-    "timeout-s": "Seconds after which an answer is given up.  [600]",
-    "body-timeout-s": "Seconds that a body may take to arrive.  [30]",
-    "drain-s": "Seconds that answers under way may take to end after SIGTERM.  [20]",
+    "tls-cert": "Certificate in PEM, with its chain; serves HTTPS.  [none: HTTP]",
+    "tls-key": "Private key of the certificate in PEM, unencrypted.  [none: HTTP]",
+    "requests-per-s": "Requests a second for each tenant, on average.  [1000]",
+    "burst": "Most requests of a tenant at once.  [2000]",
+    "max-concurrent": "Most requests of a tenant in progress.  [256]",
+    "max-queued": "Most requests of a tenant that wait for the model.  [32]",
+    "max-body-bytes": "Most bytes of a body.  [4194304]",
+    "timeout-s": "Seconds after which a request is cancelled.  [600]",
+    "body-timeout-s": "Seconds for a body to arrive.  [30]",
+    "drain-s": "Seconds for requests in progress to finish after SIGTERM.  [20]",
     "log-level": "critical, error, warning, info or debug.  [warning]",
 }
 
 _SERVE_OPTIONS: Mapping[str, str] = {
-    "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
-    "port": "Port to bind; 0 for any free one.  [8400]",
-    "model": "Directory of a transformers causal LM with its tokenizer.  [a small demo model, random weights]",
+    "host": "Address to bind; an address other than loopback needs --keys.  [127.0.0.1]",
+    "port": "Port to bind; 0: any free port.  [8400]",
+    "model": "Directory of a transformers causal LM and its tokenizer.  [a small demo model, random weights]",
     "keys": 'JSON file of keys: {"operator": "…", "tenants": {"acme": "…"}}.  [demo keys]',
-    "redis": "URL of the Redis through which replicas coordinate.  [none: alone]",
+    "redis": "URL of the Redis that all replicas share.  [none: one replica alone]",
     "replica": "Name of this replica in its fleet.  [random]",
-    "lease-s": "Seconds after which a silent replica counts as gone.  [10]",
+    "lease-s": "Seconds without a heartbeat after which a replica counts as gone.  [10]",
     "num-blocks": "Blocks in the cache.  [4096]",
     "block-size": "Tokens in a block.  [16]",
     "policy": "Eviction policy; policies/README.md compares them.  [learned]",
-    "scrub": "Zero blocks that change tenant: cross-tenant, always or never.  [cross-tenant]",
+    "scrub": "Zero reused blocks: cross-tenant (if the tenant changes), always or never.  [cross-tenant]",
     "device": "Torch device of model and cache.  [cpu]",
     "dtype": "Element type of --model: float32, bfloat16 or float16.  [float32]",
-    "threads": "Compute threads; 0 for torch's choice.  [0]",
-    "fleet-secret": "File with the secret that the fleet shares; needed with --redis.  [random]",
-    "advertise": "Base URL at which the fleet reaches this replica.  [the bound address]",
-    "record": "Append a trace of the traffic here: keyed hashes of blocks, no token ids.  [no]",
+    "threads": "Compute threads; 0: torch chooses.  [0]",
+    "fleet-secret": "File with the secret that all replicas share; required with --redis.  [random]",
+    "advertise": "Base URL at which other replicas reach this one.  [the bound address]",
+    "record": "Append a trace of the traffic to this file: keyed hashes of blocks, no token ids.  [no]",
     **_HTTP_OPTIONS,
 }
 
@@ -125,7 +129,7 @@ def _variable(setting: str) -> str:
 
 
 def _options(texts: Mapping[str, str]) -> Callable[[Command], Command]:
-    """An option for each setting, with its environment variable."""
+    """Add an option for each setting, with its environment variable."""
 
     def add(command: Command) -> Command:
         for setting, text in reversed(list(texts.items())):
@@ -140,7 +144,7 @@ def _options(texts: Mapping[str, str]) -> Callable[[Command], Command]:
 def _given(
     context: click.Context, values: Mapping[str, str | None]
 ) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Settings by name, and what those that came from the environment are called there."""
+    """Return the settings by name, and the environment variables of those that came from the environment."""
     given = {name.replace("_", "-"): value for name, value in values.items()}
     names = {
         setting: _variable(setting)
@@ -150,7 +154,13 @@ def _given(
     return given, names
 
 
-@commands.command()
+@commands.command(
+    epilog=examples(
+        "radixkv serve",
+        "radixkv serve --model models/llama --keys keys.json --host 0.0.0.0",
+        "radixkv serve --redis redis://10.0.0.5:6379/0 --replica a --fleet-secret fleet.secret",
+    )
+)
 @_options(_SERVE_OPTIONS)
 @click.pass_context
 @needs_extra("service")
@@ -175,7 +185,7 @@ def serve(context: click.Context, /, **values: str | None) -> None:
 
 @contextmanager
 def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of what a setting ends up in (``num_blocks``) call it what its user called it (``--num-blocks``)."""
+    """Let errors name a setting as its user wrote it: ``--num-blocks`` instead of ``num_blocks``."""
     try:
         yield
     except ConfigError as error:
@@ -189,25 +199,31 @@ def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
 # route ----------------------------------------------------------------------------------------------------------------
 
 _ROUTE_OPTIONS: Mapping[str, str] = {
-    "redis": "URL of the Redis through which the replicas coordinate.  [needed]",
-    "fleet-secret": "File with the secret that the fleet shares.  [needed]",
-    "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
-    "port": "Port to bind; 0 for any free one.  [8500]",
-    "keys": "The replicas' JSON file of keys.  [demo keys]",
+    "redis": "URL of the Redis that the replicas share.  [required]",
+    "fleet-secret": "File with the secret that all replicas share.  [required]",
+    "host": "Address to bind; an address other than loopback needs --keys.  [127.0.0.1]",
+    "port": "Port to bind; 0: any free port.  [8500]",
+    "keys": "JSON file of keys of the replicas.  [demo keys]",
     "model": "Directory with the tokenizer of the replicas' model.  [the demo model's]",
     "cost": "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.  [linear]",
-    "temperature": "0 for the best first; above, chance decides more.  [0]",
+    "temperature": "0: the best replica first; above 0: chance has more influence.  [0]",
     "max-segments": "Most different segments in the view, about 20 bytes each.  [2000000]",
     **_HTTP_OPTIONS,
 }
 
 
-@commands.command()
+@commands.command(
+    short_help="Serve a router over HTTP.",
+    epilog=examples(
+        "radixkv route --redis redis://10.0.0.5:6379/0 --fleet-secret fleet.secret",
+        "radixkv route --redis redis://10.0.0.5:6379/0 --fleet-secret fleet.secret --keys keys.json --cost lmetric",
+    ),
+)
 @_options(_ROUTE_OPTIONS)
 @click.pass_context
 @needs_extra("route")
 def route(context: click.Context, /, **values: str | None) -> None:
-    """Say which replica a prompt should go to, over HTTP, beside any number of replicas."""
+    """Serve a router: it ranks the replicas for a prompt, over HTTP."""
     from radixkv.service.options import RouteSettings
 
     given, names = _given(context, values)
@@ -231,61 +247,93 @@ def route(context: click.Context, /, **values: str | None) -> None:
 # audit ----------------------------------------------------------------------------------------------------------------
 
 
-@commands.group()
+@commands.group(epilog=examples("radixkv audit run --html report.html"))
 def audit() -> None:
-    """Show whether tenants are isolated."""
+    """Audit the isolation of tenants."""
 
 
-@audit.command("run")
-@click.option(
-    "--cache", metavar="MODULE:FACTORY", help="Audit the caches that it makes.  [radixkv:PrefixCache]"
-)
-@click.option("--url", help="Audit this server from outside: radixkv's, or an OpenAI-compatible one.")
-@click.option("--key", "keys", multiple=True, help="With --url: keys of two tenants, --key A --key B.")
-@click.option("--model", help="With --url: the model to ask for.  [the first that the server lists]")
-@click.option(
-    "--examples", type=click.IntRange(1), default=200, show_default=True, help="Random lives of a cache."
-)
-@click.option(
-    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Longest life, in calls."
+@audit.command(
+    "run",
+    short_help="Audit a library or a server.",
+    epilog=examples(
+        "radixkv audit run --html report.html",
+        "radixkv audit run --cache mycache:Cache --examples 1000",
+        "radixkv audit run --url http://127.0.0.1:8400 --key KEY_OF_A --key KEY_OF_B --no-timing",
+    ),
 )
 @click.option(
-    "--probes", type=click.IntRange(1), default=20, show_default=True, help="With --url: prompts to probe."
+    "--cache",
+    metavar="MODULE:FACTORY",
+    help="Audit the caches that this factory makes.  [radixkv:PrefixCache]",
+)
+@click.option("--url", help="Audit the server at this base URL: radixkv, or an OpenAI-compatible one.")
+@click.option("--key", "keys", multiple=True, help="With --url: the keys of two tenants, --key A --key B.")
+@click.option("--model", help="With --url: the model in requests.  [the first that the server lists]")
+@click.option(
+    "--examples",
+    type=click.IntRange(1),
+    default=200,
+    show_default=True,
+    help="Random sequences of calls to try.",
 )
 @click.option(
-    "--samples", type=click.IntRange(20), default=7200, show_default=True, help="Timed probes an arm."
+    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Most calls in a sequence."
 )
 @click.option(
-    "--control", type=click.IntRange(20), default=250, show_default=True, help="Own hits, and own misses."
+    "--probes",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="With --url: prompts of each probe.",
 )
 @click.option(
-    "--prompt-words", type=click.IntRange(1), default=24, show_default=True, help="Length of prompts."
+    "--samples",
+    type=click.IntRange(20),
+    default=7200,
+    show_default=True,
+    help="With --url: timed requests of each kind.",
 )
 @click.option(
-    "--no-timing", is_flag=True, help="With --url: leave checks 9, 10 and 12 out; the report names them."
+    "--control",
+    type=click.IntRange(20),
+    default=250,
+    show_default=True,
+    help="With --url: timed own hits, and as many own misses, for the control.",
 )
 @click.option(
-    "--operator-key", help="With --url: the operator's key, to probe bases; radixkv's service only."
+    "--prompt-words",
+    type=click.IntRange(1),
+    default=24,
+    show_default=True,
+    help="With --url: words in a prompt.",
 )
-@click.option("--adapter", help="With --url: an adapter that the server has.  [a made-up name]")
+@click.option(
+    "--no-timing",
+    is_flag=True,
+    help="With --url: skip the timing checks 9, 10 and 12; the report names them.",
+)
+@click.option("--operator-key", help="With --url: the operator's key, to probe bases; only for radixkv.")
+@click.option("--adapter", help="With --url: an adapter of the server.  [a made-up name]")
 @click.option(
     "--tenant",
     "tenants",
     multiple=True,
-    help="With --url: what the tenants are called, in the order of the keys.",
+    help="With --url: names of the tenants, in the order of the keys.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--html", type=NewFile(), help="Write the report there as a page.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
 @json_option
 @needs_extra("audit")
 def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
 
-    Use keys of tenants made for the audit: their caches are cleared. A tenant that has something cached already keeps
-    it, and the checks that would clear it are not done.
+    Use tenants made for the audit: it clears their caches. If a tenant has cached prefixes before, they stay, and the
+    checks that would clear them are not done.
 
-    Exit codes: 0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind, 5 no verdict (the audit could not be made),
-    6 isolated in what was checked (some checks were not done; the report names them).
+    Exit codes: 0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind, 5 no verdict (the audit failed), 6 isolated in
+    what was checked (some checks were not done; the report names them).
     """
     try:
         report = _audit_cache(options) if url is None else _audit_server(url, options)
@@ -311,7 +359,7 @@ def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) 
 
 
 class _NoVerdict(click.ClickException):
-    """The audit couldn't be made: a code that no verdict has."""
+    """The audit could not be made. No verdict has this exit code."""
 
     exit_code = 5
 
@@ -320,7 +368,7 @@ def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
     for name in ("keys", "operator_key", "adapter", "tenants"):
         if options[name]:
             option = {"keys": "--key", "tenants": "--tenant"}.get(name, f"--{name.replace('_', '-')}")
-            raise ConfigError(option, "given", f"{option} with --url only")
+            raise ConfigError(option, "given", f"{option} only with --url")
     name = options["cache"] or "radixkv:PrefixCache"
     factory = _factory(name)
     from radixkv.audit import inprocess
@@ -331,7 +379,7 @@ def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """What ``module:factory`` names; modules of the working directory too."""
+    """Return the object that ``module:factory`` names. The working directory is searched too."""
     from importlib import import_module
     from pathlib import Path
 
@@ -346,7 +394,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 
 def _require_makes_caches(factory: Callable[..., Any], name: str) -> None:
-    allowed = "what makes a cache of a CacheConfig, clock and scrub_blocks, as radixkv:PrefixCache does"
+    allowed = "a factory of caches, with the arguments of radixkv:PrefixCache: a CacheConfig, clock and scrub_blocks"
     try:
         made = factory(CacheConfig(num_blocks=2), clock=monotonic, scrub_blocks=lambda _: None)
     except Exception as error:
@@ -359,13 +407,13 @@ def _require_makes_caches(factory: Callable[..., Any], name: str) -> None:
 def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
     keys = options["keys"]
     if options["cache"]:
-        raise ConfigError("--cache", options["cache"], "either a cache or a --url")
+        raise ConfigError("--cache", options["cache"], "either --cache or --url")
     if len(keys) != 2 or keys[0] == keys[1]:
         raise ConfigError("--key", len(keys), "the keys of two tenants, --key A --key B")
     tenants = options["tenants"]
     if len(tenants) not in (0, 2):
         raise ConfigError(
-            "--tenant", len(tenants), "the names of both tenants, --tenant A --tenant B, or of none"
+            "--tenant", len(tenants), "the names of both tenants, --tenant A --tenant B, or no name"
         )
     from radixkv.audit import remote
     from radixkv.audit.timing import TimingPlan
@@ -388,7 +436,7 @@ def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
 
 @contextmanager
 def _phases() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each phase; the function takes the phase, how much of it is done, and its length."""
+    """A progress bar for each phase. The function takes the phase, how much of it is done, and its length."""
     with ExitStack() as bars:
         shown: dict[str, Callable[[int], None]] = {}
 
@@ -404,11 +452,11 @@ def _phases() -> Iterator[Callable[[str, int, int], None]]:
 # simulate -------------------------------------------------------------------------------------------------------------
 
 _MOST = 1e15
-"""Of blocks and seconds."""
+"""The largest number of blocks or seconds."""
 
 
 def _amount(setting: str, text: str, units: Mapping[str, int]) -> Decimal:
-    """A number with a unit at its end, such as 30m or 5k, in capitals too."""
+    """Parse a number with an optional unit at its end, such as 30m or 5k. Capital letters work too."""
     unit = text[-1:].lower()
     number, times = (text[:-1], units[unit]) if unit in units else (text, 1)
     try:
@@ -417,13 +465,13 @@ def _amount(setting: str, text: str, units: Mapping[str, int]) -> Decimal:
     except ArithmeticError:
         is_allowed = False
     if not is_allowed:
-        allowed = f"a number from 0 to {_MOST:g}, with {' or '.join(units)} behind it if wanted"
+        allowed = f"a number from 0 to {_MOST:g}, if needed with a unit at its end: {' or '.join(units)}"
         raise ConfigError(setting, text, allowed)
     return amount
 
 
 def _capacities(text: str) -> list[int]:
-    """``1k,2500,10k`` as blocks."""
+    """``1k,2500,10k`` as numbers of blocks."""
     found = []
     for part in text.split(","):
         amount = _amount("--capacity", part.strip(), {"k": 1_000, "m": 1_000_000})
@@ -438,28 +486,48 @@ def _seconds(setting: str, text: str) -> float:
     return float(_amount(setting, text, {"s": 1, "m": 60, "h": 3_600}))
 
 
-@commands.command()
+@commands.command(
+    short_help="Simulate policies on traces.",
+    epilog=examples(
+        "radixkv simulate trace.jsonl",
+        "radixkv simulate trace.jsonl --policy lru,lfu,optimum --capacity 1k,10k --html report.html",
+    ),
+)
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
 @click.option(
     "--policy", default="all", show_default=True, help="all, or names: lru,lfu,optimum,optimum_bypass …"
 )
 @click.option(
-    "--capacity", default="1k,2k,5k,10k,20k,50k", show_default=True, help="Blocks of the trace; 1k = 1,000."
+    "--capacity",
+    default="1k,2k,5k,10k,20k,50k",
+    show_default=True,
+    help="Capacities in blocks of the trace; 1k = 1,000.",
 )
-@click.option("--tenants", help="Only these tenants' requests: acme,globex.  [all]")
+@click.option("--tenants", help="Only requests of these tenants, such as acme,globex.  [all]")
 @click.option(
-    "--score-from", default="0", show_default=True, help="Run from the start, score from here: 30m."
+    "--score-from", default="0", show_default=True, help="Score only requests from this time on, such as 30m."
 )
-@click.option("--profile", default="llama-3-8b", show_default=True, help="Model, for seconds and gigabytes.")
-@click.option("--tflops", type=float, help="What its machine sustains.  [400]")
 @click.option(
-    "--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="Cuts lines of token ids."
+    "--profile",
+    default="llama-3-8b",
+    show_default=True,
+    help="Model for which seconds and gigabytes are computed.",
+)
+@click.option("--tflops", type=float, help="TFLOP/s that its machine sustains.  [400]")
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Tokens in a block, for traces of token ids.",
 )
 @click.option("--keep-tails", is_flag=True, help="Keep partial last blocks, as published studies do.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--jobs", type=click.IntRange(1), help="Processes.  [one a core]")
-@click.option("--html", type=NewFile(), help="Write the report here.")
-@click.option("--svg", type=NewFile(), help="Draw the hit rates here.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Worker processes.  [one for each core]")
+@click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
+@click.option("--svg", type=NewFile(), help="Draw the hit rates in this SVG file.")
 @json_option
 def simulate(
     traces: tuple[str, ...],
@@ -474,11 +542,10 @@ def simulate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Which hit rate would which policy have had on TRACEs, at which capacity?
+    """Compute the hit rate of each policy at each capacity on TRACEs, beside the offline optimum.
 
-    A TRACE is a file of JSON lines: Mooncake's or Bailian's format, or what `radixkv serve --record` and
-    `radixkv workload` write. Several are merged by time. The optimum is that of an offline oracle, with and without
-    bypass.
+    A TRACE is a file of JSON lines, in the format of Mooncake or Bailian, or written by `radixkv serve --record` or
+    `radixkv workload`. Several traces are merged by time. There are two optima: with and without bypass.
     """
     from pathlib import Path
 
@@ -507,24 +574,37 @@ def simulate(
     print_result(result, simulator.table, as_json)
 
 
-@commands.command()
+@commands.command(
+    short_help="Generate a trace for a simulation.",
+    epilog=examples(
+        "radixkv workload --duration 30m --output trace.jsonl",
+        "radixkv workload --mix acme:chat=2,rag=1 --mix globex:agent=0.5@10m-20m --seed 7 --output trace.jsonl",
+    ),
+)
 @click.option(
     "--mix",
     multiple=True,
     metavar="SPEC",
-    help="[tenant:]kind=rate[,kind=rate...][@from[-to]], rates in requests a second; kinds chat, agent, rag, batch, "
-    "scan, loop. Several add up.  [chat=2,agent=1,rag=0.5,batch=0.3]",
+    help="[tenant:]kind=rate[,kind=rate...][@from[-to]], rates in requests a second; kinds: chat, agent, rag, batch, "
+    "scan, loop. May be repeated.  [chat=2,agent=1,rag=0.5,batch=0.3]",
 )
-@click.option("--duration", default="1h", show_default=True, help="Length of the trace: 30m.")
+@click.option("--duration", default="1h", show_default=True, help="Length of the trace, such as 30m.")
 @click.option(
-    "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a block."
+    "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens in a block."
 )
-@click.option("--tokens-per-s", type=Number(0, min_open=True), help="Requests last, at this speed.  [no]")
 @click.option(
-    "--labels/--no-labels", default=True, show_default=True, help="What a service would know of a request."
+    "--tokens-per-s", type=Number(0, min_open=True), help="Give each request a duration, at this speed.  [no]"
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--output", type=NewFile(), help="Write here.  [stdout]")
+@click.option(
+    "--labels/--no-labels",
+    default=True,
+    show_default=True,
+    help="Add what a service would know of a request.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@click.option("--output", type=NewFile(), help="Write the trace to this file.  [stdout]")
 def workload(
     mix: tuple[str, ...],
     duration: str,
@@ -534,9 +614,9 @@ def workload(
     seed: int,
     output: str | None,
 ) -> None:
-    """Generate a trace for `radixkv simulate`: conversations, agents, RAG, batch jobs, floods, by tenants in any mix.
+    """Generate a trace for `radixkv simulate`: a mix of conversations, agents, RAG, batch jobs and floods by tenants.
 
-    The parameters follow published statistics; `radixkv/bench/simulation/generator.py` names each.
+    The parameters follow published statistics; `radixkv/bench/simulation/generator.py` has the sources.
     """
     from radixkv.bench.simulation import generator
 

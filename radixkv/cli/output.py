@@ -1,4 +1,4 @@
-"""What the commands of the command line have in common: options of those that talk to a service, and output."""
+"""Options and output that the commands share."""
 
 from __future__ import annotations
 
@@ -18,40 +18,48 @@ from radixkv.errors import require_extra
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
+EXAMPLES = "Examples:"
+
+
+def examples(*lines: str) -> str:
+    """Return the epilog of a command: its examples, one a line, at the end of ``--help``."""
+    return "\n".join(["\b", EXAMPLES, *(f"  {line}" for line in lines)])  # \b: click doesn't wrap the lines
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class NewFile(click.Path):
-    """The path of a file to write; one that can't be is refused before the work, not after it."""
+    """The path of a file to write. A path that can't be written is refused before the work, not after it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The path as it was given."""
+        """Return the path as given."""
         from pathlib import Path
 
         path = str(super().convert(value, param, ctx))
         folder = Path(path).parent
         if not os.access(folder, os.W_OK):
-            said = f"File {path!r} can't be written: '{folder}' is no directory that can be written to."
+            said = f"File {path!r} can't be written: '{folder}' is not a writable directory."
             self.fail(said, param, ctx)
         return path
 
 
 class Number(click.FloatRange):
-    """A number within bounds; ``FloatRange`` alone lets NaN through."""
+    """A number within bounds. ``FloatRange`` alone allows NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """Return the number."""
         number = float(super().convert(value, param, ctx))
         if isnan(number):
-            self.fail(f"{value!r} is no number.", param, ctx)
+            self.fail(f"{value!r} is not a number.", param, ctx)
         return number
 
 
 def needs_extra(extra: str) -> Callable[[Command], Command]:
-    """Ends the command with one line, before it does anything, in an installation without the extra."""
+    """If the extra isn't installed, end the command with one line before it does anything."""
 
     def add(command: Command) -> Command:
         @wraps(command)
@@ -68,12 +76,16 @@ def client_options(command: Command) -> Command:
     """``--url`` and ``--key``."""
     options = (
         click.option(
-            "--url", envvar="RADIXKV_URL", default=DEFAULT_URL, show_default=True, help="The service."
+            "--url",
+            envvar="RADIXKV_URL",
+            default=DEFAULT_URL,
+            show_default=True,
+            help="Base URL of the service.",
         ),
         click.option(
             "--key",
             envvar="RADIXKV_KEY",
-            help="Key of a tenant or the operator.  [a demo key on loopback]",
+            help="Key of a tenant or of the operator.  [on loopback a demo key]",
         ),
     )
     for option in options:
@@ -82,13 +94,13 @@ def client_options(command: Command) -> Command:
 
 
 def print_json(document: object) -> None:
-    """A document on stdout."""
+    """Print a document on stdout."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 @contextmanager
 def progress_bar(length: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
+    """A progress bar on stderr, if that is a terminal. The function takes how much is done in total."""
     with click.progressbar(
         length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
     ) as bar:
@@ -97,7 +109,7 @@ def progress_bar(length: int, label: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def counter(what: str) -> Iterator[Callable[[int], None]]:
-    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
+    """A running count on stderr, if that is a terminal, for work of unknown length."""
     shown = sys.stderr.isatty()
 
     def count(done: int) -> None:
@@ -110,7 +122,7 @@ def counter(what: str) -> Iterator[Callable[[int], None]]:
 
 
 def print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:
-    """A result as JSON, or as the text that ``table`` makes of it."""
+    """Print a result as JSON, or as the text that ``table`` makes of it."""
     if as_json:
         print_json(result)
     else:
@@ -118,12 +130,12 @@ def print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str],
 
 
 def listed(text: str | None) -> list[str] | None:
-    """``a, b`` as its parts."""
+    """Return the parts of ``a, b``."""
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Text: the first column to the left, the others to the right."""
+    """Return rows as text: the first column aligned left, the others right."""
     cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
     first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
     return "\n".join(_line(line, first, others) for line in cells)
@@ -139,7 +151,7 @@ def _cell(value: object) -> str:
 
 
 def find_in_working_directory(policies: str | None) -> None:
-    """Let modules of the working directory be found, as the last ones, if a policy is named as package.module:Class."""
+    """If a policy is named as package.module:Class, search the working directory too, as the last one."""
     from pathlib import Path
 
     here = str(Path.cwd())

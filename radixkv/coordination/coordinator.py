@@ -102,7 +102,7 @@ class Coordinator(JobRecords, PinRecords):
             if raising.was_unreadable:
                 raise UnreadableRecord(
                     f"the generation of tenant {self.keys.tenant(tenant).hex()} in the store couldn't be read: "
-                    f"{raising.raised.generation} takes its place; purge the tenant again"
+                    f"{raising.raised.generation} replaces it; purge the tenant again"
                 )
             return self._reported(tenant, raising.replicated)
 

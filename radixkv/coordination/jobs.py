@@ -69,7 +69,7 @@ class JobRecords(Replica):
         """Record a warm job with a queued part for each replica; this replica becomes its owner.
 
         ``job_id`` (32 hex digits, random by default) makes the call idempotent. If the tenant already has a job with
-        this id, that job is returned unchanged, even if its ``request`` (a digest, 64 hex digits) differs.
+        this id, that job is returned unchanged. This is so even if its ``request`` (a digest, 64 hex digits) differs.
         ``num_wanted``: how many replicas should hold the prefix in the end; 0 if a lost part isn't replaced. Raises
         ArgumentError for a replica that isn't live, StoreUnavailable.
         """
@@ -100,7 +100,7 @@ class JobRecords(Replica):
         )
         kept = self.store.save_job(job)
         if kept.tenant_digest != job.tenant_digest:
-            raise ArgumentError("job_id", job_id, "one that no other job has")
+            raise ArgumentError("job_id", job_id, "an id that no other tenant's job has")
         return kept
 
     def take_job(self, job_id: str, tenant: str) -> WarmJob | None:

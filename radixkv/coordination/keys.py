@@ -84,8 +84,8 @@ def checked_secret(secret: object) -> bytes:
 def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
     """Return the HMAC-SHA256 of the framed label and fields: 32 bytes.
 
-    It doesn't use ``hmac.digest``, because that releases the interpreter's lock for its microsecond. Beside a busy
-    thread it takes milliseconds to get the lock back, for each of several digests of every tenant that the publisher
+    It doesn't use ``hmac.digest``, because that releases the interpreter's lock for its microsecond. If another thread
+    is busy, it takes milliseconds to get the lock back, for each of several digests of every tenant that the publisher
     meets.
     """
     return hmac.new(secret, frame(label, *fields), "sha256").digest()

@@ -71,8 +71,9 @@ class Publisher:
 
     ``stored``, ``removed``, ``cleared`` and ``raised`` may be called from any thread, the rest by one thread at a time.
 
-    ``wake`` is called for a record that comes while ``is_asleep``; the draining thread sets that flag.
-    ``generation_of`` returns a tenant's generation when the publisher meets it: after ``raised``, at least that one.
+    - ``wake``: called for a record that comes while ``is_asleep``; the draining thread sets that flag.
+    - ``generation_of``: returns a tenant's generation when the publisher meets the tenant. After ``raised``, it returns
+      at least that generation.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class Publisher:
             digests = scope.digests(chained)
             parent = digests.pop(0) if start >= SEGMENT_TOKENS and digests else b""
             (store if op == "store" else remove)(name, digests)
-            if len(digests) == 1:  # as of most requests: three times as fast as the NamedTuple's __new__
+            if len(digests) == 1:  # the usual case; three times as fast as the NamedTuple's __new__
                 add(new(Entry, (op, name, parent, digests[0], "device")))
                 continue
             for at in range(0, len(digests), DIGESTS_AN_ENTRY):

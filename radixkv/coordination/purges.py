@@ -10,8 +10,8 @@ the generation, so records that other replicas still publish under an older gene
 a raise, any replica that has applied it writes it again (``restore``). Until then no purge of that tenant is complete.
 
 A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet
-secret can make neither. A store that lost a raise may reuse its number. The token tells the two raises apart: its first
-half names the purge and begins with the purge's time, its second half names the raise. The raise in the store is
+secret can make neither. A store that lost a raise may reuse its number. The token distinguishes the two raises: its
+first half names the purge and begins with the purge's time, its second half names the raise. The raise in the store is
 compared with the last raise that was applied here (``Raised.relation``):
 
     later                  apply and confirm it
@@ -49,7 +49,7 @@ from radixkv.errors import ArgumentError, StoreUnavailable, UnreadableRecord
 log = logging.getLogger("radixkv.coordination")
 
 OnPurge = Callable[[str, int], None]
-"""Called with a tenant and its new generation; returns when nothing of the tenant can be matched here any more."""
+"""Called with a tenant and its new generation. Returns when nothing of the tenant can be matched here."""
 
 _MAX_NAMES = 65_536
 _ITEM_BYTES = 200
@@ -192,7 +192,7 @@ class Purges:
             written = self._store.raise_generation(digest, raised, looked.standing)
             if written.value:
                 return Raising(raised, written.replicated, self._is_unreadable(looked, stands))
-        raise StoreUnavailable("others purge this tenant all the time")
+        raise StoreUnavailable("other replicas keep purging this tenant; try again")
 
     def apply_purges(
         self, writer: Writer, *, is_new: bool = False, raised: Mapping[bytes, Raised] = _NONE
@@ -222,12 +222,12 @@ class Purges:
     def apply_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
         """Apply a raise right after ``raise_purge``. Raises StoreUnavailable.
 
-        It also raises StoreUnavailable if the store has lost the raise meanwhile: no other replica would ever learn of
+        It also raises StoreUnavailable if the store has already lost the raise: no other replica would ever learn of
         it.
         """
         self.apply_purges(writer, raised={self._keys.tenant(tenant): raised})
         if self.raised(tenant).relation(raised) not in ("same", "later"):
-            raise StoreUnavailable("the store does not keep what is written to it")
+            raise StoreUnavailable("the store loses what is written to it")
 
     def apply_purge(self, writer: Writer, tenant: str, raised: Raised) -> None:
         """Apply and confirm a raise that another replica sent, whatever the store says. An earlier raise is ignored.
@@ -240,7 +240,7 @@ class Purges:
         check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         if not self._proofs.is_raise(digest, raised):
-            raise ArgumentError("raised", raised.generation, "a raise with its proof")
+            raise ArgumentError("raised", raised.generation, "a raise of the generation with its proof")
         known = self._last(digest)
         relation = raised.relation(known.raised)
         if relation == "later" or (relation == "same" and not known.is_done):
@@ -355,7 +355,7 @@ class Purges:
             self._unreadable.add(digest)
             log.warning(
                 "the generation of tenant %s in the store can't be read, or no replica of this wire version raised it: "
-                "it counts for nothing, and the next purge replaces it",
+                "it is ignored, and the next purge replaces it",
                 digest.hex(),
             )
         return NEVER
@@ -454,7 +454,7 @@ class Purges:
 
 
 def _shard_is_away() -> StoreUnavailable:
-    return StoreUnavailable("a tenant's record can't be read: its shard is away")
+    return StoreUnavailable("a tenant's record can't be read: its shard can't be reached")
 
 
 def _unreadable(digest: bytes) -> UnreadableRecord:

@@ -7,7 +7,7 @@ so a writer to the store without the secret can neither limit a tenant nor lift 
 A replica reads the current limit and writes a higher stamp. The highest stamp wins; a withdrawal has a stamp too. If a
 store loses a limit, or goes back to an earlier one, any replica that remembers the limit writes it again.
 
-A share is an absolute number and is written anew with every beat, so a lost number repairs itself. While the store is
+A share is an absolute number and is written again with every beat, so a lost number repairs itself. While the store is
 unreachable the last grant stays valid.
 
 Bounds: 65,536 limits and 4,096 shares, about 200 bytes each.
@@ -61,20 +61,25 @@ class Limits:
         return self._known.get(tenant, NO_LIMIT)
 
     def state(self, tenant: bytes, blocks: int | None) -> Durable:
-        """Set a limit; a limit equal to the current one is written once more. Raises StoreUnavailable."""
+        """Set a limit; a limit equal to the current one is written once more. Raises StoreUnavailable.
+
+        One call of the store, if its limit is the one known here; two more for each change by others.
+        """
+        stands = self.of(tenant)
         for _ in range(_TRIES):
-            (looked,) = self._store.look_at([tenant])
-            if looked is None:
-                raise StoreUnavailable("a tenant's limit can't be read: its shard is away")
-            last = max(self.of(tenant), self._proven(tenant, looked.limit), key=_by_stamp)
+            last = max(self.of(tenant), self._proven(tenant, stands), key=_by_stamp)
             if not last.stamp or last.blocks != blocks:
                 stamp = max(last.stamp + 1, int(self._wall() * 1000))
                 last = Limit(blocks, stamp, self._keys.limit_proof(tenant, stamp, blocks))
-            written = self._store.set_limit(tenant, last, looked.limit.stamp)
+            written = self._store.set_limit(tenant, last, stands.stamp)
             if written.value:
                 self._keep(tenant, last)
                 return Durable(blocks or 0, written.replicated)
-        raise StoreUnavailable("others change this tenant's limit all the time")
+            (looked,) = self._store.look_at([tenant])
+            if looked is None:
+                raise StoreUnavailable("a tenant's limit can't be read: its shard can't be reached")
+            stands = looked.limit
+        raise StoreUnavailable("other replicas keep changing this tenant's limit; try again")
 
     def compare(self, tenant: bytes, stands: Limit) -> None:
         """Take over the store's limit, or write back the one that it has lost. Raises StoreUnavailable."""
@@ -137,9 +142,7 @@ class Quotas:
         check_tenant(tenant)
         _check_blocks(blocks)
         if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
-            raise CapacityError(
-                f"{_MAX_SHARES} tenants hold a share here, which is the most that a replica keeps"
-            )
+            raise CapacityError(f"{_MAX_SHARES} tenants hold a share here, the most that a replica keeps")
         grant = self._reserve(writer, tenant, blocks, keep_s)
         if blocks:
             self._wanted[tenant], self._grants[tenant] = blocks, grant
@@ -153,7 +156,7 @@ class Quotas:
         for tenant, blocks in list(self._wanted.items()):
             try:
                 self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
-            except UnreadableRecord as error:  # for this tenant alone the last grant stays
+            except UnreadableRecord as error:  # only this tenant is affected: its last grant stays valid
                 log.warning("%s", error)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
@@ -169,18 +172,18 @@ class Quotas:
             if grant.verdict == "STALE":
                 (looked,) = self._store.look_at([digest])
                 if looked is None:
-                    raise StoreUnavailable("a tenant's limit can't be read: its shard is away")
+                    raise StoreUnavailable("a tenant's limit can't be read: its shard can't be reached")
                 self.limits.compare(digest, looked.limit)
             elif grant.verdict == "FENCED" and self._is_registered(writer):
                 log.warning(
-                    "no share of tenant %s: one of a process that isn't registered stands", digest.hex()
+                    "no share is granted to tenant %s: an unregistered process still holds one", digest.hex()
                 )
                 return Grant("OK", 0, grant.others, grant.limit)
             elif grant.verdict == "FENCED":
                 raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
             else:
                 return grant
-        raise UnreadableRecord(f"the limit of tenant {digest.hex()} in the store is of no replica's making")
+        raise UnreadableRecord(f"no replica wrote the limit of tenant {digest.hex()} in the store")
 
 
 def check_limit(tenant: object, blocks: object) -> None:

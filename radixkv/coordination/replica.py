@@ -4,11 +4,11 @@ The writer is a small state machine under one lock, driven by a thread (``_step`
 ``publish``). A store answers each write with a verdict:
 
     OK       written
-    GAP      the log doesn't end where the writer thinks: write all holdings anew
+    GAP      the log doesn't end where the writer thinks: write all holdings again
     LOST     the store has forgotten this registration: register again with a greater epoch, then write all holdings
     FENCED   a newer process has the id: report it, and write no more
 
-After a failed write it is unknown what arrived, so the holdings are written anew as well. This one path repairs an
+After a failed write it is unknown what arrived, so the holdings are written again as well. This one path repairs an
 overflow, an outage, a failover that lost writes, and a restart of the store. Sequence numbers are never reused, even
 after a lost reply: another replica may have read the number before the store lost it.
 
@@ -65,8 +65,10 @@ _ENTRIES_A_WRITE = 1_024
 _ENTRY_BYTES = 256
 """Approximate bytes of an entry in the store, without its digests."""
 _LOOKS_OF_THE_FENCED = 6
-"""Number of checks in a row, one per beat, that must find the id of a fenced replica unused before it takes the id
-back: two leases."""
+"""How many checks in a row, one per beat, a fenced replica makes before it takes its id back: two leases.
+
+Each check must find the id unused.
+"""
 _DIGEST_BYTES_HELD = 130
 """Approximate bytes of a digest in the mirror."""
 
@@ -135,10 +137,12 @@ class Replica:
         """Set the source for a rebuild after the journal has overflowed. Without it, other replicas only lose hints.
 
         ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here. It must return when
-        nothing of the tenant can be matched any more. Without it such a purge is never confirmed.
+        nothing of the tenant can be matched. Without it such a purge is never confirmed.
         """
         if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
-            raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
+            raise ArgumentError(
+                "resident", resident, "an object with snapshot() and tenants(), such as a PrefixCache"
+            )
         if on_purge is not None and not callable(on_purge):
             raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
         self._resident = self.purges.resident = resident
@@ -283,7 +287,9 @@ class Replica:
 
     @property
     def knows_generations(self) -> bool:
-        """Whether every complete purge has been applied here: this replica heard of all purges within a lease. Local.
+        """Whether every complete purge has been applied here: within the last lease, this replica read all purges.
+
+        Local.
 
         While this is False, a tenant that forbids stale service isn't served. It is also False if more than a lease is
         left: then the clock was turned back, and no check has noticed it yet.
@@ -312,7 +318,7 @@ class Replica:
                 self._registered = False
                 self._set_state("new")
             now = self.clock()
-            if now < self._looked_at:  # the clock was turned back: its earlier values mean nothing
+            if now < self._looked_at:  # the clock was turned back, so its earlier values mean nothing
                 self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
             self._looked_at = now
             try:
@@ -377,7 +383,7 @@ class Replica:
             difference = mine.difference(other)
             if difference is not None and remaining_s > 0:
                 setting, own, theirs = difference
-                raise ConfigError(setting, own, f"what the live replica {other.replica_id} has: {theirs}")
+                raise ConfigError(setting, own, f"the value of the live replica {other.replica_id}: {theirs}")
 
     def _registration(self, epoch: int, nonce: str = "") -> Registration:
         return Registration(
@@ -431,7 +437,7 @@ class Replica:
         return self._writer.epoch
 
     def _heal(self) -> None:
-        """Register again if the store lost the registration; write the holdings anew if the log can't be trusted."""
+        """Register again if the store lost the registration; write all holdings again if the log can't be trusted."""
         if not self._registered:
             self._refuse_if_different()
             self._boot_now()
@@ -439,7 +445,7 @@ class Replica:
         if self._registered and self._dirty:
             self._send_holdings()
         if not self._registered or self._dirty:
-            raise StoreUnavailable("the store does not keep what is written to it")
+            raise StoreUnavailable("the store loses what is written to it")
 
     def _send_holdings(self) -> None:
         """Replace everything written so far by the mirror."""
@@ -474,7 +480,7 @@ class Replica:
         self._num_replaced += 1
 
     def _digest(self) -> None:
-        """Digest the queued records; write them unless the holdings are to be written anew anyway."""
+        """Digest the queued records. Write them, unless all holdings must be written again."""
         end = self._publisher.num_drained + self._publisher.num_queued
         while True:
             entries = self._drained()
@@ -502,9 +508,9 @@ class Replica:
         return entries
 
     def _beat_meanwhile(self) -> None:
-        """Beat during long work, so that the lease doesn't expire.
+        """Send beats during long work, so that the lease doesn't expire.
 
-        The caller meets an unreachable store again later.
+        An unreachable store is not reported here; the caller notices it later.
         """
         if self._state != "ok" or self.clock() < self._next_beat:
             return
@@ -545,7 +551,7 @@ class Replica:
         """Whether no process has held this replica's lost id for two leases, so that this replica may take it again.
 
         A registration may reach the store long after its sender gave up on it. The sender may have died, or may be this
-        process, which has registered again meanwhile. Such a registration has never held a lease, and never will.
+        process, which has registered again since then. Such a registration has never held a lease, and never will.
         """
         try:
             seen, unread = self.store.fetch([self.replica_id])
@@ -558,7 +564,10 @@ class Replica:
         return self._num_looks > _LOOKS_OF_THE_FENCED
 
     def _is_of_another(self, registration: Registration) -> bool:
-        """Whether another process has sent a beat under it. Without that proof any writer may have made the record."""
+        """Whether another process has sent a beat under this registration.
+
+        Without that proof any writer may have made it.
+        """
         return registration.writer != self._writer and self.reader.is_signed(registration)
 
     def _require_active(self) -> None:

@@ -29,7 +29,7 @@ class Settings:
     address: str | None = None
     """Base URL under which other replicas reach this one's HTTP service."""
     lease_s: float = 10.0
-    """A replica that doesn't beat for this long is not live any more; it beats three times in a lease."""
+    """A replica that doesn't beat for this long is no longer live. It beats three times in a lease."""
     background: bool = True
     queue_records: int = 65_536
     """Most journal records that wait for the publisher. Beyond it they are lost, and everything is rebuilt."""

@@ -36,8 +36,8 @@ JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
 class Writer(NamedTuple):
     """One registration, as it signs its writes.
 
-    If a store loses a registration and its clock goes back, it may give the same epoch twice. The nonce tells them
-    apart.
+    If a store loses a registration and its clock goes back, it may give the same epoch twice. The nonce distinguishes
+    them.
     """
 
     replica_id: str
@@ -223,7 +223,7 @@ class Health:
     num_queued: int = 0
     """Journal records not yet digested."""
     num_overflows: int = 0
-    """Times the journal's queue was full, so that this replica's holdings were published anew."""
+    """Times the journal's queue was full, so that this replica's holdings were published again."""
     num_published: int = 0
     """Entries written to the log."""
     num_snapshots: int = 0

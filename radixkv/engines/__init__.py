@@ -1,4 +1,4 @@
-"""Adapters between engines and the cache, each behind its own optional dependency.
+"""Adapters between engines and the cache. Each has its own optional dependency.
 
 ``radixkv.engines.hf`` serves transformers models. This package itself imports nothing.
 """

@@ -1,23 +1,22 @@
 """HFEngine: transformers models served through the prefix cache.
 
-    prompts ──open──▶ leased prefix + room ──prefill──▶ PagedCache ──model.generate──▶ tokens
-                                a row at a time, only              all rows together
-                                what isn't cached,
-                                committed chunk by chunk
+    prompts ──open──▶ leased prefix + blocks ──prefill──▶ PagedCache ──model.generate──▶ tokens
+                              one row at a time: only what              all rows together
+                              isn't cached, committed
+                              chunk by chunk
 
-The engine computes a prompt's KV up to its last token, each row by itself because rows hit differently. Then
-transformers' own ``generate`` runs the loop, from the last token on, over a PagedCache: sampling, beams, logits
-processors and stopping are stock code, and the tokens are those of ``model.generate`` on the same prompts
-(left-padded, with their attention mask). Keys and values live in the cache's blocks alone; beams are forks of
-one sequence.
+The engine computes a prompt's KV up to its last token, each row by itself, because rows differ in what is cached. Then
+transformers' own ``generate`` runs the loop over a PagedCache, from the last token on. So sampling, beams, logits
+processors and stopping are stock code. The tokens are those of ``model.generate`` on the same prompts (left-padded,
+with their attention mask). Keys and values are stored in the cache's blocks alone. Beams are forks of one sequence.
 
-When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds
-it: all tokens of a row but its newest, which was never computed. Whatever the end, normal, stopped or by an
-error, every sequence is released.
+When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds it. This
+covers all tokens of a row except the newest, which was never computed. Every sequence is released in any case: after a
+normal end, a stop or an error.
 
-An engine is used by one thread at a time; the cache may be shared. While ``on_step``, ``stop``, ``on_chunk`` or
-``on_no_room`` runs, other threads may use the engine, one at a time: so requests can be interleaved, step by step, and
-each gets the tokens that it would have got alone.
+One thread uses an engine at a time; the cache may be shared. While ``on_step``, ``stop``, ``on_chunk`` or
+``on_no_room`` runs, other threads may use the engine, one at a time. So requests can be interleaved step by step, and
+each gets the tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "la
 Ids = NDArray[np.uint32]
 R = TypeVar("R")
 WaitForRoom = Callable[[CapacityError], bool]
-"""Called when a step found no room, with the error: True to try again, False to raise it."""
+"""Called with the error when a step finds too few blocks. True tries the step again, False raises the error."""
 
 _STOCK_SETTINGS: dict[str, Any] = {
     "use_cache": True,
@@ -80,12 +79,12 @@ _STOCK_SETTINGS: dict[str, Any] = {
     "token_healing": False,
     "max_time": None,
 }
-"""Settings of a model's own generation config that would change who runs the loop or what it returns."""
+"""Settings of a model's own generation config that would change the loop or what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What ``HFEngine.prefill`` did: tokens of the prompt, found cached, computed; its blocks; seconds."""
+    """The result of ``HFEngine.prefill``: tokens of the prompt, cached and computed ones, blocks, and seconds."""
 
     num_tokens: int
     num_cached_tokens: int
@@ -96,12 +95,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What ``HFEngine.generate`` made.
+    """The result of ``HFEngine.generate``.
 
-    token_ids: the new tokens of each output row, the rows of a prompt adjacent; an end-of-sequence token is included.
-    num_prompt_tokens, num_cached_tokens: of each prompt.
-    finish_reasons: of each output row, "length" if it has ``max_new_tokens`` and did not end by itself, else "stop".
-    time_to_first_token_s: from the call to the choice of the first new token; ``seconds`` if there was none.
+    - ``token_ids``: the new tokens of each output row, with an end-of-sequence token. The rows of a prompt are
+      adjacent.
+    - ``num_prompt_tokens``, ``num_cached_tokens``: of each prompt.
+    - ``finish_reasons``: of each output row: "length" if it has ``max_new_tokens`` and didn't end by itself, else
+      "stop".
+    - ``time_to_first_token_s``: from the call to the choice of the first new token; ``seconds`` if there was none.
     """
 
     token_ids: list[list[int]]
@@ -113,7 +114,7 @@ class Generation:
 
 
 class _Prompt(NamedTuple):
-    """A checked prompt: its key for the cache, and its ids for the model, a view of the key."""
+    """A checked prompt: its key for the cache, and its ids for the model, which are a view of the key."""
 
     key: bytes
     ids: Ids
@@ -121,7 +122,7 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The validated arguments of a ``generate``."""
+    """The validated arguments of a ``generate`` call."""
 
     namespace: Namespace
     prompts: list[_Prompt]
@@ -153,10 +154,13 @@ class _Request:
 class HFEngine:
     """Prefill and generation of one transformers model over one PrefixCache with storage.
 
-    ``chunk_tokens``: prefill runs in chunks of this many tokens, each committed when computed. ``tokenizer_digest``:
-    SHA-256 of the tokenizer's files, part of the fingerprint. ``lends_beams``: whether the device makes the steps of
-    beam searches by itself (``PrefixCache.lend``); None for where it is a GPU. Raises ConfigError when the cache has no
-    storage, or one of another layout, or the model can't be served (see ``layout_of``).
+    - ``tokenizer_digest``: SHA-256 of the tokenizer's files, a part of the fingerprint.
+    - ``chunk_tokens``: prefill runs in chunks of this many tokens. Each is committed after it is computed.
+    - ``lends_beams``: whether the device makes the steps of beam searches by itself (``PrefixCache.lend``). None: only
+      if it is a GPU.
+
+    Raises ConfigError if the cache has no storage or another layout or device, and if the model can't be served (see
+    ``layout_of``).
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class HFEngine:
         self._keeps_logits = "logits_to_keep" in _parameters(model)
 
     def namespace(self, tenant: str, adapter: str | None = None, salt: str = "") -> Namespace:
-        """The tenant's namespace for this model: its ``model`` is the engine's fingerprint."""
+        """Return the tenant's namespace for this model. Its ``model`` is the engine's fingerprint."""
         return Namespace(tenant, self.fingerprint, adapter, salt)
 
     # Prefill --------------------------------------------------------------------------------------------------
@@ -206,12 +210,14 @@ class HFEngine:
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
     ) -> Prefill:
-        """Compute the KV of all tokens of ``ids`` that isn't cached, and commit it, chunk by chunk.
+        """Compute the KV of all tokens of ``ids`` that aren't cached, and commit it chunk by chunk.
 
-        ``on_chunk(done, total)`` gets the tokens done after each chunk; ``on_no_room(error)`` is called when there is
-        no room, and True tries again; ``hints``: see ``PrefixCache.open``.
-        Raises TokenError and ArgumentError for ids that the model can't take, CapacityError when there is no room;
-        nothing stays open.
+        - ``on_chunk(done, total)`` is called after each chunk with the tokens that are done.
+        - ``on_no_room(error)`` is called if there are too few blocks; True tries again.
+        - ``hints``: see ``PrefixCache.open``.
+
+        Raises TokenError and ArgumentError for ids that the model can't process, and CapacityError for too few blocks.
+        Nothing stays open.
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
@@ -229,9 +235,10 @@ class HFEngine:
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
     ) -> Prefill:
-        """Publish the whole blocks of ``ids`` for other tenants to read, and compute them: ``PrefixCache.publish``.
+        """Compute the whole blocks of ``ids``, and publish them for other tenants: see ``PrefixCache.publish``.
 
-        Readable when it returns. Raises as that and as ``prefill`` do; then nothing is published.
+        The base is readable when this returns. Raises like ``PrefixCache.publish`` and ``prefill``; then nothing is
+        published.
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
@@ -263,7 +270,7 @@ class HFEngine:
 
     @torch.no_grad()
     def _compute(self, paged: PagedCache, ids: Ids) -> Iterator[int]:
-        """Prefill the one row of ``paged``, attached, to the end of ``ids``; yields the tokens done so far."""
+        """Prefill the one row of an attached ``paged`` to the end of ``ids``. Yields the tokens done so far."""
         extra = {"logits_to_keep": 1} if self._keeps_logits else {}
         while paged.width < len(ids):
             chunk = ids[paged.width : paged.width + self._chunk_tokens]
@@ -280,7 +287,7 @@ class HFEngine:
         watcher: _Watcher | None = None,
         fanout: int = 1,
     ) -> PagedCache:
-        # Beams that end leave the running ones, so among those an end-of-sequence token ends nothing.
+        # A beam that ends leaves the running beams, so an end-of-sequence token never ends a running one.
         eos = request.eos_token_ids if request is not None and request.num_beams == 1 else frozenset[int]()
         is_search = self._lends_beams and fanout > 1 and request is not None and request.num_beams > 1
         return PagedCache(
@@ -317,20 +324,21 @@ class HFEngine:
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
 
-        The tokens are those of ``model.generate`` with these arguments (``top_k=None`` meaning no top-k) on the
-        prompts, left-padded with their attention mask. With ``do_sample`` and a ``seed`` they are those that follow
-        ``torch.manual_seed(seed)``, and torch's random state afterwards is what it was before; without a
-        ``seed`` it is used and advanced.
+        The tokens are those of ``model.generate`` with these arguments, on the left-padded prompts with their attention
+        mask. ``top_k=None`` means no top-k. With ``do_sample`` and a ``seed``, they are the tokens after
+        ``torch.manual_seed(seed)``, and torch's random state is restored afterwards. Without a ``seed``, torch's random
+        state is used and advanced.
 
-        eos_token_id: None for the model's own; -1 or an empty list for never.
-        on_step: hears the new token of each output row after each step, ``[]`` for rows that ended; not with beams.
-        stop: asked after each prefill chunk and each step; True ends the request with what there is.
-        on_no_room: called with the error when a step finds no room; True tries the step again.
-        hints: what eviction policies may use of these requests, one for all: see ``PrefixCache.open``.
+        - ``eos_token_id``: None for the model's own; -1 or an empty list for never.
+        - ``on_step``: called after each step with the new token of each output row, ``[]`` for rows that ended. Not
+          with beams.
+        - ``stop``: called after each prefill chunk and each step. True ends the request with the tokens so far.
+        - ``on_no_room``: called with the error when a step finds too few blocks. True tries the step again.
+        - ``hints``: what eviction policies may use of these requests, the same for all: see ``PrefixCache.open``.
 
-        Raises before anything happens: TokenError (ids that aren't token ids or lie outside the vocabulary),
-        ArgumentError (everything else). Raises CapacityError when the pool can't hold the rows, also in
-        the middle. Nothing stays open in any case; what was committed stays matchable.
+        Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
+        ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, also in the middle. In
+        any case nothing stays open, and what was committed stays matchable.
         """
         started = self._clock()
         request = self._check_request(
@@ -359,7 +367,7 @@ class HFEngine:
         return _generation(request, rows, cached, watcher, started, seconds)
 
     def _prefill_rows(self, request: _Request, watcher: _Watcher, stack: ExitStack) -> list[PagedCache]:
-        """Open each prompt and compute all but its last token; ends early when the caller asks to stop."""
+        """Open each prompt and compute all but its last token. Ends early if the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
             opening = partial(self.cache.open, request.namespace, prompt.key, hints=request.hints)
@@ -377,7 +385,7 @@ class HFEngine:
     def _decode(
         self, request: _Request, watcher: _Watcher, pages: list[PagedCache], stack: ExitStack
     ) -> list[list[int]]:
-        """Run transformers' own loop over all rows; the new tokens of each output row."""
+        """Run transformers' own loop over all rows. Returns the new tokens of each output row."""
         if request.num_rows == 1:
             paged = pages[0]
         else:
@@ -400,7 +408,7 @@ class HFEngine:
         return rows
 
     def _settings(self, request: _Request) -> dict[str, Any]:
-        """Generation settings by name, as ``model.generate`` takes them."""
+        """Generation settings by name, as arguments of ``model.generate``."""
         return {
             **_STOCK_SETTINGS,
             "max_new_tokens": request.max_new_tokens,
@@ -415,7 +423,7 @@ class HFEngine:
         }
 
     def _pad(self, prompts: list[_Prompt]) -> tuple[Tensor, Tensor]:
-        """The prompts left-padded ``[prompts, longest]``, and the mask of what is not padding."""
+        """Return the prompts left-padded, ``[prompts, longest]``, and the mask of the positions that aren't padding."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = np.full((len(prompts), width), self._pad_token_id or 0, dtype=np.int64)
         mask = np.zeros((len(prompts), width), dtype=np.int64)
@@ -454,7 +462,7 @@ class HFEngine:
             raise ArgumentError("ns.model", ns.model, f"this engine's fingerprint, {self.fingerprint}")
 
     def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> _Prompt:
-        """Converts a prompt once; one that is a key already is taken as it is."""
+        """Check a prompt and convert it once. A prompt that is a key already isn't converted."""
         try:
             key = tokens.encode(ids)
         except TokenError as error:
@@ -464,13 +472,15 @@ class HFEngine:
             raise wrong_count(field, len(found), f"1 to {max_tokens} tokens")
         if int(found.max()) >= self.vocab_size:
             index = int(np.argmax(found >= self.vocab_size))
-            allowed = f"allowed are ids of the vocabulary, 0 to {self.vocab_size - 1}"
-            raise TokenError(f"{field}[{index}]={int(found[index])}: {allowed}", index)
+            allowed = f"ids of the vocabulary, 0 to {self.vocab_size - 1}"
+            raise TokenError(
+                f"{field}[{index}]={int(found[index])} is not allowed; allowed: {allowed}", index
+            )
         return _Prompt(key, found)
 
 
 class _Watcher(StoppingCriteria):
-    """Sits in transformers' loop: notes the first token's time, tells the caller each step, asks whether to stop."""
+    """A hook in transformers' loop: records the first token's time, reports steps, and asks whether to stop."""
 
     def __init__(self, request: _Request, clock: Clock, random: _Random) -> None:
         self._request, self._clock, self.random = request, clock, random
@@ -479,7 +489,7 @@ class _Watcher(StoppingCriteria):
         self.stopped = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """One answer for each row of ``input_ids`` ``[rows, tokens so far]``: whether it ends here."""
+        """For each row of ``input_ids``, ``[rows, tokens so far]``: whether it ends here."""
         if self.first_token_at is None:
             self.first_token_at = self._clock()
         if self._request.on_step is not None:
@@ -490,14 +500,14 @@ class _Watcher(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
 
     def ask_to_stop(self) -> bool:
-        """Ask the caller; once yes, always yes."""
+        """Ask the caller whether to stop. After the first yes, the answer stays yes."""
         if self._request.stop is not None and not self.stopped:
             with self.random.outside():
                 self.stopped = bool(self._request.stop())
         return self.stopped
 
     def wait_for_room(self, error: CapacityError) -> bool:
-        """Whether the caller says to try again."""
+        """Whether the caller wants to try again."""
         if self._request.on_no_room is None:
             return False
         with self.random.outside():
@@ -511,10 +521,10 @@ class _Watcher(StoppingCriteria):
 
 
 class _Random:
-    """The device's random state of a request with a seed: set inside ``inside``, but for ``outside`` within that.
+    """The device's random state of a request with a seed. It is set in ``inside``, except within ``outside``.
 
-    So the caller, and the requests of others that run in its callbacks, find the state that they left, and so does
-    this one. Without a seed nothing is set. Costs two copies of a state of 5 kB at each ``outside``.
+    So the caller, and other requests that run in its callbacks, find the state that they left; so does this request.
+    Without a seed nothing is set. Each ``outside`` copies a state of 5 kB twice.
     """
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
@@ -523,7 +533,7 @@ class _Random:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The random state is that after ``torch.manual_seed(seed)``; afterwards it is what it was before."""
+        """Set the random state to that after ``torch.manual_seed(seed)``; afterwards, restore the previous state."""
         if self._seed is None:
             yield
             return
@@ -541,7 +551,7 @@ class _Random:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """The random state is the caller's."""
+        """Set the caller's random state, within ``inside``."""
         if self._outer is None:
             yield
             return
@@ -566,7 +576,7 @@ class _Random:
 
 
 def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
-    """The result of a step, tried again while it finds no room and ``on_no_room`` says so."""
+    """Return the result of a step. It is tried again as long as it finds too few blocks and ``on_no_room`` says so."""
     while True:
         try:
             return step()
@@ -578,8 +588,8 @@ def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
 def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]]) -> None:
     """Commit the KV of the output rows, as far as a decoded row holds it.
 
-    A sampled row is a decoded row. A beam hypothesis that ended while others went on may have no row any more;
-    then what the closest row shares with it is committed.
+    A sampled row is a decoded row. A beam that ended before others may have no row left. Then what the closest row
+    shares with it is committed.
     """
     group = len(paged.sequences) // len(request.prompts)
     for index, row in enumerate(rows):
@@ -595,7 +605,7 @@ def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]])
 
 
 def _num_shared(left: Ids, right: Ids) -> int:
-    """Leading ids that are equal."""
+    """Return the number of equal leading ids."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(np.argmax(differs)) if differs.any() else length
@@ -627,7 +637,7 @@ def _finish_reason(row: list[int], request: _Request) -> Literal["stop", "length
 
 
 def _until_end(row: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """The row up to its end-of-sequence token, which is included; what follows it is padding."""
+    """Return the row up to and including its end-of-sequence token; padding follows it."""
     for index, token_id in enumerate(row):
         if token_id in eos_token_ids:
             return row[: index + 1]

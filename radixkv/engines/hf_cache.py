@@ -1,36 +1,35 @@
-"""A transformers ``Cache`` whose truth is the paged block storage. The one module that knows transformers' internals.
+"""A transformers ``Cache`` over the paged block storage. Only this module uses transformers' internals.
 
-Rows and columns. transformers sees a rectangle of ``rows × columns``; row ``r`` holds the tokens of one
-sequence, right-aligned, so rows of different lengths have columns of padding on their left:
+Rows and columns. transformers sees a rectangle of ``rows × columns``. Row ``r`` holds the tokens of one sequence,
+right-aligned, so that shorter rows have columns of padding on their left:
 
     column   0        pad[r]                      width
     row r    ·········t0 t1 t2 ... t[length[r]-1] │ the step's tokens go here
 
-Padding exists in the rectangle only. Blocks hold tokens at their own positions, from 0, and nothing else.
+Only the rectangle has padding. Blocks hold tokens at their own positions, from 0, and nothing else.
 
-A step (one ``forward``):
-1. ``begin_step(ids)``, from a hook on the model's forward, makes room: one ``PrefixCache.append`` for all rows, so
-   that copy-on-write's copies go in one launch, and decides where each new token's KV goes.
-2. Each layer's ``update(keys, values)`` writes the new tokens into the blocks and returns the rectangle.
-3. After the last layer ``width`` and the lengths move on.
+A step (one ``forward``): 1. ``begin_step(ids)``, from a hook on the model's forward, gets the blocks with one
+``PrefixCache.append`` for all rows. So the copies of copy-on-write go in one launch. It also decides where the KV of
+each new token goes. 2. Each layer's ``update(keys, values)`` writes the new tokens into the blocks and returns the
+rectangle. 3. After the last layer, ``width`` and the lengths advance.
 
-The rectangle is a working copy of the blocks, head-major as attention wants it, kept from step to step and
-grown in place. A beam step that permutes the rows drops it, and the next step gathers it from the blocks again:
-one index operation a layer for rows of one length, no loop over blocks. So what beams read is what the blocks hold.
+The rectangle is a working copy of the blocks, head-major as attention needs it. It is kept from step to step and grown
+in place. A beam step that permutes the rows drops it, and the next step gathers it from the blocks again. For rows of
+one length this is one index operation a layer, without a loop over blocks. So beams read what the blocks hold.
 
-Rows come in groups of ``fanout`` that continue one prompt (beams, or several returned sequences). Until the
-step after the prompt's last token, the rows of a group are one sequence, whose KV the group's first row
-writes; then it is forked. A row whose newest token ends it (``eos_token_ids``) is finished: transformers goes on
-feeding it padding until the others end too, and none of that enters its sequence or takes a block.
+Rows form groups of ``fanout`` rows that continue one prompt (beams, or several returned sequences). Up to the step
+after the prompt's last token, the rows of a group are one sequence, and the group's first row writes its KV. Then the
+sequence is forked. A row is finished when its newest token is in ``eos_token_ids``. transformers then feeds it padding
+until the other rows end too. That padding enters no sequence and takes no block.
 
-With ``beam_steps`` the rows are lent to the device once they are forked, a group for each prompt: a beam step is then a
-``LentBeams.step``, and neither parents nor tokens come to the host. Since a step takes a block a row at most, it is
-known without a look for how many steps there are blocks; when those are over, more are lent. Where there is no room for
-that, the beams come back and go on by ``reorder`` and ``append``, which take exactly what they need.
+With ``beam_steps``, the rows are lent to the device after the fork, one group for each prompt. A beam step is then a
+``LentBeams.step``, and neither parents nor tokens come to the host. A step takes at most one block a row. So the number
+of steps for which there are blocks is known without asking the device. After these steps, more blocks are lent. If
+there are too few, the beams come back, and continue by ``reorder`` and ``append``, which take exactly what they need.
 
-``layout_of`` says what KV a model has: measured by running one token through it with transformers' own cache, not
-guessed from the names in a configuration. A model whose KV of a prefix is not a plain run of per-token keys
-and values is refused with the reason.
+``layout_of`` measures the shape of a model's KV: it runs one token through the model with transformers' own cache. It
+doesn't guess from the names in a configuration. A model is refused, with the reason, if its KV of a prefix is not a
+plain run of per-token keys and values.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
 
 _GROWTH_COLUMNS = 256
-"""The rectangle grows by this many columns: a copy every 256 decode steps, at most 256 columns unused."""
+"""The rectangle grows by this many columns: one copy every 256 decode steps, and at most 256 unused columns."""
 
 
 _STEPS_AHEAD = (16, 4, 1)
-"""Beam steps for which blocks are lent at once, as many as there is room for."""
+"""Beam steps for which blocks are lent at once: the largest number for which there are enough blocks."""
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, owner: PagedCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = weakref.proxy(owner)  # no cycle: the working copy goes with the last user of the cache
+        self._owner = weakref.proxy(owner)  # no reference cycle: the working copy is freed with the last user
         self._index = index
         self.is_initialized = True
 
@@ -85,27 +84,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the step's keys and values ``[rows, kv_heads, tokens, head_dim]``; return those of all columns."""
+        """Store the step's keys and values, ``[rows, kv_heads, tokens, head_dim]``. Returns those of all columns."""
         stored: tuple[Tensor, Tensor] = self._owner.write(self._index, key_states, value_states)
         return stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns after a step of ``query_length`` tokens, and the first column, 0."""
+        """Return the number of columns after a step of ``query_length`` tokens, and the first column, 0."""
         return self._owner.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns so far, padding included."""
+        """Return the number of columns so far, with padding."""
         return int(self._owner.width)
 
     def get_max_length(self) -> int:
-        """-1, transformers' word for unlimited."""
+        """-1: unlimited, for transformers."""
         return -1
 
 
 class _Slots(NamedTuple):
     """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step and ``(block, offset)`` of the storage.
 
-    Without rows and columns, token ``i`` is the only one of row ``i``.
+    Without rows and columns, token ``i`` is the only token of row ``i``.
     """
 
     blocks: Tensor
@@ -123,10 +122,11 @@ class _Slots(NamedTuple):
 class PagedCache(Cache):
     """The KV of some sequences, for ``forward`` and ``generate`` of a transformers model.
 
-    ``sequences``: one for each group of ``fanout`` rows; the cache takes charge of them. ``num_computed[i]`` of
-    their tokens are in the blocks already. ``width`` is what transformers calls the sequence length. ``beam_steps``:
-    the most steps of a beam search, if the device is to make them. ``on_no_room``: called with the error when a step
-    finds no room; True tries the step again.
+    - ``sequences``: one for each group of ``fanout`` rows. The cache owns them, and ``release`` releases them.
+    - ``num_computed[i]``: how many of their tokens are in the blocks already.
+    - ``width``: the sequence length of transformers.
+    - ``beam_steps``: the most steps of a beam search, if the device makes them; otherwise 0.
+    - ``on_no_room``: called with the error when a step finds too few blocks; True tries the step again.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class PagedCache(Cache):
         self._is_decoding = False
         self._beam_steps, self._on_no_room = beam_steps, on_no_room
         self._beams: LentBeams | None = None
-        self._parents: Tensor | None = None  # of the next beam step, on the device
-        self._steps_ahead = 0  # beam steps for which there are blocks
+        self._parents: Tensor | None = None  # for the next beam step, on the device
+        self._steps_ahead = 0  # beam steps for which blocks are lent
         self._num_step_tokens = 0
         self._slots: _Slots | None = None
         self._tables: list[tuple[int, Tensor]] = []
@@ -165,7 +165,7 @@ class PagedCache(Cache):
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[None]:
-        """While the context lasts, a forward of ``model`` with this cache tells it the step's ids first."""
+        """Within the context, each forward of ``model`` with this cache first calls ``begin_step``."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if kwargs.get("past_key_values") is self:
@@ -178,7 +178,7 @@ class PagedCache(Cache):
             handle.remove()
 
     def _begin_with_room(self, input_ids: Tensor) -> None:
-        """``begin_step``, again while there is no room and ``on_no_room`` says so."""
+        """``begin_step``, tried again as long as there are too few blocks and ``on_no_room`` says so."""
         while True:
             try:
                 self.begin_step(input_ids)
@@ -188,9 +188,9 @@ class PagedCache(Cache):
                     raise
 
     def begin_step(self, input_ids: Tensor) -> None:
-        """Make room for ``input_ids`` ``[rows, tokens]``; more than one token a row only where room exists.
+        """Get the blocks for ``input_ids`` ``[rows, tokens]``. For more than one token a row they must exist already.
 
-        Raises CapacityError, with nothing changed but groups forked.
+        Raises CapacityError. Nothing has changed then, except that groups may be forked.
         """
         rows, num_tokens = input_ids.shape
         if not self._is_decoding and self._has_no_room(0):
@@ -209,7 +209,7 @@ class PagedCache(Cache):
         self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values into the blocks; return the rectangle's."""
+        """Write a layer's new keys and values into the blocks, and return those of the rectangle."""
         slots = self._slots
         assert slots is not None, "update without begin_step"
         data = self._storage.layer(layer)
@@ -224,22 +224,22 @@ class PagedCache(Cache):
         return rectangle[0, :, :, :stop], rectangle[1, :, :, :stop]
 
     def commit(self) -> None:
-        """Make every computed token's KV matchable, as far as it fills blocks."""
+        """Make the KV of all computed tokens matchable, in whole blocks."""
         for sequence, length in zip(self.sequences, self.lengths, strict=True):
             sequence.commit(length)
 
     def release(self) -> None:
-        """Give up all sequences that are open still."""
+        """Release all sequences that are still open."""
         for sequence in self.sequences:
             if sequence.is_open:
                 sequence.release()
 
     def settle(self) -> None:
-        """Beams that are on the device come back: every row's sequence is on the host what it is there."""
+        """Take the beams back from the device, so that every row's sequence on the host equals the device's."""
         beams, parents = self._beams, self._parents
         self._beams = self._parents = None
         if beams is not None and any((state := beams.reconcile())[2:]):
-            raise KernelError(f"a beam step couldn't be made, so what came after it is void: {state}")
+            raise KernelError(f"a beam step failed, so the results after it are invalid: {state}")
         if parents is not None:
             self._permute(parents.tolist())
 
@@ -265,7 +265,7 @@ class PagedCache(Cache):
             self._prefix_cache.append(growing, growing_ids)
 
     def _place(self, num_tokens: int, rows_each: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """``[4, tokens]``: row, column, block id, offset of each token that the step stores."""
+        """Row, column, block id and offset of each token that the step stores: int64 ``[4, tokens]``."""
         parts = []
         steps = np.arange(num_tokens)
         for index, sequence in enumerate(self.sequences):
@@ -290,7 +290,7 @@ class PagedCache(Cache):
     # The rectangle --------------------------------------------------------------------------------------------
 
     def _rectangle_of(self, layer: int, rows: int, columns: int) -> Tensor:
-        """``[2, rows, kv_heads, ≥ columns, head_dim]``, its first ``width`` columns filled."""
+        """``[2, rows, kv_heads, ≥ columns, head_dim]``, with the first ``width`` columns filled."""
         rectangle = self._rectangle[layer]
         if rectangle is None:
             rectangle = self._gather(layer, rows, columns)
@@ -319,7 +319,10 @@ class PagedCache(Cache):
         return rectangle
 
     def _tables_to_gather(self) -> list[tuple[int, Tensor]]:
-        """The blocks that hold computed tokens: the first of some sequences, and their tables ``[count, blocks]``."""
+        """Return the blocks with computed tokens, for runs of sequences.
+
+        Each run has its first sequence and the tables ``[count, blocks]``.
+        """
         tables = []
         for first, stop, num_blocks in self._alike():
             rows = np.stack([sequence.block_table[:num_blocks] for sequence in self.sequences[first:stop]])
@@ -327,7 +330,7 @@ class PagedCache(Cache):
         return tables
 
     def _alike(self) -> Iterator[tuple[int, int, int]]:
-        """Sequences ``[first, stop)`` that begin in one column and have so many blocks each."""
+        """Runs of sequences ``[first, stop)`` with the same first column and number of blocks."""
         sizes = [
             (pad, -(-length // self._block_size))
             for pad, length in zip(self._pads, self.lengths, strict=True)
@@ -341,7 +344,7 @@ class PagedCache(Cache):
     # Forks ----------------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """A beam step: row ``i`` continues what row ``beam_idx[i]`` was. Copies nothing; the next step does."""
+        """A beam step: row ``i`` continues row ``beam_idx[i]``. Copies nothing; the next step does."""
         if not self._is_decoding:
             self._start_decoding()
         if self._beams is None:
@@ -351,7 +354,7 @@ class PagedCache(Cache):
         self.drop_working_copy()
 
     def _start_decoding(self) -> None:
-        """The prompts are computed to the end: commit them, and give every row a sequence of its own."""
+        """The prompts are computed to the end: commit them, and give every row its own sequence."""
         self.commit()
         if self.fanout > 1:
             self._fork()
@@ -375,12 +378,12 @@ class PagedCache(Cache):
     # Beams on the device --------------------------------------------------------------------------------------
 
     def _lend(self) -> None:
-        """Lend all rows, without blocks for a first step yet."""
+        """Lend all rows, without blocks for a first step."""
         groups = [row // self.fanout for row in range(len(self.sequences))]
         self._beams = self._prefix_cache.lend(self.sequences, self._beam_steps, num_blocks=0, groups=groups)
 
     def _has_beams(self) -> bool:
-        """Whether the next step is the device's: there are beams, and blocks for it whatever it does."""
+        """Whether the device makes the next step: there are beams, and enough blocks for any step."""
         if self._beams is not None and self._steps_ahead == 0:
             self._steps_ahead = self._secured_steps(self._beams)
             if self._steps_ahead == 0:
@@ -388,7 +391,7 @@ class PagedCache(Cache):
         return self._beams is not None
 
     def _secured_steps(self, beams: LentBeams) -> int:
-        """Steps for which the device has blocks, lent now as far as there is room."""
+        """Steps for which the device has blocks, after more were lent if possible."""
         rows, free = len(self.sequences), beams.state().num_free_blocks
         for steps in _STEPS_AHEAD:
             if free >= steps * rows:
@@ -401,7 +404,7 @@ class PagedCache(Cache):
         return 0
 
     def _step_beams(self, token_ids: Tensor) -> None:
-        """Each row goes on from its parent, with one token more; nothing of it comes to the host."""
+        """Each row continues its parent with one more token. Nothing of it comes to the host."""
         beams = self._beams
         assert beams is not None
         rows = torch.arange(len(self.sequences), device=self._storage.device)
@@ -426,11 +429,13 @@ class PagedCache(Cache):
 
 
 def layout_of(model: PreTrainedModel) -> KVLayout:
-    """Layers, KV heads, head size and dtype of the model's KV. Runs one token through the model.
+    """Return layers, KV heads, head size and dtype of the model's KV. Runs one token through the model.
 
-    Raises ConfigError, naming what stands in the way, for encoder-decoder and recurrent models, for layers
-    that are not full attention (sliding window, chunked, hybrid, shared KV), and for keys and values of
-    different shapes (multi-head latent attention).
+    Raises ConfigError, with the reason, for:
+
+    - encoder-decoder and recurrent models;
+    - layers without full attention (sliding window, chunked, hybrid, shared KV);
+    - keys and values of different shapes (multi-head latent attention).
     """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__

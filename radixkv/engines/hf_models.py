@@ -1,11 +1,11 @@
-"""Models for the transformers engine: a demo model, local directories, what identifies a model.
+"""Models for the transformers engine: a demo model, models of local directories, and the fingerprint of a model.
 
-- ``demo_model``: a Llama-architecture model with random weights, built in memory. Its weights come from
-  PCG64's raw 64-bit stream by exact operations only, so a seed gives the same bits on every machine.
-- ``load_model``: any causal LM that ``save_pretrained`` wrote: safetensors only, no code from the
-  directory, no network.
-- ``fingerprint``: SHA-256 over all that a block's bytes depend on besides the tokens. Two models whose
-  fingerprints are equal may share blocks; anything that could make their KV differ changes it.
+- ``demo_model``: a Llama-architecture model with random weights, built in memory. Its weights come from PCG64's raw
+  64-bit stream by exact operations only. So a seed gives the same bits on every machine.
+- ``load_model``: any causal LM that ``save_pretrained`` wrote. It reads safetensors only, no code from the
+  directory, and uses no network.
+- ``fingerprint``: SHA-256 over everything that a block's bytes depend on, apart from the tokens. Two models with
+  equal fingerprints may share blocks. Anything that could change their KV changes the fingerprint.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from radixkv.engines.hf_cache import layout_of
 from radixkv.errors import ConfigError
 
 Model = PreTrainedModel
-"""What the engine serves."""
+"""A model that the engine serves."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""What ``load_model`` takes as ``dtype``."""
+"""The values of ``load_model``'s ``dtype``."""
 
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "use_cache")
 _ATTENTION_GAIN = 2.0
-"""Standard deviation of queries and keys in the demo model: attention is sharp, so that its output depends
-on what stands in the prompt and wrong KV shows in the tokens."""
+"""Standard deviation of queries and keys in the demo model.
+
+Attention is sharp, so that the output depends on the whole prompt, and wrong KV shows in the tokens.
+"""
 
 
 def demo_model(
@@ -54,10 +56,10 @@ def demo_model(
     bos_token_id: int = 1,
     eos_token_id: int = 2,
 ) -> LlamaForCausalLM:
-    """A random Llama of about 10 million float32 parameters, in eval mode, on the CPU.
+    """Return a random Llama of about 10 million float32 parameters, in eval mode, on the CPU.
 
-    The same arguments give bit-equal weights on every machine. Leaves torch's random state alone. It knows
-    nothing: its text is noise. 0.2 s; 1,500 tokens of prefill take about 0.25 s on one core.
+    The same arguments give bit-equal weights on every machine. Torch's random state doesn't change. The model's
+    text is noise. It takes 0.2 s to make; 1,500 tokens of prefill take about 0.25 s on one core.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -96,11 +98,10 @@ def _uniform(bits: np.random.PCG64, shape: tuple[int, ...], gain: float) -> torc
 
 
 def load_model(path: str, device: str = "cpu", dtype: str = "float32") -> PreTrainedModel:
-    """The causal LM in the local directory ``path``, as written by ``save_pretrained``, in eval mode.
+    """Return the causal LM in the local directory ``path``, as written by ``save_pretrained``, in eval mode.
 
-    Reads ``config.json`` and ``*.safetensors`` only: no pickled weights, no code, no network. Raises
-    ConfigError when the directory, its files or ``dtype`` can't serve, or when the model's KV can't be
-    cached (see ``layout_of``).
+    Reads ``config.json`` and ``*.safetensors`` only: no pickled weights, no code, no network. Raises ConfigError if
+    the directory, its files or ``dtype`` are unsuitable, or if the model's KV can't be cached (see ``layout_of``).
     """
     if dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
@@ -139,10 +140,10 @@ def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
 
 
 def max_model_len_of(model: PreTrainedModel) -> int | None:
-    """How many positions the model's KV is consistent over; None if its configuration names no limit.
+    """Return the number of positions over which the model's KV is consistent; None if its configuration names no limit.
 
-    RoPE variants that rescale all positions once a sequence outgrows the original length end there: KV that
-    was computed before that point is wrong after it.
+    Some RoPE variants rescale all positions once a sequence exceeds the original length. For them that length is
+    the limit: KV that was computed before that point is wrong after it.
     """
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)

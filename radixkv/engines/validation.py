@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``HFEngine``: each refusal names the argument, its value and what is allowed."""
+"""Checks of the arguments of ``HFEngine``. Each error names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixkv.index.cache import RequestHints
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise ArgumentError for the first argument of ``generate`` that can't work."""
+    """Raise ArgumentError for the first invalid argument of ``generate``."""
     for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
         _require(name, arguments[name], _is_int(arguments[name]) and arguments[name] >= 1, "an integer ≥ 1")
     _require("do_sample", arguments["do_sample"], isinstance(arguments["do_sample"], bool), "true or false")
@@ -36,7 +36,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             "num_return_sequences",
             returned,
             returned == 1,
-            "1 for greedy decoding, whose rows would be equal",
+            "1 for greedy decoding, because its rows would be equal",
         )
 
 
@@ -54,7 +54,10 @@ def _is_number(value: object) -> bool:
 
 
 def eos_ids_of(value: Any) -> frozenset[int]:
-    """End-of-sequence ids given as None, an id or several; -1 stands for none."""
+    """End-of-sequence ids, given as None, one id or several; -1 means none.
+
+    Raises ArgumentError for anything else.
+    """
     if value is None:
         return frozenset()
     try:

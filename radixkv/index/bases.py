@@ -109,7 +109,7 @@ class Bases:
             raise ArgumentError("base_id", publication.base_id, "an id that no base has")
         tenant = publication.namespace.tenant
         if any(tenant in other.readers for other in others):
-            raise ArgumentError("namespace", publication.namespace, "one whose tenant reads no base")
+            raise ArgumentError("namespace", publication.namespace, "a namespace whose tenant reads no base")
         self.require_readers(publication.readers, [*others, publication])
 
     def require_readers(self, readers: frozenset[str], others: Iterable[Base | Publication]) -> None:

@@ -179,7 +179,7 @@ class BlockPool:
         return len(self.held) > 0 or len(self.exposed) > 0
 
     def settle(self) -> None:
-        """Free all held blocks, because the plan was fetched and no copy waits any more.
+        """Free all held blocks, because the plan was fetched and no copy waits.
 
         They are zeroed later, when they are handed out. Zeroing them now would be too early, because the engine still
         has to execute the plan.

@@ -14,10 +14,9 @@ The index decides, the storage executes. ``append`` and ``extend`` decide copies
 which the storage launches under the lock. So plans run in the order in which they were made. A launch never waits for
 the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
 
-Every public method validates all arguments before it changes anything. So a refused call has
-changed nothing. If a call is interrupted while it changes something, the sequences that it works on are lost
-(``recovery.mend``). New sequences and leases are registered last, and ``CacheLock.broken`` is set first. So no call
-runs on a cache that needs repair.
+Every public method validates all arguments before it changes anything. So a refused call has changed nothing. If a call
+is interrupted while it changes something, the sequences that it works on are lost (``recovery.mend``). New sequences
+and leases are registered last, and ``CacheLock.broken`` is set first. So no call runs on a cache that needs repair.
 
 The lock is held for microseconds. ``evict``, ``clear`` and ``snapshot_in_slices`` release it between slices. Some calls
 that are not on a request's path hold it longer: ``insert`` reads the free list, and ``snapshot`` reads everything.
@@ -45,7 +44,7 @@ from radixkv.index.match import Match
 from radixkv.index.pins import Pin, require_ttl
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.scrubbing import ScrubBlocks
-from radixkv.index.sequence import Sequence, append_to
+from radixkv.index.sequence import Sequence, append_to, states_of
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
@@ -62,6 +61,8 @@ from radixkv.index.validation import (
     require_parts,
     require_policy,
     require_tenant_id,
+    storage_of,
+    whole_blocks,
 )
 from radixkv.storage.plan import BlockIds, StepPlan
 from radixkv_policies import RequestHints as RequestHints
@@ -104,7 +105,7 @@ class PrefixCache(CacheState):
         storage: StorageLike = None,
     ) -> None:
         require_parts(config, clock, journal)
-        super().__init__(config, clock, journal, scrub_blocks, _storage_of(config, storage))
+        super().__init__(config, clock, journal, scrub_blocks, storage_of(config, storage))
 
     def __repr__(self) -> str:
         config, standing = self._config, "dead" if self.is_dead else "broken" if self.is_broken else ""
@@ -240,7 +241,7 @@ class PrefixCache(CacheState):
     ) -> Sequence:
         """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
 
-        A lease protects the matched blocks meanwhile.
+        A lease protects the matched blocks until then.
         """
         lease: LeaseState | None = None
         sequence: Sequence | None = None
@@ -272,11 +273,11 @@ class PrefixCache(CacheState):
         sequence of another cache), TokenError, OutOfBlocks, and then changes nothing. If the copies themselves fail,
         raises their error and releases the sequences that needed a copy. O(batch).
         """
-        append_to(self, self._states_of(list_of("sequences", sequences)), ids)
+        append_to(self, states_of(self, list_of("sequences", sequences)), ids)
 
     def flush(self) -> StepPlan:
         """Fetch the copies that an engine which owns its KV must execute before it writes again. Fetched copies are
-        forgotten.
+        forgotten. A plan can be iterated as ``(source, target, num_rows)``.
 
         Call this once a step, and execute the plan before any other call. Until then, blocks that waiting copies read
         are not handed out again, even if they are freed, and they count for no tenant. A call that needs them raises
@@ -298,7 +299,7 @@ class PrefixCache(CacheState):
         Inputs that no result continues are released. Shared tails are copied at their first write. Raises LeaseError,
         ArgumentError, and then changes nothing. O(inputs + results).
         """
-        inputs = self._states_of(list_of("sequences", sequences))
+        inputs = states_of(self, list_of("sequences", sequences))
         chosen = [
             require_between(f"parents[{at}]", parent, 0, len(inputs) - 1)
             for at, parent in enumerate(list_of("parents", parents))
@@ -330,31 +331,20 @@ class PrefixCache(CacheState):
 
         - ``num_blocks``: blocks to lend for the steps, charged to the tenant until they are taken back. None lends
           enough for any choice of parents. Lend fewer if ``lend_more`` may follow.
-        - ``groups``: a number for each sequence. A beam continues only beams of its own group. Whole blocks that the
-          group has in common are never read.
+        - ``groups``: a number for each sequence. A beam continues only beams of its own group. The device never reads
+          the whole blocks that all beams of a group share.
 
         Until ``reconcile`` the sequences refuse every call except ``release``. Raises LeaseError, ArgumentError (a
         sequence twice, of another cache, of several tenants, or one that publishes), ConfigError without storage,
         QuotaExceeded and OutOfBlocks, and then changes nothing. O(sequences × (their blocks + max_steps)).
         """
         handles = list_of("sequences", sequences)
-        lending = device_beams.lend(self, self._states_of(handles), max_steps, num_blocks, groups)
+        lending = device_beams.lend(self, states_of(self, handles), max_steps, num_blocks, groups)
         try:
             return LentBeams(self, handles, lending)
         except BaseException:
             device_beams.take_back(self, lending)
             raise
-
-    def _states_of(self, sequences: list[Any]) -> list[SequenceState]:
-        """Return the states of sequences that a user gave. Raises ArgumentError for anything but a sequence of this
-        cache.
-        """
-        states = []
-        for at, sequence in enumerate(sequences):
-            if not isinstance(sequence, Sequence) or sequence._cache is not self:
-                raise ArgumentError(f"sequences[{at}]", sequence, "a sequence of this cache")
-            states.append(sequence._state)
-        return states
 
     # --- blocks by hand
 
@@ -421,7 +411,7 @@ class PrefixCache(CacheState):
         on the path + blocks), plus log of the tenant's pins.
         """
         require_namespace(namespace)
-        ttl_s, key = require_ttl(ttl_s), self._whole_blocks(ids)
+        ttl_s, key = require_ttl(ttl_s), whole_blocks(encode(ids), self._block_size)
         if self._clock is monotonic:
             self._maintenance.start()
         lease: LeaseState | None = None
@@ -441,14 +431,6 @@ class PrefixCache(CacheState):
                 self._damage.error, self._lock.broken = error, self
                 mend(self, error, lease=lease)
                 raise
-
-    def _whole_blocks(self, ids: TokenIds) -> bytes:
-        """Return the key of the whole blocks of ``ids``. Raises ArgumentError if there is no whole block."""
-        key, size = encode(ids), self._block_bytes
-        if len(key) < size:
-            allowed = f"at least {self._block_size} token ids, one block"
-            raise wrong_count("ids", len(key) // TOKEN_BYTES, allowed)
-        return key[: len(key) // size * size]
 
     def unpin(self, pin: Any) -> None:
         """End a pin before its time. Raises LeaseError for a pin that has ended."""
@@ -492,9 +474,7 @@ class PrefixCache(CacheState):
             raise ArgumentError("tenant", tenant, "a Tenant")
         require_policy(tenant.policy)
         if tenant.mode == "strict" and self._scrubber is None:
-            allowed = (
-                "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or scrub_blocks"
-            )
+            allowed = "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or by scrub_blocks"
             raise ConfigError("mode", tenant.mode, allowed)
         with self._lock, Mending(self):
             tenant_settings.add(self, tenant)
@@ -573,11 +553,11 @@ class PrefixCache(CacheState):
         namespaces with the same model and adapter, whatever their salt. It stays resident until ``unpublish``.
 
         Raises like ``open``. Also raises ArgumentError, and changes nothing, if another base has the id, if there is no
-        whole block, if a reader publishes, or if the publisher reads. The same error, with the shortfall, if the pool
-        can't give the blocks besides those that are guaranteed and held.
+        whole block, if a reader publishes, or if the publisher reads. Raises it too, with the shortfall, if the pool
+        can't give the blocks in addition to those that are guaranteed and held.
         """
         require_namespace(namespace)
-        key = self._whole_blocks(ids)
+        key = whole_blocks(encode(ids), self._block_size)
         publication = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
         try:
             if requests.takes_many_victims(self, len(key)):
@@ -666,19 +646,3 @@ class PrefixCache(CacheState):
                 is_over = self._pins.end_slice()
             if not is_over:
                 requests.let_others()
-
-
-def _storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:
-    """Return the storage that the layout asks for, or the engine's after a check; None without both."""
-    if config.layout is None and given is None:
-        return None
-    from radixkv.storage.device import BlockStorage, DeviceStorage
-
-    if config.layout is not None:
-        if given is not None:
-            raise ConfigError("storage", given, "None with a layout: the cache makes its own")
-        return DeviceStorage(config.layout, config.num_blocks, config.block_size, config.device)
-    wanted = (config.num_blocks, config.block_size)
-    if not isinstance(given, BlockStorage) or (given.num_blocks, given.block_size) != wanted:
-        raise ConfigError("storage", given, f"a BlockStorage of {wanted[0]} blocks of {wanted[1]} tokens")
-    return given

@@ -1,6 +1,6 @@
 """CacheLock: the one lock of a cache. It detects when the thread that holds it calls the cache again.
 
-Inside it is an RLock, whose owner is known at no cost. If the owner enters again, the call comes from a callback or a
+It contains an RLock, which knows its owner at no cost. If the owner enters again, the call comes from a callback or a
 finaliser. It gets ReentrantCall at once. With a plain lock it would wait for ever.
 
 Every entry looks at two fields, and calls ``locking.take_care`` if one is set:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class CacheLock:
     """The lock, held with ``with``.
 
-    - ``death``: why the cache can't be used any more, None while it can.
+    - ``death``: why the cache can no longer be used; None while it can.
     - ``forgotten``: pairs of a cache and a state that a finaliser gave up. ``given_up`` has only the states.
     - ``progress``: a condition on this lock. Wait for it with ``wait``.
     """

@@ -1,11 +1,11 @@
 """Notification of changes in the trees: the journal of a cache, and the changes that snapshots need.
 
-A snapshot in progress (a *gathering*) uses the hooks that tell a tenant's policy of its nodes. ``Recorder`` puts itself
-before these hooks while there is a gathering, and removes itself afterwards. So requests pay nothing otherwise. The
-hooks tell of every node that comes, goes, is cut, grows, or changes between used and unused. The node's parent is read
-again with it. The hooks don't tell of a further lease on a used node. So a node that was leased when it was read, or is
-leased at the end, is read in the last hold of the lock. After an interrupted call (``recovery``), everything is
-rewritten and a gathering starts again.
+A snapshot in progress is a *gathering*. It uses the hooks that report a tenant's nodes to its policy. ``Recorder`` puts
+itself before these hooks while there is a gathering, and removes itself afterwards. So requests pay nothing otherwise.
+The hooks report every node that is added, removed, cut or grown, or that changes between used and unused. The node's
+parent is read again with it. The hooks don't report a further lease on a used node. So a node that was leased when it
+was read, or is leased at the end, is read in the last hold of the lock. After an interrupted call (``recovery``),
+everything is rewritten and a gathering starts again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLICE_TENANTS = 64
 """Tenants whose hooks are changed under one hold of the lock."""
 
 _TELLING = ("leased", "unleased", "removed", "inserted", "extended", "split", "trimmed")
-"""The hooks that tell of a change. ``split`` tells of two nodes, the others of their first argument."""
+"""The hooks that report a change. ``split`` reports two nodes, the others their first argument."""
 
 
 class Journal(Protocol):
@@ -34,8 +34,8 @@ class Journal(Protocol):
     append to a queue and at most a pass over a short key.
 
     Ranges are in tokens. A range is reported only if it contains a multiple of ``grain_tokens`` (itself a multiple of
-    the block size). The segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until
-    a ``removed`` with ``start < e ≤ stop``, or a ``cleared``.
+    the block size). A segment that ends at token ``e`` becomes resident with a ``stored`` with ``start < e ≤ stop``. It
+    leaves with a ``removed`` with ``start < e ≤ stop``, or with a ``cleared``.
 
     ``key`` begins with the key (uint32 bytes, see ``tokens``) of the ids ``[0, stop)``. It is at most twice as long.
     The cache passes a key that it has already, so nothing is copied.
@@ -54,7 +54,10 @@ class Journal(Protocol):
 
 
 class Changes:
-    """The changes that one gathering was told since it asked last. ``is_lost``: some changes are missing."""
+    """The changes that were reported to one gathering since its last ``take``.
+
+    ``is_lost``: some changes are missing.
+    """
 
     __slots__ = ("is_lost", "removed", "told")
 
@@ -71,14 +74,14 @@ class Changes:
 
 
 class Recorder:
-    """Tells gatherings what changes in the trees of tenants. Its methods are called under the cache's lock."""
+    """Reports changes in the trees of tenants to gatherings. Its methods are called under the cache's lock."""
 
     def __init__(self) -> None:
         self._heard_by: list[Changes] = []
         self._recorded: dict[TenantState, None] = {}
 
     def begin(self, changes: Changes, tenants: Iterable[TenantState]) -> None:
-        """From now on, tell ``changes`` of these tenants too. O(tenants)."""
+        """From now on, report changes of these tenants to ``changes`` too. O(tenants)."""
         if changes not in self._heard_by:
             self._heard_by.append(changes)
         for tenant in tenants:
@@ -91,7 +94,7 @@ class Recorder:
             self._record(tenant)
 
     def end(self, changes: Changes) -> bool:
-        """Stop telling ``changes``.
+        """Stop reports to ``changes``.
 
         After the last one, policies get their hooks back, SLICE_TENANTS per call. Returns whether all have them.
         """

@@ -355,7 +355,7 @@ class Evictor:
     def _evict_to_pool(self, num_blocks: int, requester: TenantState | None) -> None:
         while (short := num_blocks - self._pool.num_free) > 0:
             if not self.evict(short, requester):
-                raise IntegrityError(f"{short} blocks are short, and nothing is left to evict")
+                raise IntegrityError(f"{short} blocks are missing, and nothing is left to evict")
 
     def charge(self, tenant: TenantState, num_blocks: int) -> None:
         """Charge taken blocks to the tenant. They are private to a sequence or leased in its tree."""
@@ -443,7 +443,7 @@ class Evictor:
             node = victim()
             if not isinstance(node, Node) or node.children is not None or node.uses:
                 raise IntegrityError(
-                    f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
+                    f"policy {type(tenant.policy).__name__} named a victim that isn't an evictable leaf"
                 )
             tree, ids = node.tree, node.block_ids
             cut = left if most is None else min(most(node) * ID_BYTES, left)

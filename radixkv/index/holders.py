@@ -1,4 +1,4 @@
-"""Objects that hold blocks besides the trees: sequences with their runs, leases, lent beams.
+"""Objects other than trees that hold blocks: sequences with their runs, leases, lent beams.
 
     block table   [ leased from the tree ][ in runs, shared ][ own, from position ``_own`` on ]
     tokens        [0 … committed)          [committed … num_tokens)
@@ -140,7 +140,7 @@ class SequenceState:
 
     @property
     def is_lent(self) -> bool:
-        """Whether the device moves the sequence on."""
+        """Whether the device advances the sequence."""
         return not self._is_open and self._lent is not None
 
     @property
@@ -297,7 +297,7 @@ class Lending:
         return f"a lending of {len(self.sequences)} beams of tenant {self.tenant.tenant_id!r}"
 
     def end(self) -> None:
-        """End the lending: no beam steps any more. The cache calls this under its lock."""
+        """End the lending: no beam step is made afterwards. The cache calls this under its lock."""
         self.is_over = True
         if self.device is not None:
             self.device.close()

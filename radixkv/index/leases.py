@@ -93,4 +93,4 @@ class Lease:
 
 def _require_open(lease: LeaseState) -> None:
     if not lease._is_open:
-        raise LeaseError("this lease is released already")
+        raise LeaseError("this lease was already released")

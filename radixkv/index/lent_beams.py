@@ -1,4 +1,4 @@
-"""LentBeams: sequences that the device moves on by beam steps. The user's handle of a ``Lending`` (``holders``)."""
+"""LentBeams: sequences that the device advances by beam steps. The user's handle of a ``Lending`` (``holders``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LentBeams:
-    """Sequences that the device moves on by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
+    """Sequences that the device advances by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
 
     - ``tables``: int32 ``[num_beams, columns]``, block ids. Columns behind a beam's length hold arbitrary values.
     - ``lengths``: int32 ``[num_beams]``, rows.
@@ -88,8 +88,8 @@ class LentBeams:
         after the tensors were filled again.
 
         The device checks the values. A step that can't be made changes nothing. The following steps change nothing
-        either, until ``lend_more`` or ``clear``; ``state`` tells the reason. Raises ArgumentError for tensors of
-        another form, KernelError, LeaseError after the beams were taken back, StaleGeneration after a purge.
+        either, until ``lend_more`` or ``clear``; ``state`` has the reason. Raises ArgumentError for tensors of another
+        form, KernelError, LeaseError after the beams were taken back, StaleGeneration after a purge.
         """
         self._on_device().step(parents, token_ids)
 
@@ -139,7 +139,7 @@ class LentBeams:
         Raises LeaseError if the beams are taken back already. O(beams × (steps + blocks)).
         """
         if self.is_over:
-            raise LeaseError("these beams are taken back already")
+            raise LeaseError("these beams were already taken back")
         if self._cache.is_broken or self._cache._lock.is_mine:
             self._cache.require_alive()
         assert self._device is not None

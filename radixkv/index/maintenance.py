@@ -43,7 +43,7 @@ class Maintenance:
         for duty in duties:
             try:
                 duty()
-            except Exception as error:  # noqa: BLE001 any code, whose failure concerns only its tenant
+            except Exception as error:  # noqa: BLE001 a policy may be any code; its failure concerns only its tenant
                 failures.append(error)
         if failures:
             raise failures.pop(

@@ -9,10 +9,10 @@ like any lease. This module adds how much each tenant pins, and until when.
   neighbours has. This takes O(log pins) comparisons and no count per node or block.
 - **Number.** A tenant has at most ``Tenant.max_pins`` pins. The budget doesn't limit the number: pins of the same
   blocks in several namespaces, as of a base under several salts, use no budget. Each pin costs about 2 KiB.
-- **Time.** A pin ends when its time is over. Expiry is checked by maintenance about once a second, when a request
-  needs room, and when a tenant asks for its counts. Other requests pay nothing. A request ends its own tenant's
-  expired pins. It ends those of others only if the pool is short and they borrow. So what a strict tenant sees
-  never depends on others. For other tenants this holds as long as there is room.
+- **Time.** A pin ends when its time is over. Expiry is checked by maintenance about once a second, when a request needs
+  blocks, and when a tenant asks for its counts. Other requests pay nothing. A request ends its own tenant's expired
+  pins. It ends those of others only if the pool is short and they borrow. So what a strict tenant sees never depends on
+  others. For other tenants this holds as long as the pool isn't full.
 - A clear or a purge ends the pins of what it forgets. Each tree knows its pins, so this costs only the ended pins.
 
 ``lock`` is the cache's lock. Every method is called under it.
@@ -309,7 +309,7 @@ class Pins:
             self._evictor.on_need = None
 
     def settle(self) -> None:
-        """After an interruption, keep the pins whose lease is open and whose tree is reachable. End the others."""
+        """After an interruption, keep the pins with an open lease in a reachable tree. End the others."""
         for own in self.tenants.values():
             for held in list(own.by_id.values()):
                 is_reached = held.tree.tenant.trees.get(held.tree.place) is held.tree
@@ -355,7 +355,7 @@ def require_ttl(ttl_s: object) -> float:
 
 
 def _borrows(owner: TenantState) -> bool:
-    """Whether ending the owner's pins could make room for others."""
+    """Whether ending the owner's pins could free blocks for others."""
     return owner.protected_blocks > owner.guaranteed_blocks
 
 

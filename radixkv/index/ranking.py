@@ -1,4 +1,4 @@
-"""Ranking: the choice of the tenant whose blocks are evicted next."""
+"""Ranking: the choice of the tenant that loses blocks next."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ keeps what is certain and rebuilds everything else from it:
   nodes, as after ``clear``.
 - A policy starts again with the old order. Nodes that it had keep their position, missing nodes are youngest, and a
   child comes before its parent. Counts of uses are forgotten.
-- The journal is told everything again. Otherwise a lost ``removed`` would leave a false record for ever.
+- The journal gets everything again. Otherwise a lost ``removed`` would leave a false record for ever.
 
 Shared blocks are found in the block tables. Forks have the same blocks up to the first difference. So sorted tables
 form a tree of common prefixes, and its edges are the runs.
@@ -154,7 +154,7 @@ def repair(cache: CacheState) -> None:
 
 _DEAD = (
     "the cache is dead: an error interrupted a call and the cache's state could not be repaired ({error}); "
-    "no call is done any more: replace the cache by a new PrefixCache"
+    "every call fails: replace the cache by a new PrefixCache"
 )
 
 
@@ -224,7 +224,7 @@ def _close(cache: CacheState, sequence: SequenceState) -> None:
 
 
 class _Books:
-    """What is certain of a cache, and everything that follows from it."""
+    """The certain facts of a cache, and everything that is rebuilt from them."""
 
     def __init__(self, cache: CacheState) -> None:
         self.cache = cache
@@ -237,7 +237,7 @@ class _Books:
         self.num_private: Counter[TenantState] = Counter()
 
     def rebuild(self) -> None:
-        """Rebuild everything that follows from what is certain."""
+        """Rebuild everything that follows from the certain facts."""
         self._settle_bases()
         trees = self._trees()
         for tree in trees:
@@ -332,7 +332,7 @@ class _Books:
     # --- holders of blocks
 
     def _close_what_lost_its_node(self) -> None:
-        """Close sequences and leases whose leased path has changed.
+        """Close sequences and leases with a changed leased path.
 
         No step of any call causes this; it is a safeguard.
         """
@@ -452,7 +452,7 @@ class _Books:
     # --- copies that wait
 
     def _hold_for_copies(self) -> None:
-        """Drop waiting copies whose target has no owner. If only the source has no owner, hold the source."""
+        """Drop waiting copies into targets without an owner. If only the source has no owner, hold the source."""
         pool, is_owned = self.cache._pool, (self.home >= 0) | (self.private_to >= 0)
         targets = list(pool.copies.targets)
         pool.copies = pool.copies.without({target for target in targets if not is_owned[target]})

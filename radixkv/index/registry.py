@@ -93,7 +93,7 @@ class Registry:
         tenant, default = self.tenants.get(namespace.tenant), self._config.default_tenant
         if not self.admits(namespace.tenant):
             raise NamespaceError(
-                f"tenant {namespace.tenant!r} is not known: allowed are those that were added"
+                f"tenant {namespace.tenant!r} is not known; allowed: tenants that were added"
             )
         if tenant is None:
             assert default is not None
@@ -161,14 +161,16 @@ class Registry:
         )
         if not isinstance(policy, Policy):
             raise ArgumentError(
-                "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
+                "policy",
+                wanted,
+                "a name, or a callable that takes the arguments of Policy and returns a Policy",
             )
         if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
             self._maintenance.start()
         return policy
 
     def require_promise(self, tenant: Tenant, state: TenantState) -> None:
-        """Raise ArgumentError unless a guarantee can be met besides all others, and the limit can be kept.
+        """Raise ArgumentError unless a guarantee can be met in addition to all others, and the limit can be kept.
 
         O(tenants).
         """

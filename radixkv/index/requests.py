@@ -227,7 +227,7 @@ def lease_of_long(
 ) -> tuple[LeaseState, int, TenantState]:
     """Lease the resident part of a long key. Returns the lease, how many more blocks the key needs, and its tenant.
 
-    Raises the errors of ``open_sequence`` before room is made. The lease isn't registered.
+    Raises the errors of ``open_sequence`` before anything is evicted. The lease isn't registered.
     """
     if publication is not None:
         cache._bases.require_new(publication)
@@ -276,7 +276,7 @@ def let_others() -> None:
     time.sleep(0)
 
 
-# --- pending blocks: which sequence computes what
+# --- pending blocks: those that a running sequence computes
 
 
 def await_pending(
@@ -389,7 +389,8 @@ def _follow(
     """Move the sequence's lease down along the resident part of ``key[start:stop]``.
 
     Returns the node, the position there, and the first block that was replaced. A node without uses gets the sequence's
-    blocks in place of its own, and its own are freed. Leasing its own would protect more blocks than were granted.
+    blocks in place of its own, and its own are freed. Leasing its own blocks would protect more blocks than were
+    granted.
     """
     tree, evictor = sequence._tree, cache._evictor
     end, at, child, common = tree.walk(key, stop, bytearray(), node, start)
@@ -432,7 +433,7 @@ def _complete(cache: CacheState, sequence: SequenceState) -> None:
 
 
 def shortfall(cache: CacheState, namespace: Namespace, key: bytes) -> int:
-    """Return how many blocks the pool lacks for a base, besides those that are guaranteed to tenants."""
+    """Return how many blocks the pool lacks for a base, in addition to those that are guaranteed to tenants."""
     tree = cache._registry.tree(namespace) or cache._registry.new_tree(namespace)
     place = _walk(cache, tree, key, len(key) - 1)
     needed = len(key) // cache._block_bytes - place.num_blocks + _newly_protected(cache, place)
@@ -440,11 +441,11 @@ def shortfall(cache: CacheState, namespace: Namespace, key: bytes) -> int:
     return max(needed - unused - cache._evictor.spare_blocks, 1)
 
 
-# --- append and extend: room for more tokens, copy-on-write
+# --- append and extend: blocks for more tokens, copy-on-write
 
 
 def append(cache: CacheState, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
-    """Append one id to each. Returns the sequences whose shared tails must be copied. See PrefixCache.append."""
+    """Append one id to each. Returns the sequences that need a copy of their shared tail. See PrefixCache.append."""
     require_batch(sequences)
     return cache._runs.grow(sequences, keys)
 

@@ -34,7 +34,10 @@ class Runs:
     # --- more blocks
 
     def grow(self, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
-        """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns the sequences whose tail must be copied."""
+        """Get blocks for ``keys[i]`` at the end of ``sequences[i]``.
+
+        Returns the sequences that need a copy of their tail.
+        """
         size = self._block_bytes
         fresh = [
             -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES

@@ -1,4 +1,4 @@
-"""Scrubber: records whose bytes a block holds, and zeroes blocks before another tenant can read them.
+"""Scrubber: records the owner of the bytes in each block, and zeroes blocks before another tenant can read them.
 
     hand_out    zeroes what the block's new owner may not read, then records the new owner
     free        zeroes at once the blocks of strict tenants, and all blocks under ``scrub="always"``

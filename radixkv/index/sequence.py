@@ -7,12 +7,12 @@ the function of ``requests`` that does the work. If that is interrupted, the met
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.errors import IntegrityError, ReentrantCall, wrong_count
+from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_count
 from radixkv.index import device_beams, requests
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.locking import Guard, defer
@@ -51,6 +51,16 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
             raise
 
 
+def states_of(cache: CacheState, sequences: list[Any]) -> list[SequenceState]:
+    """Return the states of sequences that a user gave. Raises ArgumentError unless all are sequences of the cache."""
+    states = []
+    for at, sequence in enumerate(sequences):
+        if not isinstance(sequence, Sequence) or sequence._cache is not cache:
+            raise ArgumentError(f"sequences[{at}]", sequence, "a sequence of this cache")
+        states.append(sequence._state)
+    return states
+
+
 class Sequence:
     """A request's token ids and the blocks that hold their KV. Made by ``PrefixCache.open``; use it in a ``with``.
 
@@ -58,7 +68,7 @@ class Sequence:
     ``block_table`` and then calls ``commit``. It is safe to use from several threads: one call takes effect at a time.
 
     Every method except ``release`` raises LeaseError after the sequence is released or consumed, StaleGeneration after
-    its tenant was purged, and SequenceLent while the device moves it on.
+    its tenant was purged, and SequenceLent while the device advances it.
 
     If a sequence is garbage-collected before its release, it gives a ResourceWarning, and the next call of the cache
     releases it.
@@ -100,7 +110,7 @@ class Sequence:
 
     @property
     def is_lent(self) -> bool:
-        """Whether the device moves the sequence on. Its other properties then show the state before it was lent."""
+        """Whether the device advances the sequence. Its other properties then show the state before it was lent."""
         return self._state.is_lent
 
     @property
@@ -164,11 +174,11 @@ class Sequence:
                 raise
 
     def append(self, token_id: SupportsIndex) -> None:
-        """Make room for one more token: ``PrefixCache.append`` with a batch of one."""
+        """Append one token id, with a place for its KV: ``PrefixCache.append`` with a batch of one."""
         append_to(self._cache, [self._state], (token_id,))
 
     def extend(self, ids: TokenIds) -> None:
-        """Make room for ``ids``. A shared tail block is copied first.
+        """Append ``ids``, with places for their KV. A shared tail block is copied first.
 
         Raises TokenError, CapacityError, and then changes nothing. O(ids).
         """

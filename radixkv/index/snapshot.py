@@ -1,7 +1,7 @@
 """Snapshots of a live cache: read in slices, but consistent at one moment. Other threads wait for at most one slice.
 
 Reading 50,000 nodes under the lock takes tens of milliseconds. So a ``Gathering`` reads some hundred nodes at a time
-and lets requests run between slices. It is *told* what they change, and reads that again:
+and lets requests run between slices. Their changes are reported to it, and it reads the changed nodes again:
 
     visit      every tree is walked from its root, a slice of nodes under each hold of the lock
     catch up   nodes that changed since they were read are read again, then those that changed during that, and so on
@@ -10,7 +10,7 @@ and lets requests run between slices. It is *told* what they change, and reads t
 The result is what one long hold at the last moment would have found. So the audit checks the same laws. A cache that
 fits into one slice is read under one hold.
 
-The module ``changes`` explains how a gathering is told of changes. Requests pay nothing while there is none.
+The module ``changes`` explains these reports. Requests pay nothing while there is none.
 
 Cost: O(nodes + changes). A hold is O(SLICE_NODES + running sequences), 0.1 ms, plus 15 ns for each child of a visited
 node: 3 ms for a node with 200,000 children. The last hold is O(SLICE_NODES + running sequences + trees + tenants),
@@ -252,14 +252,14 @@ class Gathering:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._num_tenants = 0  # tenants whose trees are visited and whose changes are told
+        self._num_tenants = 0  # tenants with visited trees and reported changes
         self._new_tenants: list[TenantState] = []
         self._to_visit: dict[Node, None] = {}
         self._to_reread: set[Node] = set()
         self._held: set[Node] = set()  # leased when they were read
         self._states: dict[Node, _NodeState] = {}
         self._tree_blocks: dict[NamespaceTree, int] = {}
-        self._found: list[Node] = []  # children of visited nodes, not in ``_to_visit`` yet
+        self._found: list[Node] = []  # children of visited nodes; not in ``_to_visit`` yet
         self._read_now: list[tuple[list[Node], Iterable[_NodeState]]] = []  # not in ``_states`` yet
         self._held_now: set[Node] = set()
         self._num_found = 0
@@ -310,7 +310,7 @@ class Gathering:
         return is_last
 
     def close(self) -> None:
-        """Stop being told of changes."""
+        """End the reports of changes."""
         while True:
             with self._cache._lock:
                 if self._cache._recorder.end(self._changes):
@@ -320,7 +320,7 @@ class Gathering:
     def _find_new_trees(self, most: int | None) -> bool:
         """Begin with the trees of the next tenants, at most ``most``. Returns whether all have begun.
 
-        Tenants never go.
+        Tenants are never removed from the list.
         """
         tenants, begin = self._cache._tenants, self._num_tenants
         self._new_tenants = list(islice(tenants.values(), begin, None if most is None else begin + most))
@@ -416,7 +416,7 @@ class Gathering:
             ),
         )
 
-    # --- without it
+    # --- without the lock
 
     def _sort(self, visited: list[Node], reread: list[Node], told: set[Node], removed: set[Node]) -> None:
         """Store the results of a hold."""

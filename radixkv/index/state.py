@@ -135,7 +135,7 @@ class CacheState:
         raise NotImplementedError("PrefixCache does this")
 
     def _end_due_pins(self) -> None:
-        """End the pins whose time is over, in slices. For maintenance. O(pins that are due)."""
+        """End expired pins, in slices. For maintenance. O(expired pins)."""
         raise NotImplementedError("PrefixCache does this")
 
 

@@ -46,7 +46,7 @@ class CacheStats:
     missed_tokens: int
     evicted_blocks: int
     copied_blocks: int
-    """Copies that copy-on-write decided. A waiting copy is not made if its block is given up meanwhile."""
+    """Copies that copy-on-write decided. A waiting copy is not made if its block is given up first."""
     scrubbed_blocks: int
     """Blocks zeroed because they changed tenant or a strict tenant freed them."""
     declined_blocks: int

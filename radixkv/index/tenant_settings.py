@@ -38,9 +38,7 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
         raise ArgumentError("tenant", tenant, "a tenant that was added")
     settings = replace(cache._config.default_tenant or Tenant(tenant), id=tenant)
     if settings.limit is not None and state.protected_blocks > settings.limit:
-        allowed = (
-            f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
-        )
+        allowed = f"a tenant whose sequences and pins hold at most {settings.limit} blocks, the default limit"
         raise ArgumentError("tenant", tenant, allowed)
     _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant
     state.forget_counts()

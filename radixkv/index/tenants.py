@@ -182,8 +182,7 @@ class TenantState:
 
 
 class NamespaceTree(RadixTree):
-    """The tree of a namespace, or a tree behind a base, with its owner. ``detached`` means that it can't be reached any
-    more.
+    """The tree of a namespace, or a tree behind a base, with its owner. ``detached``: it is no longer reachable.
 
     Behind a ``base`` the tree continues the first ``size`` bytes of the base's key. ``place`` is its key among its
     tenant's trees.
@@ -242,7 +241,7 @@ class Base:
         self.key, self.block_ids = key, block_ids
         self.node, self.tree, self.namespace = node, tree, tree.namespace
         self.trees: set[NamespaceTree] = set()  # registered, or cleared and still in use
-        self.is_over = False  # unpublished: no request finds it any more
+        self.is_over = False  # unpublished: requests no longer find it
         self.is_held = True  # it leases its node
 
     @property

@@ -69,7 +69,7 @@ def encode(ids: TokenIds) -> bytes:
         return _from_items(ids)
     if kind is bytes:
         if len(ids) % TOKEN_BYTES:
-            raise TokenError(f"a key of {len(ids)} bytes: allowed are multiples of {TOKEN_BYTES}")
+            raise TokenError(f"a key of {len(ids)} bytes; allowed: multiples of {TOKEN_BYTES}")
         return bytes(ids)
     if isinstance(ids, np.ndarray):
         return _from_numpy(ids)
@@ -78,7 +78,7 @@ def encode(ids: TokenIds) -> bytes:
     if isinstance(ids, SequenceABC) and not isinstance(ids, (str, bytearray, memoryview)):
         return _from_items(list(ids))
     raise TokenError(
-        f"token ids can't be a {kind.__name__}: allowed are list, tuple, array, NumPy and torch CPU integers"
+        f"token ids can't be a {kind.__name__}; allowed: list, tuple, array, NumPy or torch CPU integers"
     )
 
 
@@ -117,7 +117,7 @@ def decode(key: bytes) -> NDArray[np.uint32]:
 def _from_array(ids: array[Any]) -> bytes:
     code = ids.typecode
     if code in "fduw":
-        raise TokenError(f"token ids can't be an array of typecode {code!r}: allowed are integers")
+        raise TokenError(f"token ids can't be an array of typecode {code!r}; allowed: integers")
     if ids.itemsize == TOKEN_BYTES and code in "IL" and _LITTLE:
         return ids.tobytes()
     return _from_numpy(np.frombuffer(ids, dtype=np.dtype(code))) if ids else b""
@@ -135,12 +135,12 @@ def _from_items(ids: list[Any] | tuple[Any, ...]) -> bytes:
 
 def _from_numpy(ids: NDArray[Any]) -> bytes:
     if ids.ndim != 1:
-        raise TokenError(f"token ids of shape {ids.shape}: allowed is one dimension")
+        raise TokenError(f"token ids of shape {ids.shape}; allowed: one dimension")
     kind, size = ids.dtype.kind, ids.dtype.itemsize
     if kind not in "iu":
         if ids.size == 0 and kind == "f":  # np.array([]) is float64 by default
             return b""
-        raise TokenError(f"token ids can't be of dtype {ids.dtype}: allowed are integers")
+        raise TokenError(f"token ids can't be of dtype {ids.dtype}; allowed: integers")
     if size == 8 and ids.size and ids.dtype.isnative:
         wide = ids.view(_U64)
         if wide.item(wide.argmax()) <= _MAX_ID:  # a negative id is huge here
@@ -162,9 +162,9 @@ def _check_range(ids: NDArray[Any]) -> None:
 
 def _from_torch(ids: Any) -> bytes:
     if ids.device.type != "cpu":
-        raise TokenError(f"token ids on device {ids.device}: allowed are CPU tensors")
+        raise TokenError(f"token ids on device {ids.device}; allowed: CPU tensors")
     if ids.is_floating_point() or ids.is_complex() or str(ids.dtype) == "torch.bool":
-        raise TokenError(f"token ids can't be of dtype {ids.dtype}: allowed are integers")
+        raise TokenError(f"token ids can't be of dtype {ids.dtype}; allowed: integers")
     return _from_numpy(ids.detach().numpy())
 
 
@@ -179,5 +179,5 @@ def _first_bad_item(ids: list[Any] | tuple[Any, ...]) -> TokenError:
 
 def _bad_item(index: int, item: object) -> TokenError:
     return TokenError(
-        f"token id at index {index} is {shown(item, 80)}: allowed are integers from 0 to {_MAX_ID}", index
+        f"token id at index {index} is {shown(item, 80)}; allowed: integers from 0 to {_MAX_ID}", index
     )

@@ -8,14 +8,18 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from radixkv.config import TENANT_ID_ALLOWED, CacheConfig, Namespace, is_tenant_id, resolve
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index.bases import MAX_BASE_ID_BYTES
+from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.plan import BlockIds
+
+if TYPE_CHECKING:
+    from radixkv.storage.device import BlockStorage
 
 _MAX_TIMEOUT_S: Final = 366 * 86_400.0
 """Timeouts above the maximum mean no timeout, because system clocks don't accept arbitrarily long times."""
@@ -123,3 +127,30 @@ def readers_of(readers: Any, namespace: Namespace) -> frozenset[str]:
     if namespace.tenant in named:
         raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
     return frozenset(named)
+
+
+def storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:
+    """Return the storage that the layout asks for, or the engine's after a check; None without both.
+
+    Raises ConfigError.
+    """
+    if config.layout is None and given is None:
+        return None
+    from radixkv.storage.device import BlockStorage, DeviceStorage
+
+    if config.layout is not None:
+        if given is not None:
+            raise ConfigError("storage", given, "None with a layout: the cache makes its own")
+        return DeviceStorage(config.layout, config.num_blocks, config.block_size, config.device)
+    wanted = (config.num_blocks, config.block_size)
+    if not isinstance(given, BlockStorage) or (given.num_blocks, given.block_size) != wanted:
+        raise ConfigError("storage", given, f"a BlockStorage of {wanted[0]} blocks of {wanted[1]} tokens")
+    return given
+
+
+def whole_blocks(key: bytes, block_size: int) -> bytes:
+    """Return the part of a key that is whole blocks. Raises if there is no whole block."""
+    size = block_size * TOKEN_BYTES
+    if len(key) < size:
+        raise wrong_count("ids", len(key) // TOKEN_BYTES, f"at least {block_size} token ids, one block")
+    return key[: len(key) // size * size]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -31,6 +31,8 @@ Document = dict[str, Any]
 
 class ServiceError(RadixKVError):
     """The service can't be reached, or refused the request; one line with the reason."""
+
+    hint: ClassVar[str] = "Check --url and --key, and that the service is up."
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Client:
         try:
             content = None if body is None else json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError):
-            raise ArgumentError("body", body, "what JSON can say") from None
+            raise ArgumentError("body", body, "values that JSON can represent") from None
         try:
             return self._http.request(method, path, content=content, headers=_JSON if content else None)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
@@ -134,7 +136,7 @@ def _json(answer: httpx.Response) -> Document | None:
 def _complaint(url: httpx.URL, answer: httpx.Response, document: Document | None) -> str:
     error = (document or {}).get("error")
     if not isinstance(error, dict):
-        return f"{url} answered {answer.status_code}, not as radixkv does"
+        return f"{url} answered {answer.status_code}, but it isn't a radixkv service"
     allowed = f"; allowed: {error['allowed']}" if error.get("allowed") else ""
     return f"{url} answered {answer.status_code}: {error.get('message')}{allowed}"
 
@@ -148,7 +150,7 @@ def _of_file(path: Path) -> Iterator[Source]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "its text isn't UTF-8"
         raise ConfigError("FILE", str(path), f"a file of UTF-8 text that can be read ({reason})") from None
     if path.suffix != ".jsonl":
         if not text:

@@ -2,9 +2,9 @@
 
 Access: prompts and caches need a tenant's key (the operator owns no namespace and gets 403). Counts and replicas accept
 either key (a tenant sees its own). ``/metrics``, keys, tenants and bases need the operator's key (a tenant gets 403).
-Health and the OpenAPI document need no key. ``/internal/…`` accepts only requests signed with the fleet secret, and
-exists only if a fleet is configured. Anything that a tenant may not know of answers 404, with the same bytes as
-something that doesn't exist.
+Health, the OpenAPI document and the pages of ``/docs`` need no key. ``/internal/…`` accepts only requests signed with
+the fleet secret, and exists only if a fleet is configured. Anything that a tenant may not know of answers 404, with the
+same bytes as something that doesn't exist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -26,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
-from radixkv.service.endpoints import admin, bases, completions, pins, prefixes, routing
+from radixkv.service.endpoints import admin, bases, completions, docs, pins, prefixes, routing
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
@@ -81,17 +80,18 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 def make_app(
     host: H, endpoints: Sequence[Endpoint[H]], version: str, lifespan: Lifespan | None = None
 ) -> Starlette:
-    """Make an application of some endpoints, with ``/openapi.json`` about them.
+    """Make an application of some endpoints, with ``/openapi.json`` about them and ``/docs``.
 
     Raises AssertionError for a request schema that doesn't bound its body.
     """
     for endpoint in endpoints:
         if endpoint.body is not None:
             host.intake.max_bytes(endpoint.body)
+    described = _openapi(endpoints, version, host.rules)
+    routes = [_route(host, endpoint) for endpoint in (*endpoints, described)]
+    routes += [_route(host, endpoint) for endpoint in docs.ENDPOINTS]
     app = Starlette(
-        routes=[
-            _route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version, host.rules)]
-        ],
+        routes=routes,
         exception_handlers={
             404: _unknown_path,
             405: _wrong_method,
@@ -174,12 +174,12 @@ def _route(host: H, endpoint: Endpoint[H]) -> Route:
 
 
 def _openapi(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> Endpoint[H]:
-    described: list[dict[str, Any]] = []
+    rendered: list[bytes] = []
 
     async def openapi(call: Call[H]) -> Response:
-        """This document."""
-        return Json(described[0])
+        """Return this document: OpenAPI 3.1."""
+        return Response(rendered[0], media_type="application/json")
 
-    endpoint = Endpoint("GET", "/openapi.json", openapi, "The interface", "anyone", {200: dict})
-    described.append(document([*endpoints, endpoint], version, rules))
+    endpoint = Endpoint("GET", "/openapi.json", openapi, "Get this document", "anyone", {200: dict})
+    rendered.append(bytes(Json(document([*endpoints, endpoint], version, rules)).body))
     return endpoint

@@ -32,8 +32,10 @@ DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
 DEMO_OPERATOR_KEY = "demo-operator"
 OPERATOR_ACCOUNT = "\x00operator"
-"""The operator's name where tenants are told apart by name: for its lanes and its bases. No tenant can have it, because
-names of tenants are printable."""
+"""The operator's name where tenants are identified by name: for its lanes and its bases.
+
+No tenant can have this name, because names of tenants are printable.
+"""
 DEMO_PINNED_BLOCKS = 1024
 """Blocks that each demo tenant may pin: a quarter of the default pool."""
 
@@ -125,7 +127,7 @@ class Keyring:
         except OSError as error:
             raise ConfigError("keys", place, f"a readable file ({error.strerror})") from None
         except _DuplicateName as error:
-            raise ConfigError("keys", place, f"each name once; {error.name!r} is there twice") from None
+            raise ConfigError("keys", place, f"each name once; {error.name!r} occurs twice") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError("keys", place, f"a JSON object ({_reason(error)})") from None
         return cls.from_document(document, place)
@@ -159,11 +161,14 @@ class Keyring:
 
     def document(self) -> dict[str, Any]:
         """Return the keys file of this keyring: digests, no keys."""
+        keys: dict[Principal, list[dict[str, str | None]]] = {}
+        for key in self.keys:
+            keys.setdefault(key.principal, []).append(key.document())
         return {
-            "operator": {"keys": [key.document() for key in self.of(Principal(None))]},
+            "operator": {"keys": keys.get(Principal(None), [])},
             "tenants": {
                 name: {
-                    "keys": [key.document() for key in self.of(Principal(name))],
+                    "keys": keys.get(Principal(name), []),
                     **settings.model_dump(exclude_defaults=True),
                 }
                 for name, settings in self.settings.items()
@@ -270,7 +275,7 @@ def _refuse_unknown(document: Mapping[str, Any], known: tuple[str, ...], place: 
     unknown = sorted(set(document) - set(known))
     if unknown:
         names = " and ".join(known) or "keys"
-        raise ConfigError("keys", place, f"the names {names} only; it has {unknown[0]!r}")
+        raise ConfigError("keys", place, f"only the names {names}; it has {unknown[0]!r}")
 
 
 def _refuse_shared_keys(keys: Iterable[Key], place: str) -> None:
@@ -279,6 +284,6 @@ def _refuse_shared_keys(keys: Iterable[Key], place: str) -> None:
         who = key.principal.place
         if key.digest in owners:
             raise ConfigError(
-                "keys", f"{place}: {who}", f"a key of its own; {owners[key.digest]} has the same"
+                "keys", f"{place}: {who}", f"a key that no other entry has; {owners[key.digest]} has the same"
             )
         owners[key.digest] = who

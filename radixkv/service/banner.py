@@ -1,7 +1,7 @@
-"""The text that ``radixkv serve`` prints once it listens: what it serves, where, and commands to paste.
+"""The text that ``radixkv serve`` prints when it listens: the served model, the address, and commands to paste.
 
-Each curl command is one line that works in any POSIX shell. ``printf`` makes the prompt, so nothing has
-to be downloaded or copied; with the shipped tokenizer it has about 1,500 tokens.
+Each curl command is one line that works in any POSIX shell. ``printf`` makes the prompt, so nothing has to be
+downloaded or copied. With the shipped tokenizer the prompt has about 1,500 tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _PROMPT = (
 def banner(settings: ServeSettings, service: Service, url: str) -> str:
     """Return the text, several lines, without a newline at its end."""
     lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
+    lines.append(f"  docs     {url}/docs")
     if settings.keys is None:
         lines += ["", *_commands(url)]
     return "\n".join([*lines, "", "Ctrl-C stops it."])
@@ -30,7 +31,7 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
         f"  cache    {config.num_blocks} blocks of {config.block_size} tokens ({room} tokens), {config.device}"
     ]
     if settings.model is None:
-        lines.insert(0, "  model    random weights: its text is noise, its cache and its timings are real")
+        lines.insert(0, "  model    random weights: its text is random, its cache and its timings are real")
     if settings.redis is None:
         lines.append(f"  replica  {settings.replica}, alone (no --redis)")
     else:
@@ -59,7 +60,7 @@ def _commands(url: str) -> list[str]:
         warm,
         "Look it up:",
         lookup,
-        "Complete it, cold (under a salt never used before), then warm: see cached_tokens and time_to_first_token_s:",
+        "Complete it cold (with a new salt), then warm. Compare cached_tokens and time_to_first_token_s:",
         f"{cold} --next {again}",
     ]
 

@@ -1,9 +1,9 @@
 """Bounds on the content of a body, checked before it is parsed.
 
-A parser allocates an object for every value of a body and holds the interpreter's lock meanwhile. So the number of
+A parser allocates an object for every value of a body, and holds the interpreter's lock while it runs. So the number of
 values is bounded first, on the raw bytes. The bounds follow from the schema alone, so a new endpoint needs no further
-code. A schema with a list, a map or a string without a maximum is refused when its budget is made, unless the field
-doesn't reach the event loop (``RequestBody.without_prompts``).
+code. A schema with a list, a map or a string without a maximum is refused when its budget is made. Fields that don't
+reach the event loop (``RequestBody.without_prompts``) need no maximum.
 
 The count is exact: brackets, braces and commas inside strings don't count. Cost: a few passes of ``bytes.count``,
 about 0.5 ms a megabyte each. A body with many strings is also scanned by one regular expression: 40 ms a megabyte.

@@ -73,7 +73,9 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     try:
         keys.on_change(keys.ring)
     except ArgumentError as error:
-        raise ConfigError("keys", str(settings.keys), f"promises that can be kept: {error}") from None
+        raise ConfigError(
+            "keys", str(settings.keys), f"guarantees and limits that fit into the cache: {error}"
+        ) from None
     engine = HFEngine(model, cache, tokenizer_digest=tokenizer.digest)
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
@@ -115,7 +117,9 @@ def _check_device(device: str) -> None:
 
     kind = torch.device(device).type
     if kind != "cpu" and not getattr(torch, kind).is_available():
-        raise ConfigError("--device", device, f"a device that torch finds here; it finds no {kind}")
+        raise ConfigError(
+            "--device", device, f"a device that torch finds on this machine; it finds no {kind}"
+        )
 
 
 def _purge(cache: PrefixCache, tenant: str, generation: int) -> None:

@@ -31,7 +31,7 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Bound what is kept for the client, and wait for the first head."""
+        """Limit the output that is kept for the client, and wait for the first head."""
         super().connection_made(transport)
         self.access_log = False  # no line for each request, whatever handlers the root logger has
         transport.set_write_buffer_limits(high=UNREAD_BYTES)

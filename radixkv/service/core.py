@@ -158,7 +158,7 @@ class Service:
                 self.cache.require_alive()  # repairs it, if possible
             except IntegrityError as error:
                 self.failures.note(error)
-        reasons = ["integrity: a law of the cache was found broken"] if self.failures.has_broken_laws else []
+        reasons = ["integrity: an invariant of the cache is broken"] if self.failures.has_broken_laws else []
         health = self.fleet.coordinator.health()
         if health.state in ("fenced", "failed"):
             reasons.append(f"coordination: {health.state}")
@@ -202,7 +202,7 @@ class Service:
         await self.threads.administer(self.quotas.step)
 
     async def close(self) -> None:
-        """Cancel jobs and work, leave the fleet. The event loop keeps running meanwhile."""
+        """Cancel jobs and work, leave the fleet. The event loop keeps running during this."""
         self.intake.close()
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()
@@ -215,7 +215,7 @@ class Service:
         return [
             (
                 "model_work_unfinished",
-                "Pieces of work that wait for the model or run",
+                "Work for the model that is waiting or running",
                 lambda: self.worker.num_unfinished,
             ),
             (
@@ -225,12 +225,12 @@ class Service:
             ),
             (
                 "warm_jobs_kept",
-                "Warm jobs that this process knows of, at most max_jobs a tenant",
+                "Warm jobs in this process, at most max_jobs a tenant",
                 lambda: self.warm_jobs.table.num_kept,
             ),
             (
                 "fleet_pin_bytes",
-                "What the prompts of the fleet's pins take, at most 4 bytes a token of the pool for each tenant",
+                "Memory of the prompts of the fleet's pins; at most 4 bytes for each token of the pool and tenant",
                 lambda: self.fleet_pins.num_bytes,
             ),
             (
@@ -240,17 +240,17 @@ class Service:
             ),
             (
                 "router_predicted_bytes",
-                "What the predicted index takes",
+                "Memory of the index of predicted prefixes",
                 lambda: self.router.predicted_bytes,
             ),
             (
                 "signed_requests_kept",
-                "Nonces of other replicas' requests, at most 65,536: none is taken twice",
+                "Remembered nonces of other replicas' requests, at most 65,536: each is accepted once",
                 lambda: self.fleet.num_nonces,
             ),
             (
                 "has_broken_laws",
-                "1 once a law of the cache was found broken: a bug",
+                "1 after an invariant of the cache was found broken: a bug",
                 lambda: self.failures.has_broken_laws,
             ),
         ]

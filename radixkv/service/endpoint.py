@@ -198,7 +198,7 @@ class Call(Generic[H_co]):
     def _require_json(self) -> None:
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            message = "the body has to be JSON"
+            message = "the body must be JSON"
             raise ApiError(
                 415,
                 "unsupported_media_type",
@@ -353,12 +353,12 @@ def _authenticated(call: Call[Host]) -> Principal:
     principal = call.host.keyring.authenticate(call.header("authorization"))
     if principal is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
-        message = "one valid key is needed: Authorization: Bearer KEY"
+        message = "the request has no valid key; send the header Authorization: Bearer KEY once"
         raise ApiError(401, "unauthorized", message, field="authorization", headers=headers)
     if call.endpoint.who == "operator" and not principal.is_operator:
-        raise ApiError(403, "forbidden", "this is for the operator's key", field="authorization")
+        raise ApiError(403, "forbidden", "this endpoint needs the operator's key", field="authorization")
     if call.endpoint.who == "tenant" and principal.is_operator:
-        raise ApiError(403, "forbidden", "this is for a tenant's key", field="authorization")
+        raise ApiError(403, "forbidden", "this endpoint needs a tenant's key", field="authorization")
     return principal
 
 

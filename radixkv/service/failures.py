@@ -64,7 +64,7 @@ def answer_to(error: Exception) -> ApiError:
 def log_unforeseen(error: Exception) -> None:
     """Log a bug in radixkv: its type and place, but not its message."""
     is_ours = isinstance(error, IntegrityError)
-    kind = f"a law of the cache is broken: {error}" if is_ours else "unforeseen error"
+    kind = f"an invariant of the cache is broken: {error}" if is_ours else "unexpected error"
     log.error("%s\n%s", kind, _places(error))
 
 

@@ -1,4 +1,4 @@
-"""Refuses requests whose length can be read in two ways.
+"""Refuses requests with a length that can be read in two ways.
 
 If a proxy and this server read a request's length differently, they see different requests on one connection. One
 client's body is then another client's request. So ``Content-Length`` together with ``Transfer-Encoding``, and a second

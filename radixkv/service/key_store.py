@@ -11,7 +11,6 @@ and the keyring in force stays. Without a file (the demo keys), changes last as 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+
+import pydantic_core
 
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import RadixKVError
@@ -81,7 +82,9 @@ class KeyStore:
 
         def edit(ring: Keyring) -> Keyring:
             if len(ring.of(principal)) >= MAX_KEYS:
-                raise KeyRefused(f"there are {MAX_KEYS} keys of this kind; revoke one first")
+                raise KeyRefused(
+                    f"there are already {MAX_KEYS} keys of this tenant or the operator; revoke one first"
+                )
             settings = dict(ring.settings)
             if principal.tenant is not None:
                 settings.setdefault(principal.tenant, TenantSettings())
@@ -154,7 +157,7 @@ class KeyStore:
                 self.on_change(ring)
                 self._ring = ring
         except RadixKVError as error:
-            log.error("the changed keys file is not taken: %s", error)
+            log.error("the changed keys file is ignored: %s", error)
         finally:
             self._lock.release()
 
@@ -186,11 +189,8 @@ class KeyStore:
         target = self._path.resolve()  # keep a symbolic link
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            with os.fdopen(
-                os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-            ) as file:
-                json.dump(ring.document(), file, indent=2, ensure_ascii=False)
-                file.write("\n")
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(pydantic_core.to_json(ring.document(), indent=2) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(target)

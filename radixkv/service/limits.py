@@ -19,9 +19,10 @@ from radixkv.service.worker import Busy
 class Limits:
     """Bounds on client requests. Rates, requests in progress, queues and jobs are counted by tenant.
 
-    ``requests_per_s``, ``burst`` and ``max_body_bytes`` apply to tenants whose entry in the keys file doesn't set them.
-    ``body_timeout_s`` is the time for a body to arrive, ``timeout_s`` that for a whole answer; jobs have no limit.
-    When the process is told to end, answers in progress have ``drain_s`` to finish.
+    - ``requests_per_s``, ``burst``, ``max_body_bytes``: for tenants without own values in the keys file.
+    - ``body_timeout_s``: the time for a body to arrive.
+    - ``timeout_s``: the time for a whole answer; jobs have no limit.
+    - ``drain_s``: the time that answers in progress have to finish when the process ends.
     """
 
     max_body_bytes: int = 4 * 2**20

@@ -41,29 +41,29 @@ _COUNTERS = frozenset(
 
 _TEXTS = {
     "num_blocks": "Capacity, in blocks",
-    "free_blocks": "Blocks that nobody owns",
-    "resident_blocks": "Blocks owned by trees and matchable",
+    "free_blocks": "Blocks without an owner",
+    "resident_blocks": "Blocks of cached prefixes, which can be matched",
     "sequence_blocks": "Blocks private to running sequences",
-    "quarantined_blocks": "Blocks of cleared namespaces that sequences hold, and of copies that wait",
+    "quarantined_blocks": "Blocks of cleared namespaces in use by sequences, and freed blocks that waiting copies read",
     "lent_blocks": "Blocks lent to the engine",
-    "evictable_blocks": "Blocks owned by trees and protected by no lease",
+    "evictable_blocks": "Blocks of cached prefixes that no lease protects",
     "used_blocks": "Blocks owned by the tenant's trees and sequences",
     "num_nodes": "Nodes of all trees",
     "num_sequences": "Running sequences",
-    "num_namespaces": "Namespaces that hold something",
-    "num_tenants": "Tenants that there are",
+    "num_namespaces": "Namespaces that are not empty",
+    "num_tenants": "Tenants",
     "requests": "Sequences opened",
     "hit_tokens": "Prompt tokens whose KV was found",
     "missed_tokens": "Prompt tokens whose KV had to be computed",
     "evicted_blocks": "Blocks evicted by policy",
-    "copied_blocks": "Copies that copy-on-write decided on",
+    "copied_blocks": "Blocks that copy-on-write decided to copy",
     "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
-    "declined_blocks": "Blocks given up at the end of their use, not admitted by the policy",
+    "declined_blocks": "Blocks freed at the end of their use, because the policy did not admit them",
     "pinned_blocks": "Blocks kept by pins",
-    "num_pins": "Pins that hold",
-    "device_blocks": "Blocks lent to the device for beam steps, beside those that the sequences had",
-    "num_bases": "Bases that are published or computed",
-    "base_blocks": "Blocks that bases hold; resident ones",
+    "num_pins": "Pins",
+    "device_blocks": "Blocks lent to the device for beam steps, in addition to the sequences' own",
+    "num_bases": "Bases that are published or being computed",
+    "base_blocks": "Resident blocks of bases",
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -84,7 +84,11 @@ class RequestMetrics:
             "radixkv_http_requests", "Requests answered", ("method", "path", "status"), registry=self.registry
         )
         self._seconds = Histogram(
-            "radixkv_http_seconds", "Time to the answer", ("path",), registry=self.registry, buckets=_SECONDS
+            "radixkv_http_seconds",
+            "Seconds until the answer",
+            ("path",),
+            registry=self.registry,
+            buckets=_SECONDS,
         )
 
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
@@ -112,13 +116,13 @@ class Metrics(RequestMetrics):
         self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
-            "From the request's arrival to its first token",
+            "Seconds from the request's arrival to its first token",
             ("tenant",),
             registry=self.registry,
             buckets=_SECONDS,
         )
         self._tokens = Counter(
-            "radixkv_completion_tokens", "Tokens of completions, by where they come from", ("tenant", "kind"),
+            "radixkv_completion_tokens", "Tokens of completions: cached, prefilled or generated", ("tenant", "kind"),
             registry=self.registry,
         )  # fmt: skip
 
@@ -153,7 +157,9 @@ class _FleetCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         health = asdict(self._coordinator.health())
         yield GaugeMetricFamily(
-            "radixkv_replica_ok", "1 if registered and heard", value=health.pop("state") == "ok"
+            "radixkv_replica_ok",
+            "1 if this replica is registered and its lease is valid",
+            value=health.pop("state") == "ok",
         )
         del health["reason"]
         for name, value in health.items():

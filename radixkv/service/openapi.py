@@ -1,7 +1,11 @@
-"""``/openapi.json``, generated from the same endpoints and models that serve the requests. OpenAPI 3.1."""
+"""``/openapi.json``, generated from the same endpoints and models that serve the requests. OpenAPI 3.1.
+
+Tags and examples come from ``operations``, the errors of each status from ``error_types``.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 import typing
@@ -12,6 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from radixkv.service.endpoint import Endpoint, H
+from radixkv.service.error_types import ERROR_TYPES
+from radixkv.service.operations import OPERATIONS, PARAMETERS, TAGS, Operation
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.errors import ErrorReply
@@ -20,31 +26,37 @@ from radixkv.service.schemas.prompts import Message, TokenIds
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
 _IN_PATHS = {
-    "job": "id of a job, from 202",
+    "job": "id of a job, from the answer 202 to a warm",
     "tenant": "id of a tenant",
-    "key": "id of a key, not the key",
+    "key": "id of a key (not the key itself)",
     "pin": "id of a pin",
     "base": "id of a base",
 }
 _REASONS = {
     200: "Done",
-    201: "Made",
-    204: "Done; nothing to say",
-    202: "Accepted",
-    400: "Not JSON",
-    401: "A valid key is needed",
-    403: "Not with this key",
-    404: "There is no such thing, or it isn't the caller's",
+    201: "Created",
+    202: "Accepted: it continues in the background",
+    204: "Done, without a body",
+    400: "The body is not JSON",
+    401: "The request has no valid key",
+    403: "This endpoint needs another kind of key",
+    404: "It doesn't exist, or belongs to another tenant",
     408: "The body didn't arrive in time",
-    409: "Not as things are; the message says why",
+    409: "The request doesn't fit the present state; the message says why",
     413: "The body is too large",
-    415: "The body isn't called JSON",
-    422: "The body, or the query, can't be served",
-    429: "Too much of the caller's is waiting, or it asks too often",
-    503: "No room, not ready or shutting down",
-    504: "The answer wasn't there in time",
+    415: "The Content-Type is not JSON",
+    422: "A field of the body, the path or the query is not allowed",
+    429: "Too many requests of the caller are waiting, or they come too often",
+    503: "No capacity, not ready, or shutting down; try again",
+    504: "The answer wasn't ready in time",
 }
 
+
+_DESCRIPTION = (
+    "A prefix cache for LLM serving. The key in the header `Authorization: Bearer KEY` decides the tenant, never a "
+    "field of a body. Every answer that is not a success has the body `ErrorReply`; its `docs_url` leads to "
+    "[the description of its type](/docs/errors)."
+)
 
 _FORMS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 1024},
@@ -62,27 +74,46 @@ def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in public:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+    used = {_described(endpoint).tag for endpoint in public}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "radixkv", "version": version, "description": "A prefix cache for LLM serving"},
+        "info": {"title": "radixkv", "version": version, "description": _DESCRIPTION},
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items() if name in used],
         "paths": paths,
         "components": {
             "schemas": _bounded(_schemas(public), rules),
+            "examples": {
+                each.type: {"summary": f"{each.type}: {each.meaning}", "value": each.example_body()}
+                for each in ERROR_TYPES.values()
+                if each.statuses
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
+def _described(endpoint: Endpoint[H]) -> Operation:
+    return OPERATIONS[endpoint.method, endpoint.path]
+
+
 def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
+    described = _described(endpoint)
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__,
+        "tags": [described.tag],
         "summary": endpoint.summary,
-        "description": (endpoint.handler.__doc__ or "").strip(),
+        "description": inspect.cleandoc(endpoint.handler.__doc__ or ""),
         "security": [] if endpoint.who == "anyone" else [{"key": []}],
         "responses": {str(status): _response(status, model) for status, model in endpoint.replies.items()},
     }
+    for status, reply in described.replies.items():
+        for kind, content in operation["responses"][str(status)]["content"].items():
+            if kind != "text/event-stream":
+                content["example"] = reply
     for status in _error_statuses(endpoint):
-        operation["responses"].setdefault(str(status), _response(status, ErrorReply))
+        response = _response(status, ErrorReply)
+        response["content"]["application/json"]["examples"] = _error_examples(status, described)
+        operation["responses"].setdefault(str(status), response)
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
     parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
     for name in _PARAMETER.findall(endpoint.path):
@@ -90,15 +121,38 @@ def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        content = {"application/json": {"schema": _reference(endpoint.body)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        content = {"schema": _reference(endpoint.body), "examples": _request_examples(described)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     return operation
+
+
+def _request_examples(described: Operation) -> dict[str, Any]:
+    """Return the examples of a body. ``x-status`` is the status of the answer that a new demo service gives."""
+    return {
+        str(number): {
+            "summary": example.summary,
+            "description": f"Answered with {example.status}.",
+            "value": example.body,
+            "x-status": example.status,
+        }
+        for number, example in enumerate(described.requests, 1)
+    }
+
+
+def _error_examples(status: int, described: Operation) -> dict[str, dict[str, str]]:
+    """Return references to the examples of errors. For 409 and 503 only to those that the operation can have."""
+    possible = (*described.errors, "shutting_down") if status in (409, 503) else ERROR_TYPES
+    return {
+        each.type: {"$ref": f"#/components/examples/{each.type}"}
+        for each in ERROR_TYPES.values()
+        if status in each.statuses and each.type in possible
+    }
 
 
 def _error_statuses(endpoint: Endpoint[H]) -> list[int]:
     statuses = {*endpoint.errors, 504}
     if endpoint.who != "anyone":
-        statuses.add(401)
+        statuses |= {401, 503}
     if endpoint.who in ("tenant", "operator"):
         statuses.add(403)
     if endpoint.who in ("tenant", "either"):
@@ -110,7 +164,7 @@ def _error_statuses(endpoint: Endpoint[H]) -> list[int]:
 
 _EVENT = {
     "type": "object",
-    "description": "one server-sent event of the stream",
+    "description": "one server-sent event: a chunk of the reply as JSON, or [DONE]",
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
@@ -130,7 +184,7 @@ def _response(status: int, model: Any) -> dict[str, Any]:
         content = {"application/json": {"schema": _schema_of(model)}}
     response: dict[str, Any] = {"description": _REASONS[status], "content": content}
     if status in (409, 429, 503):
-        text = "seconds until it is worth asking again, if it is"
+        text = "seconds after which to try again, if that may help"
         response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": text}}
     return response
 
@@ -162,6 +216,7 @@ def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
         "required": place == "path",
         "description": text,
         "schema": _FORMS.get(name, {"type": "string"}),
+        "example": PARAMETERS[name],
     }
 
 

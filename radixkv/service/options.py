@@ -86,10 +86,12 @@ class Tls:
 class ServeSettings:
     """One valid configuration of a service process.
 
-    ``fleet_secret`` is at least MIN_SECRET_BYTES long, random if no file named one; ``threads`` is the
-    number of compute threads, 0 for torch's own choice; ``advertise`` is the base URL at which other
-    replicas reach this one, None for the address it is bound to; ``record`` is where traffic is recorded,
-    None for nowhere; ``tls`` None serves HTTP without TLS; ``log_level`` is a name of ``logging``'s.
+    - ``fleet_secret``: at least MIN_SECRET_BYTES long; random if no file named one.
+    - ``threads``: compute threads; 0 for torch's own choice.
+    - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
+    - ``record``: the file for a trace of the traffic; None for no trace.
+    - ``tls``: None serves HTTP without TLS.
+    - ``log_level``: a level name of ``logging``.
     """
 
     host: str
@@ -202,7 +204,7 @@ class RouteSettings:
 
 def _require_keys(keys: Path | None, host: str, reader: _Reader) -> None:
     if keys is None and not is_loopback(host):
-        problem = f"is not set, and the host {host} is not loopback; give a keys file, or a loopback address as host"
+        problem = f"is not set, but the host {host} is not loopback; set a keys file, or use a loopback address as host"
         raise ConfigError(reader.name("keys"), None, "a keys file", problem=problem)
 
 
@@ -303,7 +305,7 @@ class _Reader:
             return None
         if cert is None or key is None:
             missing, given = ("tls-key", "tls-cert") if key is None else ("tls-cert", "tls-key")
-            raise self.refuse(missing, f"an existing file, as {self.name(given)} is set")
+            raise self.refuse(missing, f"an existing file, because {self.name(given)} is set")
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(cert, key, password=lambda: b"")  # never prompt for a password
@@ -344,7 +346,7 @@ class _Reader:
         if path is None:
             if self.text("redis") is not None:
                 raise self.refuse(
-                    "fleet-secret", "a file with the secret that the fleet shares, as --redis is set"
+                    "fleet-secret", "a file with the secret that all replicas share, because --redis is set"
                 )
             return secrets.token_bytes(32)
         warn_unless_private(path, self.name("fleet-secret"))

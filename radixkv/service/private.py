@@ -18,4 +18,4 @@ def warn_unless_private(path: Path, what: str) -> None:
     with suppress(OSError):  # reading the file reports its own error
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
-            log.warning("%s %s: other users have access to it (mode %04o); chmod 600 it", what, path, mode)
+            log.warning("%s %s: other users can access it (mode %04o); run chmod 600 on it", what, path, mode)

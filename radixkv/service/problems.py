@@ -1,8 +1,10 @@
 """Every answer that is not a success, in one JSON shape.
 
-    {"error": {"type": "validation_error", "message": "…", "field": "token_ids[3]", "value": 99999, "allowed": "…"}}
+    {"error": {"type": "validation_error", "message": "…", "field": "token_ids[3]", "value": 99999, "allowed": "…",
+               "docs_url": "/docs/errors#validation_error"}}
 
-All five names are always there; a name that does not apply is null. Values that a client sent are shortened before they
+All six names are always there; a name that does not apply is null. ``docs_url`` is a path on this service: the page
+that says what the type means and what to do. Values that a client sent are shortened before they
 are echoed. No answer tells one tenant about another: an unknown object and another tenant's object give the same bytes.
 """
 
@@ -30,6 +32,7 @@ from radixkv.errors import (
     RadixKVError,
     TokenError,
 )
+from radixkv.service.error_types import docs_url
 from radixkv.service.schemas.base import NOT_SUPPORTED, TWO_VALUES, UNKNOWN_FIELDS
 from radixkv.service.wording import allowed_at, schema_of
 
@@ -69,6 +72,7 @@ class ApiError(Exception):
             "field": field,
             "value": shown(value),
             "allowed": allowed,
+            "docs_url": docs_url(type),
         }
 
     def response(self) -> JSONResponse:
@@ -84,7 +88,7 @@ class Json(JSONResponse):
 
 
 class LongJson(Json):
-    """The same bytes, made string by string: if a thread makes a long answer, other threads can run meanwhile."""
+    """The same bytes, made string by string. If a thread makes a long answer, other threads can run in between."""
 
     def render(self, content: Any) -> bytes:
         encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -119,8 +123,8 @@ def invalid(message: str, field: str | None, value: object, allowed: str) -> Api
 
 
 def refused(field: str, value: object, reason: str | None, allowed: str) -> ApiError:
-    """422 in the one form: ``FIELD=VALUE is not allowed, as REASON; allowed: WHAT``."""
-    because = "" if reason is None else f", as {reason}"
+    """422 in the one form: ``FIELD=VALUE is not allowed, because REASON; allowed: WHAT``."""
+    because = "" if reason is None else f", because {reason}"
     return invalid(
         f"{field}={_as_json(value)} is not allowed{because}; allowed: {allowed}", field, value, allowed
     )
@@ -158,12 +162,12 @@ def body_timed_out(timeout_s: float) -> ApiError:
 
 def timed_out(timeout_s: float) -> ApiError:
     """504: the answer wasn't ready in time; its work is cancelled."""
-    return ApiError(504, "timeout", "the answer wasn't there in time", allowed=f"{timeout_s:g} seconds")
+    return ApiError(504, "timeout", "the answer wasn't ready in time", allowed=f"{timeout_s:g} seconds")
 
 
 def no_capacity() -> ApiError:
     """503: no capacity for this request now."""
-    message = "no room for this request at the moment; try again"
+    message = "the cache has too few free blocks for this request at the moment; try again"
     return ApiError(503, "no_capacity", message, retry_after_s=RETRY_AFTER_S)
 
 
@@ -198,14 +202,14 @@ def not_resident(error: NotResident) -> ApiError:
 
 
 def cleared() -> ApiError:
-    """409: a clear or a purge removed what the request worked on; a retry starts anew."""
+    """409: a clear or a purge removed what the request worked on; the client may send it again."""
     message = "the cache of this namespace was cleared meanwhile; try again"
     return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
 
 
 def stalled() -> ApiError:
     """503: the answer wasn't read, and other requests needed its place."""
-    message = "this stream was not read while other requests needed its place; ask again"
+    message = "the client didn't read this stream, and other requests needed its place; try again"
     return ApiError(503, "stalled", message, retry_after_s=RETRY_AFTER_S)
 
 
@@ -216,7 +220,7 @@ def shutting_down() -> ApiError:
 
 def not_read() -> ApiError:
     """503: the process that read the body ended before it was done."""
-    message = "the body couldn't be read, as the process that read it ended; try again"
+    message = "the process that read the body ended before it was done; try again"
     return ApiError(503, "not_read", message, retry_after_s=RETRY_AFTER_S)
 
 
@@ -232,13 +236,16 @@ def no_replica(message: str) -> ApiError:
 
 def generation_unconfirmed() -> ApiError:
     """503: the tenant may have been purged, and forbids service from before the purge."""
-    message = "this replica can't know whether you were purged, and you said that it must not serve you then"
+    message = (
+        "this replica can't know whether the tenant was purged, and the tenant's settings forbid it to serve then; "
+        "try another replica"
+    )
     return ApiError(503, "generation_unconfirmed", message, retry_after_s=RETRY_AFTER_S)
 
 
 def internal() -> ApiError:
     """500: a bug in radixkv; no details are shown."""
-    return ApiError(500, "internal", "an error inside the server; its log says more")
+    return ApiError(500, "internal", "an internal error of the server; its log has the details")
 
 
 def of_library(error: RadixKVError) -> ApiError:

@@ -63,10 +63,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """Rules for prompts: ids below ``vocab_size``, at most ``max_tokens`` of them, blocks of ``block_size``.
+    """Rules for prompts.
 
-    All prompts of one body have at most ``max_total_tokens``; None: no more than one prompt may have.
-    ``roles``: allowed roles of messages, for the description; None if only the chat template knows them.
+    - ``vocab_size``: ids are below it.
+    - ``max_tokens``: the most tokens of a prompt.
+    - ``block_size``: tokens a block.
+    - ``max_total_tokens``: the most tokens of all prompts of one body; None means ``max_tokens``.
+    - ``roles``: allowed roles of messages, for the description; None if only the chat template knows them.
     """
 
     vocab_size: int
@@ -96,7 +99,7 @@ class PromptRules:
         return key
 
     def check_length(self, num_tokens: int, field: str) -> None:
-        """Raise ApiError (422) unless a prompt may have so many tokens."""
+        """Raise ApiError (422) unless a prompt may have this many tokens."""
         if not num_tokens:
             raise invalid(f"{field} has no tokens", field, 0, f"1 to {self.max_tokens} tokens")
         if num_tokens > self.max_tokens:
@@ -104,7 +107,7 @@ class PromptRules:
             raise invalid(message, field, num_tokens, f"at most {self.max_tokens} tokens")
 
     def check_total(self, num_tokens: int, field: str) -> None:
-        """Raise ApiError (422) unless the prompts of a body may have so many tokens together."""
+        """Raise ApiError (422) unless all prompts of a body together may have this many tokens."""
         if num_tokens > self.max_ids:
             message = f"the prompts have {num_tokens} tokens or more together, more than {self.max_ids}"
             raise invalid(message, field, num_tokens, f"at most {self.max_ids} tokens")

@@ -108,6 +108,7 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
     header = json.loads(bytes(parts[0]))
     if "status" in header:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
+        del header["docs_url"]  # follows from the type
         raise ApiError(status, kind, message, **header)
     prompts = [
         Prompt(bytes(key), left_out, bytes(text).decode())

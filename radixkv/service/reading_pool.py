@@ -107,7 +107,7 @@ class ReadingProcess:
                 self.start()
                 return await self._answer(parts)
         except (OSError, EOFError, TimeoutError) as error:
-            log.error("a process that reads bodies ended: %s", type(error).__name__)
+            log.error("a process that reads bodies ended unexpectedly: %s", type(error).__name__)
             self.stop()
             raise Died from None
         except BaseException:
@@ -206,7 +206,7 @@ class ReadingPool:
             del self._lanes[lane], self._num_bytes[lane]
 
     def _next(self) -> _Piece | None:
-        """Return the next piece, from the lane whose turn it is."""
+        """Return the next piece, from the next lane in turn."""
         if not self._lanes:
             return None
         lane, waiting = next(iter(self._lanes.items()))

@@ -1,10 +1,12 @@
-"""Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of docs/simulation.md.
+"""Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format.
 
-It writes for each request: arrival time, duration, tenant, lengths of prompt and answer, a keyed hash for each whole
-block, and the hints that came with the request, unchanged. The hashes are chained from the namespace and its tenant's
-generation. It writes no token id, and no text of a prompt or an answer. The key comes from the fleet secret, so hashes
-of replicas that share it can be compared; without ``--redis`` it is drawn anew at each start. A reader of the file
-without the key can't confirm a guessed prompt. Equal prefixes have equal hashes; that is the purpose of the file.
+docs/guides/researchers.md describes the format. The recorder writes for each request its arrival time, duration,
+tenant, and the lengths of prompt and answer. It also writes a keyed hash for each whole block, and the request's hints,
+unchanged.
+The hashes are chained from the namespace and its tenant's generation. It writes no token id, and no text of a prompt or
+an answer. The key comes from the fleet secret, so hashes of replicas that share it can be compared; without ``--redis``
+it is drawn anew at each start. A reader of the file without the key can't confirm a guessed prompt. Equal prefixes have
+equal hashes; that is the purpose of the file.
 
 A request that makes several answers is one line, with its first answer. A failed or cancelled request is not written.
 Cost: a BLAKE2b a block, in the model's thread, and only if recording is on.

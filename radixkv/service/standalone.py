@@ -1,4 +1,4 @@
-"""``radixkv route``: a router as a separate process, beside any number of replicas. Needs no torch.
+"""``radixkv route``: a router as a separate process, for any number of replicas. Needs no torch.
 
 It follows the replicas over Redis, registers nothing, and serves ``/v1/route``, ``/v1/replicas``, ``/metrics`` and
 health. The model's fingerprint comes from the replicas; if they serve several, a request names one. Tenants
@@ -23,12 +23,12 @@ from radixkv.service.failures import Failures
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.metrics import RequestMetrics
+from radixkv.service.metrics import Level, RequestMetrics
 from radixkv.service.options import RouteSettings
 from radixkv.service.problems import invalid, no_replica
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.replicas import RouteRequest
-from radixkv.service.server import Listener, base_url, bind
+from radixkv.service.server import Listener, base_url, bind, keep_latency_low
 from radixkv.service.threads import Threads
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -60,19 +60,7 @@ class RouterHost:
         self.failures, self.fleet = Failures(), None
         self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
-        view = source.view
-        self.metrics = RequestMetrics(
-            [
-                ("router_store_lost", "1 while the store doesn't answer", lambda: source.is_lost),
-                ("router_replicas", "Replicas that live", lambda: len(self._living())),
-                ("router_view_segments", "Different segments in the view", lambda: view.num_segments),
-                ("router_view_bytes", "What the view takes", lambda: view.num_bytes),
-                ("router_view_forgotten", "Placements that had no room", lambda: view.num_forgotten),
-                ("router_view_gaps", "Gaps that were met in logs", lambda: view.num_gaps),
-                ("router_predicted_bytes", "What the predicted index takes", lambda: router.predicted_bytes),
-                ("router_tenant_bytes", "What generations of tenants take", lambda: source.tenant_bytes),
-            ]
-        )
+        self.metrics = RequestMetrics(self._levels())
 
     @property
     def keyring(self) -> Keyring:
@@ -111,6 +99,34 @@ class RouterHost:
             reasons.append("store: lost" if self.source.is_lost else "replicas: none is known")
         return reasons
 
+    def _levels(self) -> list[Level]:
+        return [
+            ("router_store_lost", "1 while the store doesn't answer", lambda: self.source.is_lost),
+            ("router_replicas", "Live replicas", lambda: len(self._living())),
+            (
+                "router_view_segments",
+                "Different segments in the view",
+                lambda: self.source.view.num_segments,
+            ),
+            ("router_view_bytes", "Memory of the view", lambda: self.source.view.num_bytes),
+            (
+                "router_view_forgotten",
+                "Placements that the view had no space for",
+                lambda: self.source.view.num_forgotten,
+            ),
+            ("router_view_gaps", "Gaps found in logs", lambda: self.source.view.num_gaps),
+            (
+                "router_predicted_bytes",
+                "Memory of the index of predicted prefixes",
+                lambda: self.router.predicted_bytes,
+            ),
+            (
+                "router_tenant_bytes",
+                "Memory of the generations of tenants",
+                lambda: self.source.tenant_bytes,
+            ),
+        ]
+
     def _living(self) -> list[Member]:
         now = self.source.clock()
         return [each for each in self.source.members() if each.live_until > now]
@@ -131,6 +147,7 @@ def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, s
         host = make_host(settings)
         try:
             host.intake.start()
+            keep_latency_low()
             url = base_url(listener, settings.tls)
             app = make_app(host, routing.ENDPOINTS, version)
             Listener(app, host, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])

@@ -44,7 +44,7 @@ class TenantSync:
         """Raise ApiError 503 while the fleet may have records of a removed tenant of this name."""
         if tenant in self._unpurged:
             message = (
-                "a tenant of this name was removed, and its records aren't purged everywhere yet; try again"
+                "a tenant with this id was removed, and not all of its records are purged yet; try again"
             )
             raise store_unavailable(message)
 

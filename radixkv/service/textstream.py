@@ -8,8 +8,8 @@ middle of a character. Joined streamed pieces equal the text of a request withou
                 ▲ start        ▲ done      decode([start, now)) − decode([start, done)) is the next piece
 
 Stop strings are matched by the automaton of Knuth, Morris and Pratt. It looks at each character of the text once for
-each stop string, whatever their lengths. Its state is the length of the text's end that may become a stop string. So a
-completion costs O(text × stop strings).
+each stop string, whatever the strings' lengths are. Its state is the length of the text's end that may become a stop
+string. So a completion costs O(text × stop strings).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads for calls that block: the only place where the event loop passes such a call to a thread.
+"""Threads for calls that block. Only this module passes such calls from the event loop to a thread.
 
 | calls | threads |
 |---|---|

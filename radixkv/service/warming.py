@@ -97,7 +97,7 @@ class Warmer:
                 self._end(key, warming)
 
     def forget(self, namespaces: Collection[Namespace]) -> None:
-        """Forget cleared namespaces: their prefixes in progress can't be joined any more."""
+        """Forget cleared namespaces: no request can join their prefixes in progress from now on."""
         for key in [key for key in self._under_way if key[0] in namespaces]:
             del self._under_way[key]
 

@@ -14,7 +14,7 @@ has the turn, so one thread at a time uses the model. Open work without the turn
 - short of blocks: other open work has to end first (``Work.wait_for_room``).
 
 A lane begins its next piece of work when none of its open work is ready. At most MAX_OPEN_EACH pieces of a lane and
-MAX_OPEN in all are open. If that bound, or the cache's capacity, keeps other work waiting, the piece that has been
+MAX_OPEN in all are open. That bound, or the cache's capacity, may keep other work waiting. Then the piece that has been
 suspended longest is ended, if that is longer than STALLED_AFTER_S: it raises Stalled.
 
 Work is cancelled by its ``Work`` handle: waiting work never starts, open work ends itself at its next step.
@@ -52,7 +52,7 @@ class Closed(Exception):
 
 
 class Cancelled(Exception):
-    """Raised inside open work that was told to stop."""
+    """Raised inside open work that must stop."""
 
 
 class Stalled(Cancelled):
@@ -84,9 +84,11 @@ class Work(Generic[T]):
             raise Stalled if self._is_stalled else Cancelled
 
     def turn(self, is_ahead: Callable[[], bool] | None = None) -> None:
-        """Let the other tenants' work make a step, and wait while ``is_ahead()``; from the work's own thread.
+        """Let the other tenants' work make a step, and wait while ``is_ahead()`` is true.
 
-        ``is_ahead`` is called once and has to be quick; ``resume`` ends the wait, and so does ``cancel``.
+        Called from the work's own thread.
+
+        ``is_ahead`` is called once and has to be quick. ``resume`` ends the wait, and so does ``cancel``.
         """
         self._worker.give_way(self, is_ahead)
 
@@ -117,7 +119,7 @@ class Work(Generic[T]):
         if self.future.set_running_or_notify_cancel():
             try:
                 result = self._run(self)
-            except BaseException as error:  # noqa: BLE001 the waiting caller gets it, whatever it is
+            except BaseException as error:  # noqa: BLE001 the waiting caller gets any error
                 if isinstance(error, Exception):
                     on_error(error)
                 self.future.set_exception(error)
@@ -163,8 +165,8 @@ class ModelWorker:
         self._lanes: OrderedDict[str, _Lane] = OrderedDict()
         self._unfinished: dict[Work[Any], None] = {}
         self._open: set[Work[Any]] = set()
-        self._suspended: dict[Work[Any], float] = {}  # since when
-        self._short: dict[Work[Any], bool] = {}  # whether of its tenant's own quota
+        self._suspended: dict[Work[Any], float] = {}  # when it was suspended
+        self._short: dict[Work[Any], bool] = {}  # whether its tenant's quota is the reason
         self._running: Work[Any] | None = None
         self._idle: list[_Thread] = []
         self._lock = threading.Condition()
@@ -224,7 +226,7 @@ class ModelWorker:
             thread.given.put(None)
             thread.join()
 
-    # ---- from the threads that run work
+    # ---- called from the threads that run work
 
     def run(self, work: Work[Any], thread: _Thread) -> None:
         """Run a piece of work that has the turn, to its end."""
@@ -397,5 +399,5 @@ async def finished(work: Work[T]) -> T:
 
 
 def _detach(waiting: asyncio.Future[Any]) -> None:
-    """Ignore the outcome of a future that nothing waits for any more."""
+    """Ignore the outcome of a future that nothing waits for."""
     waiting.add_done_callback(lambda done: None if done.cancelled() else done.exception())

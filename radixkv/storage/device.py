@@ -41,9 +41,10 @@ MAX_NUM_BLOCKS = 2**31 - 1
 class BlockStorage:
     """The blocks of ``pool``, allocated by the cache or by an engine.
 
-    For an engine that keeps its KV in its own tensors: one tensor or one per layer, keys and values apart or together,
-    NHD or HND, or MLA's latent. ``PrefixCache(config, storage=BlockStorage(Pool(keys, values)))`` copies and zeroes
-    blocks there. Each block is zeroed before it is handed out first. Raises ConfigError for anything but a Pool.
+    For an engine that keeps its KV in its own tensors. There may be one tensor or one per layer, with keys and values
+    apart or together, NHD or HND, or MLA's latent. ``PrefixCache(config, storage=BlockStorage(Pool(keys, values)))``
+    copies and zeroes blocks there. Each block is zeroed before it is handed out first. Raises ConfigError for anything
+    but a Pool.
 
     ``num_launches`` counts executed plans that had copies, ``num_copied_blocks`` their copies. ``fences`` orders work
     on several streams; None on a CPU.

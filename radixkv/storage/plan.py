@@ -10,8 +10,8 @@ Invariants: every target is a fresh block that appears once. No source is a targ
 plan don't depend on each other and go in one launch. Plans are executed in the order in which the index made them, each
 before the engine writes into any of its blocks.
 
-A plan that waits for its engine keeps these invariants over several steps. A copy of a copy reads the first source. A
-copy whose target is given up is not made. A source is not handed out again before the plan is fetched
+A plan that waits for its engine keeps these invariants over several steps. A copy of a copy reads the first source. If
+the target of a copy is given up, the copy is not made. A source is not handed out again before the plan is fetched
 (``blocks.WaitingCopies``, ``blocks.BlockPool``).
 """
 
@@ -48,6 +48,8 @@ Int32Array: TypeAlias = NDArray[np.int32]
 
 class StepPlan:
     """The copies of one step: three int32 arrays of equal length ``[num_copies]``.
+
+    ``for source, target, num_rows in plan`` gives each copy as integers.
 
     ``sources`` and ``targets`` are block ids. ``num_rows`` is the number of valid leading tokens of the source block,
     ``1 ≤ num_rows < block_size``.

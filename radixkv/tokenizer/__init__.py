@@ -1,10 +1,10 @@
 """Text to token ids: the shipped SentencePiece model, and the tokenizers that come with models.
 
-The only package that imports ``sentencepiece`` and ``tokenizers``, each in a module of its own and only
-once a tokenizer is loaded that needs it. Importing this package costs nothing.
+Only this package imports ``sentencepiece`` and ``tokenizers``. Each has its own module, which is imported when a
+tokenizer that needs it is loaded. Importing this package imports neither.
 
-Beside this file lie the shipped model ``radixkv-8k.model``, ``LICENSE-TEXT``, the licence of the text that it
-was trained on, and ``train.py``, which trains it.
+The folder also holds the shipped model ``radixkv-8k.model``, the licence of its training text ``LICENSE-TEXT``, and
+``train.py``, which trains the model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the implementations share: everything that follows from three questions about a text.
+"""The shared part of all implementations.
 
-An implementation answers ``_ids(text)`` (the ids of plain text, no special ones in it), ``_text(ids)`` and
-``_stable_cut(text)`` (how many characters stand before the last stable boundary). A text's ids are
-``leading`` ids, usually none or the BOS, and those. A conversation's are those of its ``Chat``'s segments:
-texts, and the special ids between them.
+An implementation has three methods: ``_ids(text)`` returns the ids of plain text without special ones.
+``_text(ids)`` is the reverse. ``_stable_cut(text)`` returns the number of characters before the last stable
+boundary. The ids of a text are the ``leading`` ids, usually none or the BOS, and then ``_ids(text)``. The ids of a
+conversation are those of its segments: texts, and special ids between them. A ``Chat`` makes the segments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from radixkv.tokenizer.protocol import Message, check_text
 
 
 class BaseTokenizer(ABC):
-    """The shared half of a ``Tokenizer``."""
+    """The shared part of a ``Tokenizer``."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class BaseTokenizer(ABC):
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:
-        """The ids of a text that is known to be Unicode, special tokens neither added nor parsed."""
+        """Return the ids of valid Unicode text. Special tokens are neither added nor parsed."""
 
     @abstractmethod
     def _text(self, ids: list[int]) -> str:
-        """The text of ids that are known to lie in the vocabulary."""
+        """Return the text of ids, which are all in the vocabulary."""
 
     @abstractmethod
     def _stable_cut(self, text: str) -> int:
-        """The position of the text's last stable boundary; 0 if it has none."""
+        """Return the position of the text's last stable boundary; 0 if it has none."""
 
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer.encode``. O(n log n) at worst; about 1 µs a token."""
@@ -67,9 +67,9 @@ class BaseTokenizer(ABC):
         return self._join(self._chat.segments(messages, add_generation_prompt))
 
     def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
-        """See ``Tokenizer.stable_messages``. Renders a template's conversation and a few continuations of it.
+        """See ``Tokenizer.stable_messages``. A template renders the conversation and a few continuations of it.
 
-        Encodes each segment once, the last text that stays twice.
+        Encodes each segment once, and the last text that is kept twice.
         """
         segments = self._chat.segments(messages, False)
         kept, open_text = common_segments(self._chat, messages, segments)
@@ -86,7 +86,7 @@ class BaseTokenizer(ABC):
         whole = self._ids(text)
         cut = self._stable_cut(text)
         ids = self._ids(text[:cut]) if cut < len(text) else whole
-        if not cut or whole[: len(ids)] != ids:  # the second for pipelines that no rule foresaw
+        if not cut or whole[: len(ids)] != ids:  # the second: for pipelines that break the rules
             return [], len(whole)
         return ids, len(whole) - len(ids)
 
@@ -94,7 +94,7 @@ class BaseTokenizer(ABC):
         return self._leading if self._chat.opens_like_text else []
 
     def _join(self, segments: Sequence[Segment]) -> list[int]:
-        """The ids of segments. A conversation that is plain text begins as plain text does."""
+        """Return the ids of segments. A conversation that is plain text begins with the leading ids of plain text."""
         ids = list(self._opening()) if segments else []
         for segment in segments:
             ids += [segment] if isinstance(segment, int) else self._ids(segment)

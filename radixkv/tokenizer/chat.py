@@ -1,16 +1,16 @@
-"""How a conversation becomes segments: texts, and the special ids between them.
+"""Turns a conversation into segments: texts, and the special ids between them.
 
-Three kinds of ``Chat``:
+There are three kinds of ``Chat``:
 
-- ``MarkerChat``: the shipped tokenizer's. ``<s>``, then for each message the id of its role, its content, the
-  id of ``<|end|>``; the generation prompt is the id of the assistant's role.
-- ``TemplateChat``: a Jinja template that came with a model, in Jinja's sandbox. The special tokens that the
-  template writes become ids; the same strings inside a message stay text.
-- ``PlainChat``: for a model without a template. A message is ``role: content`` and a newline, further lines
-  of the content are indented by two spaces, so that none of them can pass for the line of a role. The
-  generation prompt is ``assistant:``.
+- ``MarkerChat``, of the shipped tokenizer: ``<s>``, then for each message the id of its role, its content and the
+  id of ``<|end|>``. The generation prompt is the id of the assistant's role.
+- ``TemplateChat``: a model's Jinja template, in Jinja's sandbox. The special tokens that the template writes become
+  ids. The same strings inside a message stay text.
+- ``PlainChat``, for a model without a template: a message is ``role: content`` and a newline. Further lines of the
+  content are indented by two spaces, so that none of them can look like the line of a role. The generation prompt
+  is ``assistant:``.
 
-A segment of text is encoded by itself: an id between two texts separates them for every tokenizer.
+Each text segment is encoded by itself: an id between two texts separates them for every tokenizer.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ class Chat(Protocol):
     """Turns conversations into segments."""
 
     opens_like_text: bool
-    """Whether the ids that lead a plain text lead a conversation too."""
+    """Whether a conversation begins with the same leading ids as a plain text."""
 
     only_grows: bool
-    """Whether every continuation begins with the conversation's segments, but for a last text that may grow."""
+    """Whether every continuation begins with the conversation's segments.
+
+    If the last segment is text, it may grow.
+    """
 
     @property
     def roles(self) -> tuple[str, ...] | None:
-        """The roles that there are; None where only rendering tells."""
+        """The allowed roles; None if only rendering shows which are."""
         ...
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        """The segments of a conversation. Raises ArgumentError for messages that it can't take."""
+        """Return the segments of a conversation. Raises ArgumentError for messages that it can't render."""
         ...
 
 
@@ -99,7 +102,7 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A Jinja chat template. ``special_ids``: the strings that become ids where the template writes them."""
+    """A Jinja chat template. ``special_ids``: strings that become ids where the template writes them."""
 
     opens_like_text = False
     only_grows = False
@@ -133,14 +136,14 @@ class TemplateChat:
 
     @staticmethod
     def _unused_mark(messages: Sequence[Message]) -> str:
-        """A run of U+FDD0, a code point that no text uses, longer than any in the messages."""
+        """Return a run of U+FDD0, a code point that no text uses. It is longer than any such run in the messages."""
         runs = (
             run for message in messages for value in message.values() for run in re.findall("\ufdd0+", value)
         )
         return "\ufdd0" * (1 + max(map(len, runs), default=0))
 
     def _disarmed(self, message: Message, mark: str) -> dict[str, str]:
-        """The message with the first character of every special string in it written as its number."""
+        """Return the message, with the first character of every special string in it written as a number."""
         return {
             field: self._start_of_special.sub(lambda start: f"{mark}{ord(start[1])}{mark}", value)
             for field, value in message.items()
@@ -155,18 +158,18 @@ class TemplateChat:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = [message["role"] for message in messages]
-            raise ArgumentError("messages", roles, f"roles that the chat template takes: {error}") from error
+            raise ArgumentError("messages", roles, f"roles that the chat template allows: {error}") from error
 
 
 def common_segments(
     chat: Chat, messages: Sequence[Message], segments: list[Segment]
 ) -> tuple[list[Segment], str | None]:
-    """``(kept, open_text)``: the leading segments, up to a special id, that the conversation keeps when it
-    goes on, and the text after them if that at most grows.
+    """``(kept, open_text)``: the segments that every continuation of the conversation keeps, and the text after them.
 
-    A template may write a message differently once it isn't the last (dropping its reasoning, say), so the
-    conversation is written with several continuations. Those that the template refuses don't count. A chat that only
-    grows isn't written again.
+    ``kept`` ends with a special id. ``open_text`` is None if a continuation may do more than extend that text. A
+    template may write a message differently once it isn't the last, for example without its reasoning. So the
+    conversation is rendered with several continuations. Continuations that the template refuses don't count. If
+    ``chat.only_grows``, nothing is rendered again.
     """
     if chat.only_grows:
         last = segments[-1]
@@ -195,7 +198,7 @@ def _num_common(left: list[Segment], right: list[Segment]) -> int:
 
 
 def _compiled(template: str) -> jinja2.Template:
-    """The template in the sandbox, with the few functions that chat templates expect."""
+    """Return the template in the sandbox, with the functions that chat templates expect."""
     try:
         import jinja2
         from jinja2.ext import loopcontrols

@@ -1,20 +1,20 @@
 """A ``tokenizer.json`` of the library ``tokenizers`` as a ``Tokenizer``.
 
-Special tokens typed in a text stay text (``encode_special_tokens``); only the file's post-processor, a chat
-template or an id put there makes them. Of what the post-processor adds, ``encode`` keeps what it puts in
-front (a BOS) and drops what it puts behind: a prefix has no end. Added tokens that aren't marked special
-are parsed in any text, as everywhere.
+Special tokens typed in a text stay text (``encode_special_tokens``). Only the file's post-processor and chat
+templates produce special ids. ``encode`` keeps what the post-processor adds in front (a BOS). It drops what the
+post-processor adds at the end, because a prefix has no end. Added tokens that aren't marked special are parsed in
+any text, as usual.
 
-**Stable boundaries.** Such a tokenizer is a pipeline whose rules can't be read off, so two kinds of boundary
-are put to the test when it is loaded, each only taken if nothing speaks against it:
+**Stable boundaries.** The rules of such a pipeline can't be read from its file. So two kinds of boundary are tested
+when it is loaded:
 
-- before a space that follows something that isn't whitespace;
-- after a newline alone between two characters that aren't whitespace. (A byte-level tokenizer takes a run of
-  newlines as one token, so the end of a text after a newline is *not* stable, unlike in the shipped model.)
+- before a space that follows a character that isn't whitespace;
+- after a single newline between two characters that aren't whitespace. (A byte-level tokenizer encodes a run of
+  newlines as one token. So the end of a text after a newline is *not* stable, unlike in the shipped model.)
 
-A kind is dropped if any token of the vocabulary decodes to a text that spans it, or if any of a few hundred
-fixed probes (words, digits, punctuation, other scripts, on both sides) gets other ids in front when it goes
-on. Loading therefore decodes the vocabulary once: 0.1 s for 100,000 tokens.
+A kind is rejected if any token of the vocabulary decodes to a text that spans it. It is also rejected if one of
+some hundred fixed probes (words, digits, punctuation, other scripts, on both sides) gets other leading ids when it
+continues. For this, loading decodes the vocabulary once: 0.1 s for 100,000 tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _AFTER_NEWLINE = ("word", "Word", "12", ".", "日本", "_", "'s", "(", "#", "}",
 
 
 class Boundary(NamedTuple):
-    """A kind of boundary: where it is, what a token that spans it looks like, and texts around it."""
+    """A kind of boundary: its condition, the pattern of tokens that span it, and texts around it as probes."""
 
     is_at: Callable[[str, int], bool]
     """``is_at(text, cut)`` for ``0 < cut < len(text)``."""
@@ -84,7 +84,7 @@ AFTER_NEWLINE = Boundary(
 
 
 class FastTokenizer(BaseTokenizer):
-    """Implements ``Tokenizer``. ``adds_bos`` overrides what the file's post-processor puts in front."""
+    """Implements ``Tokenizer``. ``adds_bos`` overrides what the file's post-processor adds in front."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class FastTokenizer(BaseTokenizer):
 
 
 def load_backend(content: bytes, name: str) -> tokenizers.Tokenizer:
-    """The file in the library's hands: nothing truncated or padded, special tokens in texts left as text.
+    """Load the file with the library. It truncates and pads nothing, and special tokens in texts stay text.
 
-    Raises ConfigError if it is no tokenizer, or one without a vocabulary.
+    Raises ConfigError for an invalid tokenizer, and for one without a vocabulary.
     """
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
@@ -158,7 +158,7 @@ def special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """What the post-processor puts in front of a text."""
+    """Return the ids that the post-processor adds in front of a text."""
     plain = backend.encode("a", add_special_tokens=False).ids
     processed = backend.encode("a", add_special_tokens=True).ids
     starts = range(len(processed) - len(plain) + 1)

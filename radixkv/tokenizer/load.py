@@ -18,15 +18,15 @@ _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def load_tokenizer(path: str | None = None) -> Tokenizer:
-    """The tokenizer of a path; ``None`` is the one that ships with radixkv.
+    """Load the tokenizer at a path; ``None`` means the one that ships with radixkv.
 
-    A directory is searched for ``tokenizer.model``, another ``*.model`` (there must be only one) and
-    ``tokenizer.json``, in this order. Its ``tokenizer_config.json`` says whether a text begins with a BOS,
-    and names the special tokens; its ``chat_template.jinja``, or the template in its configuration, writes
-    the conversations. A file is loaded as it is. The digest covers all files that were read.
+    In a directory, it takes ``tokenizer.model``, else another ``*.model`` (there must be only one), else
+    ``tokenizer.json``. The directory's ``tokenizer_config.json`` says whether a text begins with a BOS, and names
+    the special tokens. Its ``chat_template.jinja``, or the template in that configuration, renders the
+    conversations. A file is loaded by itself. The digest covers all files that were read.
 
-    Raises ConfigError for a path where there is no tokenizer, for a malformed file, and if the library that
-    reads it isn't installed.
+    Raises ConfigError if the path has no tokenizer, if a file is malformed, and if the library that reads it isn't
+    installed.
     """
     if path is None:
         shipped = resources.files(__package__) / SHIPPED
@@ -61,7 +61,7 @@ def _read(file: Path) -> bytes:
 
 
 def _load(files: Mapping[str, bytes], name: str) -> Tokenizer:
-    """The tokenizer of some files; the first is the main one, ``name`` is what errors call it."""
+    """Return the tokenizer of some files. The first is the main one; errors call it ``name``."""
     main, content = next(iter(files.items()))
     config = _config(files)
     digest = digest_of(files.items())
@@ -109,7 +109,7 @@ def _load_json(
 
 
 def _door(module: str, name: str) -> ModuleType:
-    """The module that imports the library a tokenizer needs, imported only now."""
+    """Import, only now, the module that imports the library of a tokenizer."""
     try:
         if module == "spm":
             from radixkv.tokenizer import spm
@@ -135,7 +135,7 @@ def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """The chat template: its own file's, else the configuration's, which may name several."""
+    """Return the chat template: its own file, or else the configuration's default one."""
     if _TEMPLATE in files:
         return files[_TEMPLATE].decode("utf-8", errors="replace")
     found = config.get("chat_template")
@@ -148,7 +148,7 @@ def _template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | No
 
 
 def _variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a configuration names, for templates: ``{"bos_token": "<s>", …}``."""
+    """Return the special tokens that a configuration names, for templates: ``{"bos_token": "<s>", …}``."""
     found = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,13 +1,13 @@
-"""What every tokenizer can do, and the few things that all of them share.
+"""The protocol of a tokenizer, and what all tokenizers share.
 
-**Stable boundaries.** A prefix cached under the ids of a text is found again only if a longer text that
-starts with it gets the same ids in front. Cut anywhere, most texts don't: a token may span the cut. A
-boundary is *stable* if no continuation changes the ids before it. ``stable_prefix`` gives the ids up to the
-last one, and says how many tokens that leaves out; each implementation's docstring says which boundaries it
-takes and why.
+**Stable boundaries.** A cached prefix is found again only if a longer text that begins with it gets the same
+leading ids. After a cut at an arbitrary place it often doesn't, because a token may span the cut. A boundary is
+*stable* if no continuation changes the ids before it. ``stable_prefix`` returns the ids up to the last stable
+boundary, and how many tokens that leaves out. Each implementation's docstring says which boundaries it uses and
+why.
 
 **Roles can't be forged.** The markers between the messages of a conversation are ids that ``encode_messages``
-puts there; the same marker typed inside a message is text like any other.
+inserts. The same marker typed inside a message is encoded as ordinary text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Message = Mapping[str, str]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Immutable and safe to use from several threads."""
+    """Text to token ids and back. Immutable; several threads may use it."""
 
     @property
     def vocab_size(self) -> int:
@@ -48,42 +48,46 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of the files that the tokenizer was made of."""
+        """SHA-256, in hex, of the files of the tokenizer."""
         ...
 
     @property
     def roles(self) -> tuple[str, ...] | None:
-        """The roles that messages may have; None where only the chat template knows."""
+        """The roles that messages may have; None if only the chat template knows them."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises ArgumentError if it isn't Unicode (a lone surrogate)."""
+        """Return the ids of a text. Raises ArgumentError if it isn't Unicode (a lone surrogate)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special ones left out. Raises ArgumentError for an id out of the vocabulary."""
+        """Return the text of ids, without special ones. Raises ArgumentError for an id outside the vocabulary."""
         ...
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """The ids of a conversation, and of the opening of the assistant's answer if asked for.
+        """Return the ids of a conversation, and of the opening of the assistant's answer if requested.
 
-        Raises ArgumentError for a message without role or content, or with a role that there isn't.
+        Raises ArgumentError for a message without role or content, or with an unknown role.
         """
         ...
 
     def stable_prefix(self, text: str) -> tuple[list[int], int]:
-        """``(ids, left_out)``: the ids up to the text's last stable boundary, which ``encode`` of every
-        continuation begins with too, and how many tokens of ``encode(text)`` come after them."""
+        """``(ids, left_out)``: the ids up to the text's last stable boundary, and how many tokens follow them.
+
+        ``encode`` of every continuation begins with ``ids``. ``left_out`` counts tokens of ``encode(text)``.
+        """
         ...
 
     def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
-        """The same for a conversation that goes on with further messages; ``left_out`` counts against
-        ``encode_messages(messages, False)``."""
+        """Return the same for a conversation that continues with further messages.
+
+        ``left_out`` counts tokens of ``encode_messages(messages, False)``.
+        """
         ...
 
 
 def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
-    """SHA-256, in hex, of named files, each framed by its name and its length."""
+    """SHA-256, in hex, of named files. Each is preceded by its name and its length."""
     digest = hashlib.sha256()
     for name, content in files:
         digest.update(f"{name}\0{len(content)}\0".encode())
@@ -92,19 +96,19 @@ def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
 
 
 def check_text(text: str) -> str:
-    """The text itself, once it is known to be Unicode; an ArgumentError otherwise."""
+    """Return the text if it is valid Unicode. Raises ArgumentError otherwise."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         shown = text[max(error.start - 10, 0) : error.start + 1]
         raise ArgumentError(
-            "text", shown, f"Unicode text; a lone surrogate stands at {error.start}"
+            "text", shown, f"Unicode text; there is a lone surrogate at index {error.start}"
         ) from None
     return text
 
 
 def check_messages(messages: Sequence[Message], roles: Iterable[str] | None = None) -> None:
-    """Raises an ArgumentError unless each message has a role (one of ``roles``, if given) and a content."""
+    """Raise ArgumentError unless each message has a role (one of ``roles``, if given) and a content."""
     if not messages:
         raise ArgumentError("messages", list(messages), "at least one message")
     known = None if roles is None else sorted(roles)

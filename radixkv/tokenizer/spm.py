@@ -1,19 +1,21 @@
 """A SentencePiece model as a ``Tokenizer``: the shipped one, or any ``.model`` file of type BPE or unigram.
 
-**Lossless models.** Where nothing is normalised, added or removed and unknown characters fall back to
-bytes, as in the shipped model, ``decode(encode(text)) == text`` for every text. One character needs help:
-SentencePiece writes a space as ``▁`` (U+2581), so that character itself would come back as a space; here it
-is encoded as its three bytes. Other models lose what they lose.
+**Lossless models.** Some models, such as the shipped one, normalise, add and remove nothing, and encode unknown
+characters as bytes. With them ``decode(encode(text)) == text`` for every text. One character needs special
+treatment: SentencePiece writes a space as ``▁`` (U+2581), so that character itself would come back as a space. It
+is therefore encoded as its three bytes. Other models may lose parts of a text.
 
-**Stable boundaries** are those that no piece of the vocabulary spans. BPE merges two neighbours only into a
-piece, and unigram's best path goes through every such boundary, so what follows can't reach back over it. The
-pairs of neighbouring characters inside pieces are collected once when the model is loaded (10 ms for 8,000
-pieces); a boundary between two characters that are no such pair is stable, and so is the end of a text whose
-last character begins no pair. (A run of characters without pieces, where bytes don't stand in for them, is
-one unknown token however long it grows, so that keeps its ids too.) In the shipped model that holds before
-every run of spaces, around every newline and around every character without a piece. Where something is
-normalised (NFKC) or spaces are removed, only a space after a printable ASCII character counts; with other
-normalisers, suffix-marked spaces and other model types, nothing does.
+**Stable boundaries** are those that no piece of the vocabulary spans. BPE merges two neighbours only into a piece,
+and unigram's best path goes through every such boundary. So a continuation can't change the ids before it. The
+pairs of neighbouring characters inside pieces are collected once, when the model is loaded (10 ms for 8,000
+pieces). A boundary is stable if the two characters around it are no such pair. The end of a text is stable if its
+last character begins no pair. (Without byte fallback, a run of characters without pieces is one unknown token of
+any length. Its ids don't change either.)
+
+In the shipped model, the boundaries before every run of spaces, around every newline and around every character
+without a piece are stable. If a model normalises text (NFKC) or removes spaces, only the boundary before a space
+that follows a printable ASCII character is stable. With other normalisers, spaces marked at the end of a piece, or
+other model types, none is.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _NORMALIZERS = frozenset({"identity", "nfkc", "nmt_nfkc"})
 
 
 class ModelSpec(NamedTuple):
-    """What a model file says about how it was trained, as far as stable boundaries depend on it."""
+    """The settings in a model file that stable boundaries depend on."""
 
     model_type: int
     byte_fallback: bool
@@ -46,7 +48,7 @@ class ModelSpec(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """Whether a text reaches the pieces as it is, but for a space in front."""
+        """Whether the pieces are those of the unchanged text, apart from a space in front."""
         return self.normalizer == "identity" and not self.removes_spaces
 
     @property
@@ -116,7 +118,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def load_processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    """The model in the library's hands. Raises ConfigError if it is none."""
+    """Load the model with the library. Raises ConfigError if it is invalid."""
     allowed = "a SentencePiece model file"
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -142,10 +144,9 @@ def marker_ids(processor: sentencepiece.SentencePieceProcessor) -> tuple[dict[st
 
 
 def read_spec(model: bytes) -> ModelSpec:
-    """The training and normalisation settings of a serialized model (fields of
-    ``sentencepiece_model.proto``).
+    """Return the training and normalisation settings of a serialized model (fields of ``sentencepiece_model.proto``).
 
-    The library's own reader of these needs the package protobuf; six values don't justify it.
+    The library's own reader needs the package protobuf; six values don't justify that dependency.
     """
     sections = dict(_fields(model))
     trainer = dict(_fields(_as_bytes(sections.get(2, b""))))
@@ -161,7 +162,7 @@ def read_spec(model: bytes) -> ModelSpec:
 
 
 def _pairs(processor: sentencepiece.SentencePieceProcessor) -> frozenset[str]:
-    """The pairs of neighbouring characters inside pieces; ``▁`` read as a space."""
+    """Return the pairs of neighbouring characters inside pieces. ``▁`` counts as a space."""
     pairs: set[str] = set()
     for token_id in range(processor.vocab_size()):
         if processor.is_control(token_id) or processor.is_unknown(token_id) or processor.is_byte(token_id):

@@ -1,25 +1,25 @@
 """Trains the tokenizer that ships with radixkv: ``python -m radixkv.tokenizer.train --out FILE``.
 
-For maintainers: it is the recipe of the shipped model, so that anybody can make it again.
+For maintainers: this is the recipe of the shipped model, so the model can be reproduced.
 
-The text is what any CPython installation carries: the language reference inside ``pydoc``, the docstrings and
-comments of the standard library (ordinary English), and the whole source of every fifth module (code). Its
-licence, that of CPython, lies beside the model as ``LICENSE-TEXT``. Nothing is downloaded.
+The text comes with every CPython installation. It is the language reference inside ``pydoc``, the docstrings and
+comments of the standard library (ordinary English), and the whole source of every fifth module (code). Its licence,
+that of CPython, is in ``LICENSE-TEXT``. Nothing is downloaded.
 
-The same text gives the same model, byte for byte: files are read in sorted order, lines are kept in order,
-and the trainer has no randomness. Another version of CPython has another text, so the command prints the
-text's digest next to the model's.
+The same text gives the same model, byte for byte: files are read in sorted order, lines keep their order, and the
+trainer has no randomness. Another version of CPython has another text. So the command prints the digests of the
+text and of the model.
 
-What the options are for:
+Reasons for the options:
 
-- BPE, 8,000 pieces: an unigram model of this size takes twenty times longer to train and is no better here.
-- Nothing is normalised, no space is added in front, none is removed, and what has no piece falls back to its
-  UTF-8 bytes: every text comes back from its ids as it was.
-- A newline is a piece of its own and part of no other. So a text can be cut after any newline, and the ids of
-  the two halves are the ids of the whole.
-- No piece has a space after something that isn't one (SentencePiece's own rule): a cut before a space is as
+- BPE with 8,000 pieces: a unigram model of this size takes twenty times longer to train and is no better here.
+- Nothing is normalised, no space is added or removed, and characters without a piece are encoded as UTF-8 bytes. So
+  every text comes back from its ids unchanged.
+- A newline is a piece of its own, and part of no other. So a text can be cut after any newline: the ids of the two
+  halves are the ids of the whole.
+- No piece has a space after something that isn't one (SentencePiece's own rule). So a cut before a space is as
   safe.
-- The markers of a conversation are control symbols: typed as text they stay text, only ids make them.
+- The markers of a conversation are control symbols: typed as text they stay text, and only ids produce them.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from radixkv.tokenizer.protocol import END_PIECE, ROLE_PIECES
 
 VOCAB_SIZE = 8000
 CODE_EVERY = 5
-"""The source of every fifth module goes in whole, that of the others by docstrings and comments only."""
+"""Every fifth module is used as a whole; of the others, only docstrings and comments."""
 
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
-"""Folders that aren't part of the text: other people's packages, test data, tables of characters."""
+"""Folders that aren't part of the text: third-party packages, test data, tables of characters."""
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_paths(root: Path) -> list[Path]:
-    """The modules under ``root`` that are text, sorted by their relative path."""
+    """Return the modules under ``root`` that belong to the text, sorted by their relative path."""
     found = (path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
     machine_independent = (path for path in found if not path.name.startswith("_sysconfigdata"))
     return sorted(machine_independent, key=lambda path: path.relative_to(root).as_posix())
 
 
 def prose(source: str) -> Iterator[str]:
-    """The docstrings and the comments of a module, in this order."""
+    """The docstrings of a module, then its comments."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old modules have escapes that today's compiler warns of
+        warnings.simplefilter("ignore")  # some modules have escapes that the compiler warns about
         tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _Documented) and (text := ast.get_docstring(node)):
@@ -83,12 +83,12 @@ def texts(root: Path) -> Iterator[str]:
 
 
 def lines(root: Path) -> list[str]:
-    """The text as the trainer takes it: lines, indentation kept, empty ones left out."""
+    """Return the text as input of the trainer: lines with their indentation, without empty ones."""
     return [line for text in texts(root) for line in text.splitlines() if line.strip()]
 
 
 def train(training_lines: list[str], vocab_size: int = VOCAB_SIZE) -> bytes:
-    """A serialized SentencePiece model of ``vocab_size`` pieces; about 5 s for 6 MB of text."""
+    """Return a serialized SentencePiece model of ``vocab_size`` pieces; about 5 s for 6 MB of text."""
     import sentencepiece
 
     model = io.BytesIO()

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server over a real socket, with a prefix cache that may be shared across keys.
+"""An OpenAI-compatible server on a real socket, with a prefix cache that may be shared across keys.
 
-It answers as slowly as it computes, by the clock of its ``Behaviour``: ``COMPUTE_S`` for a prompt that it doesn't know,
-next to nothing for others, and some noise. No machine is quiet enough for a test to tell them apart by a real clock.
+Its answers take simulated time, by the clock of its ``Behaviour``: ``COMPUTE_S`` for an unknown prompt, almost nothing
+for others, and some noise. Real times on a busy machine would be too noisy for a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPUTE_S = 0.008
 
 @dataclass
 class Behaviour:
-    """What is wrong with a server."""
+    """The faults of a server."""
 
     shares: bool = False
     caches: bool = True
@@ -41,14 +41,14 @@ class Behaviour:
 
 @contextmanager
 def openai_server(behaviour: Behaviour) -> Iterator[str]:
-    """Its base URL, as long as the ``with`` lasts. Keys are whatever is given."""
+    """The base URL of the server while the ``with`` block runs. The server accepts any key."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
         def log_message(self, *_: Any) -> None:
-            """Quiet."""
+            """Write no log."""
 
         def do_GET(self) -> None:
             behaviour.paths.append(self.path)

@@ -1,7 +1,7 @@
-"""A small server with radixkv's endpoints, and a bug to choose. It answers by a function: no socket, no thread.
+"""A small server with radixkv's endpoints and one selectable bug.
 
-Prompts are cached in blocks of 16 tokens under a namespace: tenant, salt and adapter. ``leak`` names what is wrong with
-it; ``None`` is a sound server.
+It answers by a function call, without a socket or a thread. It caches prompts in blocks of 16 tokens in a namespace of
+tenant, salt and adapter. ``leak`` names the bug; ``None`` is a sound server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Space = tuple[str, str, str]
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, status: int, document: Any = None) -> None:
         super().__init__(status)
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 def blocks(ids: Ids) -> list[int]:
-    """A name for each whole prefix of blocks."""
+    """A name for each prefix of whole blocks."""
     names, name = [], 0
     for at in range(0, len(ids) // BLOCK * BLOCK, BLOCK):
         name = hash((name, tuple(ids[at : at + BLOCK])))
@@ -48,7 +48,7 @@ def blocks(ids: Ids) -> list[int]:
 
 
 class PlantedServer:
-    """The server. ``tokenizer``: from a text to ids; ``tells``: whether usage says what was cached."""
+    """The server. ``tokenizer`` converts a text to ids. ``tells``: usage reports the cached tokens."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PlantedServer:
         self.last_prompt = ""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        """Answer."""
+        """Answer a request."""
         try:
             return self._answered(request)
         except Refused as refused:
@@ -106,7 +106,7 @@ class PlantedServer:
             raise Refused(404)
         return answer(tenant, body, request)
 
-    # who asks, and for what
+    # the caller, and the tenant that it acts for
 
     def _tenant(self, request: httpx.Request) -> str:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -198,7 +198,7 @@ class PlantedServer:
         return ("" if shares else tenant, salt, adapter)
 
     def _found(self, tenant: str, body: dict[str, Any], ids: Ids, form: str, kind: str) -> int:
-        """Tokens that are cached."""
+        """The number of cached tokens."""
         space = self._space(tenant, body, ids, form, "read")
         places = [space]
         everywhere = {
@@ -320,7 +320,7 @@ class PlantedServer:
         self.pins[name] = (tenant, pin)
         return httpx.Response(201, json=pin)
 
-    # what is read and ended
+    # reading and ending
 
     def _read(self, method: str, path: str, tenant: str, request: httpx.Request) -> httpx.Response:
         query = parse_qs(request.url.query.decode(), keep_blank_values=True)
@@ -406,7 +406,7 @@ class PlantedServer:
 
 @contextmanager
 def in_place_of_a_socket(server: PlantedServer) -> Iterator[str]:
-    """All that the audit sends goes to this server; its base URL."""
+    """Send all requests of the audit to this server, and yield its base URL."""
     with pytest.MonkeyPatch.context() as patch:
         client = partial(httpx.Client, transport=httpx.MockTransport(server), verify=False)
         patch.setattr(vars(target_module)["httpx"], "Client", client)

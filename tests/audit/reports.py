@@ -1,4 +1,4 @@
-"""Reports to look at: made of samples whose truth is known, by the audit's own statistics."""
+"""Example reports from samples with a known truth, made by the audit's own statistics."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def _timed(cross_s: float, margin: float) -> AuditReport:
 
 
 def sound() -> AuditReport:
-    """Cross-tenant probes are misses."""
+    """A report in which cross-tenant probes are misses."""
     return _timed(0.030, margin=0.1)
 
 
 def leaking() -> AuditReport:
-    """Cross-tenant probes are hits."""
+    """A report in which cross-tenant probes are hits."""
     return _timed(0.010, margin=0.02)
 
 
 def without_timing() -> AuditReport:
-    """Of a cache in a process."""
+    """A report about a cache in a process."""
     failure = "AssertionError: (0, 0) was never committed\nstate.open(where=0, prompt=" + "(0, " * 60
     checks = (
         Check(1, "laws and contents", Verdict.LEAKS, failure.splitlines()[0], {"failure": failure}),

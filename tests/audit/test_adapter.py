@@ -1,4 +1,4 @@
-"""The adapter protocol: the example's ten lines, engines that leak, and every optional call."""
+"""The adapter protocol: the ten lines of the example, engines that leak, and every optional call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixkv.audit.properties import CacheAdapter
 
 
 class DictEngine:
-    """A prefix cache in a dict, with everything that an adapter may have."""
+    """A prefix cache in a dict, with every call that an adapter may have."""
 
     block_size = 8
     shares, reads_other, remembers, tells = False, False, False, False
@@ -110,7 +110,7 @@ def test_four_calls_are_enough() -> None:
 
 
 @pytest.mark.slow
-def test_radixkv_itself_behind_its_adapter_in_a_pool_with_room_and_in_one_without() -> None:
+def test_radixkv_behind_its_adapter_in_a_large_and_in_a_small_pool() -> None:
     def roomy() -> CacheAdapter:
         return CacheAdapter(PrefixCache(CacheConfig(num_blocks=512, block_size=4)))
 
@@ -120,7 +120,7 @@ def test_radixkv_itself_behind_its_adapter_in_a_pool_with_room_and_in_one_withou
     assert properties.run_adapter(roomy, 60, 40).ok
     assert properties.run_adapter(tiny, 60, 40, contents_only=True).ok
     report = properties.run_adapter(tiny, 200, 50, shrink=False)
-    assert report.failure is not None, "in a full pool of burst tenants one can see another's room"
+    assert report.failure is not None, "in a full pool of burst tenants, one tenant can see how full it is"
 
 
 @pytest.mark.slow
@@ -131,16 +131,16 @@ def test_a_refusal_is_observed_and_any_other_error_is_a_finding() -> None:
                 raise BufferError("no room")
             return super().open(namespace, ids)
 
-    class Said(Full):
+    class Declared(Full):
         refusals = (BufferError,)
 
-    assert properties.run_adapter(Said, 50, 30).ok
+    assert properties.run_adapter(Declared, 50, 30).ok
     failure = properties.run_adapter(Full, 50, 30, shrink=False).failure
     assert failure is not None and "BufferError: no room" in failure
 
 
 @pytest.mark.slow
-def test_the_examples_ten_lines() -> None:
+def test_the_ten_lines_of_the_example() -> None:
     assert audit_your_engine.audit(examples=50).ok
 
 
@@ -156,7 +156,7 @@ def test_the_examples_ten_lines() -> None:
         ("steps", True),
     ],
 )
-def test_a_run_that_cannot_be_made_is_no_finding(argument: str, wrong: Any) -> None:
+def test_an_invalid_run_is_an_error_and_no_finding(argument: str, wrong: Any) -> None:
     with pytest.raises(ArgumentError) as told:
         properties.run(PrefixCache, **{argument: wrong})
     assert (told.value.argument, told.value.value) == (argument, wrong)

@@ -1,4 +1,4 @@
-"""The audit in the background: rounds, budget, what it finds, and that it ends."""
+"""The audit in the background: its rounds, its budget, its findings and its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def eventually(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_it_goes_round_a_live_cache() -> None:
+def test_a_watch_audits_a_live_cache_repeatedly() -> None:
     cache = filled(50)
     with Watch(cache, budget=1.0, every_s=0.0) as watch:
         for at in range(300):
@@ -43,7 +43,7 @@ def test_it_goes_round_a_live_cache() -> None:
 
 
 class Rests(threading.Event):
-    """The event that ends a watch, and for how long it was waited for."""
+    """The event that ends a watch. It records the timeouts of its waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Rests(threading.Event):
         return super().wait(timeout)
 
 
-def test_it_rests_between_slices_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are many, and each is followed by a rest of (1 / budget − 1) times what it cost.
+def test_a_watch_rests_between_slices_to_keep_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are many slices, and after each one the watch rests (1 / budget − 1) times the slice's duration.
 
-    However long that is on this machine; only the last rest, which the end cuts short, need not have been had.
+    This holds at any speed of the machine. Only the last rest may be cut short by the end of the watch.
     """
     monkeypatch.setattr(invariants, "SLICE", 10)
     slices: list[None] = []
@@ -74,7 +74,7 @@ def test_it_rests_between_slices_for_its_budget(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_work_is_linear_in_the_nodes() -> None:
-    """Counted in slices, not in seconds."""
+    """The work is counted in slices, not in seconds."""
 
     def slices(num_nodes: int) -> int:
         found: list[None] = []
@@ -86,7 +86,7 @@ def test_the_work_is_linear_in_the_nodes() -> None:
 
 
 class Broken:
-    """A live cache, one of whose blocks is lost."""
+    """A cache that seems to have lost one of its blocks."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
@@ -96,7 +96,7 @@ class Broken:
         return replace(found, free_ids=found.free_ids[1:])
 
 
-def test_a_broken_law_is_told_once_and_raised() -> None:
+def test_a_broken_law_is_reported_once_and_raised() -> None:
     told: list[Report] = []
     with Watch(Broken(filled(10)), every_s=0.0, on_broken=told.append) as watch:
         eventually(lambda: told)
@@ -107,8 +107,8 @@ def test_a_broken_law_is_told_once_and_raised() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["snapshot", "on_broken"])
-def test_a_round_that_fails_is_not_taken_for_one_that_finds_nothing(where: str) -> None:
-    """Whoever asks is told; Python tells of the thread's end besides."""
+def test_a_failed_round_is_reported_as_failed(where: str) -> None:
+    """``check`` raises the error, and Python reports the end of the thread too."""
 
     class Failing(Broken):
         def snapshot(self) -> Any:
@@ -125,13 +125,13 @@ def test_a_round_that_fails_is_not_taken_for_one_that_finds_nothing(where: str) 
         watch.check()
 
 
-def test_a_budget_of_next_to_nothing_is_kept() -> None:
+def test_a_tiny_budget_is_kept() -> None:
     with Watch(filled(2000), budget=5e-324) as watch:
         eventually(lambda: watch.busy_s)
     watch.check()
 
 
-def test_it_ends_in_the_middle_of_a_round() -> None:
+def test_a_watch_can_stop_in_the_middle_of_a_round() -> None:
     watch = Watch(filled(2000), budget=1e-6, every_s=1000.0)
     watch.start()
     watch.stop()
@@ -151,6 +151,6 @@ def test_it_ends_in_the_middle_of_a_round() -> None:
         {"every_s": "often"},
     ],
 )
-def test_what_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ArgumentError):
         Watch(filled(1), **wrong)

@@ -1,12 +1,11 @@
-"""The audit against radixkv's own service: as it is, and with the tenant left out of the lookup.
+"""The audit of radixkv's own service: as it is, and with the tenant left out of the lookup.
 
-Its times are those that this process, in which the service runs too, has computed for: no machine is quiet enough for
-so few samples by a clock on the wall.
+The service runs in this process. Times are the process's CPU times, because wall-clock times on a busy machine are too
+noisy for so few samples.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from radixkv.audit.scrapes import Scrapes
 from radixkv.audit.target import Target
 from radixkv.audit.timing import STOP_CONFIDENCE, TimingPlan
 from radixkv.audit.verdict import Verdict
-from radixkv.engines import hf
 from radixkv.service.endpoints import prefixes
+from tests.forked import small_demo_model
 from tests.service.running import KEYS, Running, service_in_thread
 
-# Some hundred requests, one after the other.
+# Several hundred requests, one after another.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PLAN = TimingPlan(samples=48, control=40, prompt_words=40)
 PAIR = (KEYS["acme"], KEYS["globex"])
@@ -42,9 +41,8 @@ def _by_computing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_model() -> Iterator[None]:
-    """A third of the demo model's layers: these audits ask for a thousand completions each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "demo_model", functools.partial(hf.demo_model, num_layers=2))
+    """These audits ask for a thousand completions each."""
+    with small_demo_model():
         yield
 
 
@@ -56,26 +54,31 @@ def live() -> Any:
         yield running
 
 
-def test_the_service_as_it_is(live: Running) -> None:
+def test_the_service_is_isolated(live: Running) -> None:
     options = remote.Options(operator_key=KEYS["operator"], tenant_names=("acme", "globex"))
     report = remote.run(live.url, PAIR, PLAN, probes=2, options=options)
     for check in report.checks:
         assert check.verdict is Verdict.ISOLATED or check.number in (9, 10, 12), check
     assert len([check for check in report.checks if check.number == 3]) > 6
     assert report.check(9).verdict is None, "own hits are faster than own misses"
-    assert report.check(10).figures["num_cross"] == 48 and not report.check(10).figures["stopped_early"]
+    assert (
+        report.check(10).figures["num_cross"] == PLAN.samples
+        and not report.check(10).figures["stopped_early"]
+    )
     assert report.verdict is not Verdict.BLIND
-    # At the audit's own confidence one run of 16 with so few samples says of a sound service that it leaks.
+    # With so few samples, one audit in 16 of a sound service would report a leak at the audit's own confidence.
     interval = statistics.auc(report.samples["cross"], report.samples["miss"], STOP_CONFIDENCE)
     assert statistics.judged(interval, PLAN.margin) is not Verdict.LEAKS
-    assert not any(live.service.cache.namespaces(name) for name in ("acme", "globex")), "it is forgotten"
+    assert not any(live.service.cache.namespaces(name) for name in ("acme", "globex")), (
+        "the audit clears what it cached"
+    )
 
 
 @pytest.mark.parametrize(("mode", "verdict"), [("burst", Verdict.ISOLATED), ("strict", Verdict.LEAKS)])
-def test_a_strict_tenants_counts_may_not_move_at_all(
+def test_a_strict_tenants_counts_must_not_change_at_all(
     mode: str, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others' evictions show in a burst tenant's own counts; in a strict one's nothing of others may."""
+    """A burst tenant's own counts may show evictions by others. A strict tenant's counts may show nothing of others."""
     entries = {
         name: {"keys": [KEYS[name]], "mode": mode, "guaranteed_blocks": 256} for name in ("acme", "globex")
     }
@@ -100,7 +103,7 @@ def test_a_strict_tenants_counts_may_not_move_at_all(
 def test_a_build_without_the_tenant_in_the_lookup_leaks(
     live: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tree is looked up as if everybody were one tenant; timing alone says so, and so do the counts."""
+    """All tenants share one tree. Timing alone shows the leak, and so do the counts."""
     for name in ("open", "match"):
         original = getattr(PrefixCache, name)
 

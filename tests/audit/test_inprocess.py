@@ -1,6 +1,6 @@
-"""The audit of a cache in this process: what it says of a sound one, and of one with a bug for each check.
+"""The audit of a cache in this process: its verdict on a sound cache, and on one with a bug for each check.
 
-The bugs are made from outside, over the cache's public calls.
+The bugs are made from outside, in the cache's public calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def audit_of(factory: Any, lives: int = 30) -> InProcess:
 
 
 class Unscrubbed(PrefixCache):
-    """Fresh blocks hold what somebody wrote."""
+    """New blocks still hold the bytes of other tenants."""
 
     def __init__(self, config: CacheConfig, **named: Any) -> None:
         super().__init__(replace(config, scrub="never"), **named)
@@ -44,7 +44,7 @@ class OneForAll(PrefixCache):
 
 
 class Unsalted(PrefixCache):
-    """The salt is."""
+    """The salt is left out of the lookup."""
 
     def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
         return super().open(namespace._replace(salt=""), *args, **named)
@@ -54,7 +54,7 @@ class Unsalted(PrefixCache):
 
 
 class DigestTrusted(PrefixCache):
-    """A prefix is told by a digest that is made piece by piece, as the names of evicted ones are."""
+    """A prefix is identified by a digest that is computed piece by piece, like the keys of evicted segments."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -67,7 +67,7 @@ class DigestTrusted(PrefixCache):
 
 
 class HashTrusted(PrefixCache):
-    """Namespaces are told apart by their hashes."""
+    """Namespaces are told apart only by their hashes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -81,7 +81,7 @@ class HashTrusted(PrefixCache):
 
 
 class LastIdUnseen(PrefixCache):
-    """The last id of a prompt isn't compared."""
+    """The last id of a prompt is not compared."""
 
     def match(self, namespace: Any, ids: Any) -> Any:
         ids = list(ids)
@@ -91,7 +91,7 @@ class LastIdUnseen(PrefixCache):
 
 
 class Counting(PrefixCache):
-    """Matches are numbered for all tenants together."""
+    """Matches are numbered across all tenants."""
 
     total = 0
 
@@ -118,7 +118,7 @@ class _Numbered:
 
 
 class Talkative(PrefixCache):
-    """Every request of anybody's is logged."""
+    """Every request is logged, whichever tenant made it."""
 
     def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
         logging.getLogger("radixkv.index.cache").warning("open of %s", namespace.tenant)
@@ -126,7 +126,7 @@ class Talkative(PrefixCache):
 
 
 class Silent(PrefixCache):
-    """Nothing is ever found: no control can see anything."""
+    """No match is ever found, so no control can detect anything."""
 
     def match(self, namespace: Any, ids: Any) -> Any:
         return super().match(namespace, [])
@@ -161,10 +161,10 @@ class Silent(PrefixCache):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_each_check_tells_a_sound_cache_from_one_with_its_bug(
+def test_each_check_separates_a_sound_cache_from_one_with_its_bug(
     factory: Any, check: Check, verdict: Verdict
 ) -> None:
-    lives = 600 if verdict is Verdict.LEAKS else 30  # it ends with the first that finds it
+    lives = 600 if verdict is Verdict.LEAKS else 30  # the run ends with the first life that finds it
     found, detail, figures = inprocess.found_by(lambda: check(audit_of(factory, lives)))
     assert found is verdict, (detail, figures)
     assert detail and figures
@@ -177,7 +177,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_reports_every_check_and_its_progress() -> None:
+def test_a_full_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
     report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
     assert [check.number for check in report.checks] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
@@ -187,7 +187,7 @@ def test_a_whole_run_reports_every_check_and_its_progress() -> None:
     assert failed <= {"errors, counts and logs"}
 
 
-def test_a_cache_that_breaks_leaves_its_checks_undone() -> None:
+def test_a_check_of_a_failing_cache_is_inconclusive() -> None:
     class Broken(PrefixCache):
         def match(self, namespace: Any, ids: Any) -> Any:
             raise KeyError("lost")
@@ -196,7 +196,7 @@ def test_a_cache_that_breaks_leaves_its_checks_undone() -> None:
     assert verdict is Verdict.INCONCLUSIVE and "KeyError: 'lost'" in detail
 
 
-def test_what_needs_strict_tenants_says_so_without_them() -> None:
+def test_checks_that_need_strict_tenants_say_so() -> None:
     audit = audit_of(lambda config, **named: Untenanted(PrefixCache(config, **named)))
     for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
         verdict, detail, _ = check()
@@ -204,7 +204,7 @@ def test_what_needs_strict_tenants_says_so_without_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_without_strict_tenants_names_what_it_left_out() -> None:
+def test_a_run_without_strict_tenants_names_the_omitted_checks() -> None:
     report = inprocess.run(
         lambda config, **named: Untenanted(PrefixCache(config, **named)), examples=1, steps=2
     )
@@ -213,7 +213,7 @@ def test_a_whole_run_without_strict_tenants_names_what_it_left_out() -> None:
 
 
 class Untenanted:
-    """A cache as it looks to who asks for tenants and finds none."""
+    """A cache without ``add_tenant``."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
@@ -225,22 +225,22 @@ class Untenanted:
 
 
 class OnlyInName(PrefixCache):
-    """It takes strict tenants, and lets them borrow all the same."""
+    """It accepts strict tenants but lets them borrow."""
 
     def add_tenant(self, tenant: Any) -> None:
-        """Not here."""
+        """Do nothing."""
 
 
 class Borrowing(PrefixCache):
-    """Strict tenants have a limit, and their guarantee is forgotten."""
+    """Strict tenants have a limit, but their guarantee is forgotten."""
 
     def add_tenant(self, tenant: Tenant) -> None:
         super().add_tenant(Tenant(tenant.id, max_blocks=2 * tenant.guaranteed_blocks))
 
 
 @pytest.mark.parametrize("factory", [OnlyInName, Borrowing])
-def test_tenants_that_are_strict_only_in_name_are_found(factory: Any) -> None:
-    audit = audit_of(factory, lives=300)  # it ends with the first that finds it
+def test_tenants_that_are_strict_only_in_name_are_detected(factory: Any) -> None:
+    audit = audit_of(factory, lives=300)  # the run ends with the first life that finds it
     for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
         verdict, detail, figures = inprocess.found_by(check)
         assert verdict is Verdict.LEAKS, (detail, figures)

@@ -1,4 +1,4 @@
-"""The audit itself: a sound cache passes, and each broken law is named. Snapshots are broken here, never a cache."""
+"""The audit's laws: a sound cache passes, and each broken law is named. The tests break snapshots, never a cache."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.index.support import NS, compute, make_cache
 
 
 class Frozen:
-    """A cache that is only its snapshot."""
+    """A cache that has only a snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def snapshot(self) -> Snapshot:
-        """The one it was made with."""
+        """The snapshot that it was made with."""
         return self._snapshot
 
 
 def _busy() -> tuple[PrefixCache, list[Any]]:
-    """A cache with everything: split nodes, forks, shared and adopted runs, leases, pins, lent blocks, a base."""
+    """A cache with split nodes, forks, shared and adopted runs, leases, pins, lent blocks and a base."""
     cache = make_cache(64, 2, default_tenant=Tenant("default", max_pinned_blocks=8))
     compute(cache, range(12))
     compute(cache, [0, 1, 2, 3, 50, 51])
@@ -51,7 +51,7 @@ def _busy() -> tuple[PrefixCache, list[Any]]:
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    """Of the busy cache, with no law broken."""
+    """The snapshot of the busy cache, with no law broken."""
     cache, kept = _busy()
     report = audit.check(cache)
     assert report.ok and kept
@@ -64,7 +64,7 @@ def snapshot() -> Snapshot:
 
 
 def _node(snapshot: Snapshot, pick: Callable[[Any], bool], **changes: Any) -> Snapshot:
-    """The snapshot with the first node that fits changed."""
+    """The snapshot, with changes to the first node that ``pick`` accepts."""
     trees = list(snapshot.trees)
     for at, tree in enumerate(trees):
         for index, node in enumerate(tree.nodes):
@@ -274,7 +274,7 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_law_is_named(name: str, snapshot: Snapshot) -> None:
-    """``check`` raises IntegrityError with the report, ``inspect`` reports; no token id is in it."""
+    """``check`` raises IntegrityError with the report, and ``inspect`` returns it. It contains no token id."""
     law, damage = BROKEN[name]
     broken = Frozen(damage(snapshot))
     report = audit.inspect(broken)
@@ -286,14 +286,14 @@ def test_a_broken_law_is_named(name: str, snapshot: Snapshot) -> None:
     assert json.loads(json.dumps(report.as_dict()))["violations"][0]["law"]
 
 
-def test_all_laws_are_tried() -> None:
+def test_every_law_is_tested() -> None:
     """Each law that the module names is broken above."""
     named = [line.split()[0] for line in (invariants.__doc__ or "").splitlines() if line.startswith("    ")]
     assert {law for law, _ in BROKEN.values()} == set(named)
 
 
 def test_a_report_of_a_sound_cache() -> None:
-    """What it looked at, how long it took, as text and as JSON."""
+    """The report says what was checked and how long it took, as text and as JSON."""
     cache, kept = _busy()
     report = audit.check(cache)
     assert report.violations == () and report.seconds > 0 and kept
@@ -303,12 +303,12 @@ def test_a_report_of_a_sound_cache() -> None:
 
 
 def test_an_empty_cache() -> None:
-    """Nothing is all right too."""
+    """An empty cache passes too."""
     assert audit.check(make_cache(1, 1)).counts["nodes"] == 0
 
 
 def test_differences_name_what_changed() -> None:
-    """Of two snapshots; the order of free blocks doesn't count."""
+    """The differences of two snapshots. The order of free blocks does not count."""
     cache, _ = _busy()
     before = cache.snapshot()
     assert invariants.differences(before, cache.snapshot()) == []
@@ -318,7 +318,7 @@ def test_differences_name_what_changed() -> None:
 
 
 def test_the_audit_is_cheap_to_import() -> None:
-    """Neither Hypothesis nor torch, redis or starlette come with it."""
+    """The import loads neither Hypothesis nor torch, redis or starlette."""
     code = (
         "import sys, radixkv, radixkv.audit\n"
         "found = {'hypothesis', 'torch', 'triton', 'redis', 'starlette', 'transformers'} & set(sys.modules)\n"

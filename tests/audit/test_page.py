@@ -1,4 +1,4 @@
-"""The report's page as text: everything is in it, nothing points outside it."""
+"""The report's page as text: it is complete and refers to nothing outside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.audit.reports import leaking, sound, without_timing
 
 
 class Tags(HTMLParser):
-    """Tags are closed in order; keeps tags and attributes."""
+    """Checks that tags are closed in order, and keeps tags and attributes."""
 
     VOID = frozenset({"meta", "br", "hr", "img", "input", "link"})
 
@@ -36,7 +36,7 @@ def parsed(text: str) -> Tags:
     return tags
 
 
-def test_it_is_whole_and_self_contained() -> None:
+def test_the_page_is_complete_and_self_contained() -> None:
     for report in (sound(), leaking(), without_timing()):
         text = page(report)
         tags = parsed(text)
@@ -52,7 +52,7 @@ def test_it_is_whole_and_self_contained() -> None:
             assert check.name in text
 
 
-def test_it_draws_every_arm_and_says_every_figure() -> None:
+def test_the_page_draws_every_arm_and_shows_every_figure() -> None:
     report = sound()
     text = page(report)
     arms = [attributes.get("data-arm") for tag, attributes in parsed(text).seen if tag == "polyline"]
@@ -63,7 +63,7 @@ def test_it_draws_every_arm_and_says_every_figure() -> None:
         assert said in text, said
 
 
-def test_nothing_is_dropped_from_the_drawings() -> None:
+def test_drawings_include_outliers() -> None:
     """Outliers are in the last bar: the shares of a histogram sum to one."""
     text = page(sound())
     (points,) = re.findall(r'data-arm="cross"\s+points="([^"]+)" fill="var', text)
@@ -72,7 +72,7 @@ def test_nothing_is_dropped_from_the_drawings() -> None:
     assert abs(sum(ys[1:-1:2]) / 300 * top - 1) < 0.05
 
 
-def test_what_others_wrote_is_text() -> None:
+def test_foreign_text_is_escaped() -> None:
     nasty = '<script>alert(1)</script> & "quotes" \''
     report = AuditReport(
         nasty, nasty, {nasty: nasty}, (Check(1, nasty, Verdict.LEAKS, nasty, {nasty: nasty}),)
@@ -88,12 +88,12 @@ def test_each_verdict_is_explained() -> None:
         assert text.count(f">{verdict}</span>") == 2
 
 
-def test_what_was_not_checked_is_named_beside_the_verdict() -> None:
+def test_omitted_checks_are_listed_beside_the_verdict() -> None:
     done = Check(3, "probe", Verdict.ISOLATED, "none of 20")
     left_out = not_checked(9, "timing <control>", "left out (--no-timing)")
     text = page(AuditReport("x", "0", {}, (done, left_out)))
     header = text[text.index("<header>") : text.index("</header>")]
-    assert "isolated in what was checked" in header and "Every check" not in text
+    assert "isolated in what was checked" in header and "All checks below" not in text
     assert "<li>9 timing &lt;control&gt;: left out (--no-timing)</li>" in header
     parsed(text)
     assert "Not checked" not in page(AuditReport("x", "0", {}, (done,)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,12 @@ import pytest
 
 from radixkv.audit.page import page
 from tests.audit.reports import leaking, sound, without_timing
+from tests.browser import PATIENCE_MS, launched
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
-PATIENCE_MS = 120_000
 
 SIZES = {"phone": (360, 780), "desktop": (1280, 900)}
 REPORTS = {"sound": sound, "leaking": leaking, "without timing": without_timing}
@@ -25,22 +23,14 @@ REPORTS = {"sound": sound, "leaking": leaking, "without timing": without_timing}
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    assert found, "no Chromium: apt install chromium, or set CHROMIUM"
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=found, args=["--no-sandbox"], timeout=PATIENCE_MS
-        )
+    with launched() as chromium:
         yield chromium
-        chromium.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", REPORTS)
-def test_the_page_as_it_is_seen(browser: Browser, tmp_path: Path, name: str, size: str, scheme: Any) -> None:
+def test_the_page_in_a_browser(browser: Browser, tmp_path: Path, name: str, size: str, scheme: Any) -> None:
     report = REPORTS[name]()
     path = tmp_path / "report.html"
     path.write_text(page(report), "utf-8")
@@ -55,7 +45,7 @@ def test_the_page_as_it_is_seen(browser: Browser, tmp_path: Path, name: str, siz
     view.on("request", lambda request: asked.append(request.url))
     view.goto(path.as_uri())
     assert asked == [path.as_uri()] and not said
-    assert view.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    assert view.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
     assert view.locator("header .verdict").inner_text() == str(report.verdict)
     assert view.locator("header .verdict").is_visible()
     assert view.locator(".check").count() == len(report.checks)
@@ -75,7 +65,7 @@ def test_the_page_as_it_is_seen(browser: Browser, tmp_path: Path, name: str, siz
     words = view.evaluate(
         "[...document.querySelectorAll('th, td')].map(e => e.getBoundingClientRect().height)"
     )
-    assert max(words, default=0) < 80, "words of the table are broken into letters"
+    assert max(words, default=0) < 80, "a word in the table is broken"
     first = view.locator("details").first
     first.locator("summary").click()
     assert first.locator("pre").is_visible()

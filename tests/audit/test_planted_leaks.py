@@ -1,4 +1,4 @@
-"""Each planted leak is found by its check; a sound server of the same kind is clean; a blind probe says so."""
+"""Each planted leak is found by its check, a sound server of the same kind is clean, and a blind probe is reported."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_each_planted_leak_is_found_by_its_check(leak: str) -> None:
     assert report.verdict is Verdict.LEAKS and report.exit_code == 1
 
 
-def test_a_sound_server_is_isolated_in_what_was_checked_and_only_timing_was_not() -> None:
+def test_a_sound_server_is_isolated_in_every_check_but_timing() -> None:
     report = audited(PlantedServer())
     assert {check.number for check in report.not_checked} == {9, 10, 12}, report.not_checked
     assert set(verdicts(report).values()) == {Verdict.ISOLATED, Verdict.NOT_CHECKED}
@@ -113,17 +113,17 @@ def test_very_long_prompts_and_every_pair_of_surfaces_need_more_probes() -> None
 
 
 def one_word(text: str) -> list[int]:
-    """A tokenizer that knows no word: every text of a length is the same ids."""
+    """A tokenizer that knows no word: texts of equal length have equal ids."""
     return [0] * len(text.split()) * 8
 
 
 def only_digits(text: str) -> list[int]:
-    """A tokenizer that knows digits, and takes all else for one unknown token."""
+    """A tokenizer that knows only digits. Each other character is one unknown token."""
     return [ord(each) if each.isdigit() else 0 for each in text]
 
 
 def only_letters(text: str) -> list[int]:
-    """Lower-case letters alone."""
+    """A tokenizer that knows only lower-case letters."""
     return [ord(each) if each.islower() else 0 for each in text]
 
 
@@ -136,8 +136,8 @@ def test_prompts_differ_for_tokenizers_that_know_little(tokenizer: Callable[[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leak", [None, "no salt"])
-def test_prompts_that_all_become_the_same_ids_leave_the_probe_blind(leak: str | None) -> None:
-    """Whether it leaks or not, it can't be told by text; by ids it can."""
+def test_prompts_with_equal_ids_leave_the_probe_blind(leak: str | None) -> None:
+    """Text cannot show whether it leaks. Ids can."""
     report = audited(PlantedServer(leak, tokenizer=one_word))
     base = next(check for check in report.checks if check.name == CROSSING)
     assert base.verdict is Verdict.BLIND and "mostly cached" in base.detail
@@ -145,21 +145,21 @@ def test_prompts_that_all_become_the_same_ids_leave_the_probe_blind(leak: str | 
 
 
 @pytest.mark.slow
-def test_what_else_leaves_the_probe_blind() -> None:
+def test_missing_caches_and_counts_leave_the_probe_blind() -> None:
     report = audited(PlantedServer(caches=False))
     assert report.check(3).verdict is Verdict.BLIND and report.verdict is Verdict.BLIND
     uncounted = audited(PlantedServer(counts_prompts=False))
     assert uncounted.verdict is Verdict.BLIND and "doesn't grow" in uncounted.check(3).detail
 
 
-def test_short_prompts_are_lengthened_until_they_are_seen() -> None:
+def test_short_prompts_are_lengthened_until_they_are_cached() -> None:
     server = PlantedServer(tokenizer=lambda text: [hash(each) for each in text.split()])
     report = audited(server)
     base = next(check for check in report.checks if check.name == CROSSING)
     assert base.verdict is Verdict.ISOLATED and base.figures["prompt_words"] > PLAN.prompt_words
 
 
-def test_a_server_that_never_tells_what_was_cached_is_not_isolated() -> None:
+def test_a_server_that_never_reports_cached_tokens_is_not_isolated() -> None:
     report = audited(PlantedServer(tells=False))
     assert report.check(3).verdict is Verdict.INCONCLUSIVE and report.verdict is Verdict.INCONCLUSIVE
 
@@ -175,19 +175,19 @@ ABSENT = {
 
 
 @pytest.mark.parametrize("path", ABSENT)
-def test_what_a_server_lacks_is_named(path: str) -> None:
+def test_missing_endpoints_are_named(path: str) -> None:
     report = audited(PlantedServer(absent=(path,)))
     named = {check.name for check in report.not_checked}
     assert named >= set(ABSENT[path]) and report.verdict is Verdict.PARTIAL
     assert all(check.detail for check in report.not_checked)
 
 
-def test_without_the_operators_key_bases_are_named() -> None:
+def test_without_the_operators_key_bases_are_not_checked() -> None:
     report = audited(PlantedServer(), options=remote.Options())
     assert f"{CROSSING}, bases" in {check.name for check in report.not_checked}
 
 
-def test_a_tenant_that_has_something_cached_keeps_it() -> None:
+def test_the_audit_does_not_clear_a_tenant_with_cached_prompts() -> None:
     server = PlantedServer()
     server.known["acme", "", ""] = {1}
     report = audited(server)

@@ -1,4 +1,4 @@
-"""The audit over HTTP: OpenAI-compatible servers that isolate, leak, and can't be seen through."""
+"""The audit over HTTP: OpenAI-compatible servers that isolate, that leak, and that cannot be judged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAN = TimingPlan(samples=40, control=30, prompt_words=4)
 
 
 def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
-    """What the audit says of it, by the clock of that server."""
+    """The audit's report about a server, measured with that server's clock."""
     with openai_server(behaviour) as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             target_module,
@@ -35,7 +35,7 @@ def test_a_server_that_isolates() -> None:
     verdicts = {check.number: check.verdict for check in report.checks}
     assert verdicts[3] is verdicts[7] is verdicts[8] is Verdict.ISOLATED
     assert verdicts[9] is None and verdicts[12] is None
-    assert verdicts[10] in (Verdict.INCONCLUSIVE, Verdict.ISOLATED), "40 samples decide nothing"
+    assert verdicts[10] in (Verdict.INCONCLUSIVE, Verdict.ISOLATED), "40 samples are too few to decide"
     sizes = report.check(10).figures
     assert (sizes["num_hits"], sizes["num_own_misses"]) == (30, 30)
     assert (sizes["num_cross"], sizes["num_misses"]) == (40, 40) and not sizes["stopped_early"]
@@ -57,7 +57,7 @@ def test_a_server_that_shares_its_cache_leaks_by_content_and_by_time() -> None:
 
 
 @pytest.mark.slow
-def test_without_counts_time_alone_tells() -> None:
+def test_without_counts_only_timing_shows_a_leak() -> None:
     report = audited(Behaviour(shares=True, tells_cached=False))
     assert report.check(3).verdict is Verdict.INCONCLUSIVE
     assert report.check(10).verdict is Verdict.LEAKS
@@ -71,14 +71,14 @@ def test_a_server_without_a_cache_leaves_the_instrument_blind() -> None:
 
 
 @pytest.mark.slow
-def test_open_metrics_of_everybody_are_a_leak_and_named() -> None:
+def test_open_metrics_of_all_tenants_are_a_leak() -> None:
     report = audited(Behaviour(global_metrics=True), timing=False)
     assert report.check(7).verdict is Verdict.LEAKS
     assert any("tokens #" in line for line in report.check(7).figures["changed"]), report.check(7)
 
 
 @pytest.mark.slow
-def test_ids_that_count_everybodys_requests_are_a_leak() -> None:
+def test_ids_that_count_all_requests_are_a_leak() -> None:
     assert audited(Behaviour(counts_in_ids=True), timing=False).check(8).verdict is Verdict.LEAKS
 
 
@@ -89,7 +89,7 @@ def test_chat_only_servers_and_busy_ones() -> None:
     assert report.check(10).figures["num_busy_retries"] > 0
 
 
-def test_it_talks_to_the_server_that_was_named_and_to_none_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_ignores_proxy_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     behaviour = Behaviour()
@@ -98,7 +98,7 @@ def test_it_talks_to_the_server_that_was_named_and_to_none_else(monkeypatch: pyt
         assert target.first_token_s("a b c") > 0
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError):
         Target("localhost", "key")
     with pytest.raises(ArgumentError):

@@ -1,4 +1,4 @@
-"""The statistics: what they say of samples whose truth is known."""
+"""The statistics, checked on samples with a known truth."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def normal(seed: int, size: int, shift: float = 0.0) -> list[float]:
     return list(np.random.default_rng(seed).normal(10 + shift, 1, size))
 
 
-def test_the_control_sees_faster_hits_and_nothing_else() -> None:
+def test_the_control_detects_only_faster_hits() -> None:
     misses = normal(0, 250)
     assert statistics.control_p(normal(1, 250, -2), misses) < 1e-8
     assert statistics.control_p(normal(1, 250), misses) > 1e-3
-    assert statistics.control_p(normal(1, 250, +2), misses) > 0.99, "slower hits are not what it looks for"
+    assert statistics.control_p(normal(1, 250, +2), misses) > 0.99, "slower hits do not count"
 
 
-def test_the_auc_is_mann_whitneys_with_ties() -> None:
+def test_the_auc_equals_mann_whitney_with_ties() -> None:
     probes, misses = [1.0, 2.0, 2.0, 5.0], [2.0, 3.0, 4.0]
     expected = sum((p < m) + (p == m) / 2 for p in probes for m in misses) / 12
     found = statistics.auc(probes, misses)
@@ -32,8 +32,11 @@ def test_the_auc_is_mann_whitneys_with_ties() -> None:
     assert 0 <= found.low <= found.estimate <= found.high <= 1
 
 
-def test_the_interval_is_as_wide_as_the_contract_counts_on() -> None:
-    """1 / √(6 n) times 1.645 to each side under no difference; it holds the truth in nine of ten runs."""
+def test_the_interval_has_the_documented_width() -> None:
+    """Without a difference, each side of the interval is 1.645 / √(6 n) wide.
+
+    It contains the truth in nine of ten runs.
+    """
     found = statistics.auc(normal(0, 7200), normal(1, 7200))
     assert (found.high - found.low) / 2 == pytest.approx(1.645 / np.sqrt(6 * 7200), rel=0.03)
     held = 0
@@ -43,7 +46,7 @@ def test_the_interval_is_as_wide_as_the_contract_counts_on() -> None:
     assert 170 <= held <= 192
 
 
-def test_a_shift_is_where_it_should_be() -> None:
+def test_the_auc_of_a_known_shift() -> None:
     found = statistics.auc(normal(0, 2000, -0.5), normal(1, 2000))
     assert found.low < stats.norm.cdf(0.5 / np.sqrt(2)) < found.high
 
@@ -52,7 +55,7 @@ def test_a_shift_is_where_it_should_be() -> None:
     ("low", "high", "verdict"),
     [
         (0.481, 0.519, Verdict.ISOLATED),
-        (0.505, 0.515, Verdict.ISOLATED),  # different, and equivalent
+        (0.505, 0.515, Verdict.ISOLATED),  # different, but equivalent
         (0.479, 0.519, Verdict.INCONCLUSIVE),
         (0.3, 0.7, Verdict.INCONCLUSIVE),
         (0.519, 0.9, Verdict.INCONCLUSIVE),
@@ -60,7 +63,7 @@ def test_a_shift_is_where_it_should_be() -> None:
         (0.1, 0.479, Verdict.LEAKS),
     ],
 )
-def test_equivalence_is_shown_and_not_assumed(low: float, high: float, verdict: Verdict) -> None:
+def test_equivalence_needs_evidence(low: float, high: float, verdict: Verdict) -> None:
     assert statistics.judged(Interval((low + high) / 2, low, high)) is verdict
 
 
@@ -79,7 +82,7 @@ def test_enough_samples_show_equivalence_and_half_of_them_often_do_not() -> None
 
 
 @pytest.mark.slow
-def test_bits_of_nothing_and_of_everything() -> None:
+def test_leaked_bits_of_equal_and_of_separate_samples() -> None:
     nothing = statistics.leaked_bits(normal(0, 3000), normal(1, 3000), seed=0)
     assert nothing.low == 0 and nothing.estimate < 0.005 and nothing.high < 0.02
     everything = statistics.leaked_bits(normal(0, 500, -20), normal(1, 500), seed=0)
@@ -89,7 +92,7 @@ def test_bits_of_nothing_and_of_everything() -> None:
     assert some == statistics.leaked_bits(normal(0, 3000, -1), normal(1, 3000), seed=0)
 
 
-def test_the_whole_is_the_worst() -> None:
+def test_the_verdict_of_a_report_is_the_worst_one() -> None:
     assert worst([]) is Verdict.INCONCLUSIVE and worst([None]) is Verdict.INCONCLUSIVE
     assert worst([Verdict.ISOLATED, None]) is Verdict.ISOLATED
     assert worst([Verdict.ISOLATED, Verdict.INCONCLUSIVE]) is Verdict.INCONCLUSIVE

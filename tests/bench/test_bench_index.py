@@ -1,4 +1,4 @@
-"""The index benchmark: its workloads are deterministic, its checks hold and catch lies, its output is JSON."""
+"""The index benchmark: deterministic workloads, checks that hold and catch false results, output as JSON."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_run_is_checked_and_is_json(name: str) -> None:
     assert name in index.table(result)
 
 
-def test_what_is_said_of_a_run() -> None:
-    """Percentiles of each operation, rates, hit rate, memory; machine, versions and seed."""
+def test_a_result_has_percentiles_rates_memory_and_versions() -> None:
+    """Percentiles of each operation, rates, hit rate and memory; machine, versions and seed."""
     result = index.run("thin", limit=250, num_blocks=5_000, seed=7)
     ours = result["radixkv"]
     assert (
@@ -66,25 +66,25 @@ def test_eviction_keeps_the_hits_below_the_bound() -> None:
 
 
 def test_the_empty_pool_counts_as_memory() -> None:
-    """A pool of 4 million blocks is at least 16 MB of free list, however few are in use."""
+    """A pool of 4 million blocks has a free list of at least 16 MB, however few blocks are in use."""
     code = (
         "from radixkv.bench import index\n"
         "ours = index.run('unique', limit=3, num_blocks=4_000_000)['radixkv']\n"
         "print(ours['bytes_per_block'] * ours['resident_blocks'])"
-    )  # a process of its own has no memory left over that the pool could lie in
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(said.stdout) > 16e6
+    )  # a fresh process: no freed memory is left that the pool could reuse
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(result.stdout) > 16e6
 
 
 class Leaky(PrefixCache):
-    """Gives everybody what anybody computed."""
+    """Shares everything between all tenants."""
 
     def open(self, namespace: Namespace, ids: Any, **options: Any) -> Sequence:
         return super().open(Namespace("all", "m"), ids, **options)
 
 
 class Forgetful(PrefixCache):
-    """Looks elsewhere in every seventh request."""
+    """Uses another namespace for every seventh request."""
 
     opened = 0
 
@@ -95,16 +95,16 @@ class Forgetful(PrefixCache):
         return super().open(namespace, ids, **options)
 
 
-@pytest.mark.parametrize("lying", [Leaky, Forgetful])
-def test_a_planted_lie_is_caught(lying: type[PrefixCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many hits, and too few while everything fits, contradict the dict model."""
+@pytest.mark.parametrize("wrong", [Leaky, Forgetful])
+def test_a_wrong_cache_is_detected(wrong: type[PrefixCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many hits contradict the dict model. So do too few while everything fits."""
     assert index.run("chat", limit=100, num_blocks=60_000)["radixkv"]["requests"] == 100
-    monkeypatch.setattr(index, "PrefixCache", lying)
+    monkeypatch.setattr(index, "PrefixCache", wrong)
     with pytest.raises(IntegrityError, match="hit tokens, a dict that forgets nothing has"):
         index.run("chat", limit=100, num_blocks=60_000)
 
 
-def test_the_audit_looks_at_the_cache_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_that_ran_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     audited: list[int] = []
     monkeypatch.setattr(index.audit, "check", lambda cache: audited.append(cache.stats().requests))
     index.run("thin", limit=9, num_blocks=100)
@@ -123,7 +123,7 @@ def test_workloads_depend_on_the_seed_alone(name: str) -> None:
 
 
 def test_the_generated_trace_has_the_shape_of_the_real_one() -> None:
-    """Prompts of 13,500 tokens on average, a third of which continue an earlier one."""
+    """Prompts have 13,500 tokens on average. A third of them continue an earlier prompt."""
     requests = list(workloads.trace_like(0, 600))
     mean = sum(len(request.prompt) for request in requests) / len(requests)
     starts: set[bytes] = set()
@@ -164,7 +164,7 @@ def test_a_bad_trace_line_is_named(line: str, tmp_path: Path) -> None:
         list(workloads.trace_file(0, path, 10))
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace, chat, thin or unique"):
         index.run("nonsense")
     with pytest.raises(ConfigError, match="--trace"):

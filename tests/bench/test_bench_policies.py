@@ -1,4 +1,4 @@
-"""The benchmark of policies: every one beside LRU, over the same requests; its output is JSON."""
+"""The benchmark of policies: each policy beside LRU, over the same requests. Its output is JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixkv.config import policy_names
 from radixkv.errors import ConfigError
 
 
-def test_lru_is_what_the_others_are_measured_by() -> None:
+def test_policies_are_compared_with_lru() -> None:
     seen: list[int] = []
     result = policies.run(
         "trace", policies=["lrfu"], rounds=2, limit=65, num_blocks=100_000, progress=seen.append
@@ -29,7 +29,7 @@ def test_lru_is_what_the_others_are_measured_by() -> None:
     assert "lrfu" in text and "× lru" in text and result["machine"] in text
 
 
-def test_all_are_run_when_asked() -> None:
+def test_policy_all_runs_every_policy() -> None:
     result = policies.run("thin", policies=["all"], rounds=1, limit=40, num_blocks=64)
     assert [row["policy"] for row in result["results"]] == list(policy_names())
 

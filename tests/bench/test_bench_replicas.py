@@ -1,4 +1,4 @@
-"""The benchmark of replicas: its figures are JSON, its fleet is deterministic, and routing gains what it should."""
+"""The benchmark of replicas: figures as JSON, a deterministic fleet, and the gain from routing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small(**options: object) -> replicas.Options:
     return replicas.Options(**{**defaults, **options})  # type: ignore[arg-type]
 
 
-def test_every_figure_is_there_and_is_json(redis_server: RedisServer) -> None:
+def test_every_figure_is_present_and_is_json(redis_server: RedisServer) -> None:
     done: list[str] = []
     result = replicas.run(small(redis=redis_server.url, progress=done.append))
     assert json.loads(json.dumps(result))["figures"] == result["figures"]
@@ -97,6 +97,7 @@ def test_a_trace_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="requests that hit something"):
         replicas.run(options, ["cluster"])
     with pytest.raises(
-        ConfigError, match="--num-blocks=1 is not allowed; allowed: room for every prompt; one takes 2"
+        ConfigError,
+        match="--num-blocks=1 is not allowed; allowed: enough blocks for every prompt; one needs 2",
     ):
         replicas.run(replace(options, num_blocks=1), ["cluster"])

@@ -1,4 +1,4 @@
-"""The concurrency benchmark, small: what it measures, that evictions really overlap, what it refuses."""
+"""The concurrency benchmark at a small size: its figures, evictions that really overlap with calls, its refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv.errors import ArgumentError
 
 
 def test_matches_beside_evictions() -> None:
-    """Latency beside each kind of thread with both switch intervals, holds of each kind of call, JSON."""
+    """Latency beside each kind of thread with both switch intervals; how long each kind of call holds the lock."""
     interval, seen = sys.getswitchinterval(), list[int]()
     result = concurrency.run(num_blocks=6_000, evict_blocks=2_000, matches=3_000, progress=seen.append)
     assert json.loads(json.dumps(result)) == result
@@ -30,7 +30,7 @@ def test_matches_beside_evictions() -> None:
     assert "longest hold of evict(2000)" in text and result["machine"] in text and "audit clean" in text
 
 
-def test_holds_are_noted_and_evictions_are_sliced() -> None:
+def test_lock_holds_are_recorded_and_evictions_are_sliced() -> None:
     holds = {
         row["calls_of"]: row
         for row in concurrency.run(num_blocks=6_000, evict_blocks=3_000, matches=1)["holds"]
@@ -41,7 +41,7 @@ def test_holds_are_noted_and_evictions_are_sliced() -> None:
     assert all(row["max_us"] <= row["call_max_us"] for row in holds.values())
 
 
-def test_which_calls_were_under_way() -> None:
+def test_calls_during_a_span_are_found() -> None:
     def spans(*pairs: tuple[int, int]) -> concurrency._Spans:
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return concurrency._Spans(table[:, 0], table[:, 1])
@@ -53,7 +53,7 @@ def test_which_calls_were_under_way() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("matches", 0), ("evict_blocks", 3), ("evict_blocks", 5_900)])
-def test_what_cannot_be_is_refused(name: str, value: int) -> None:
+def test_impossible_options_are_refused(name: str, value: int) -> None:
     with pytest.raises(ArgumentError, match=name):
         concurrency.run(**{"num_blocks": 6_000, "evict_blocks": 100, name: value})
 

@@ -1,4 +1,4 @@
-"""The single figures of the index benchmark, small: all are there, all are JSON, all are checked."""
+"""The single figures of the index benchmark at a small size: all are present, valid JSON and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = figures.Sizes(
 )
 
 
-def test_each_figure_is_there_and_is_json() -> None:
+def test_each_figure_is_present_and_is_json() -> None:
     result = index.run("thin", limit=250, num_blocks=5_000, figures=SMALL)
     assert json.loads(json.dumps(result)) == result
     found = {each["name"]: each for each in result["figures"]}
@@ -34,7 +34,7 @@ def test_each_figure_is_there_and_is_json() -> None:
             assert each["ratio"] == pytest.approx(each["value"] / each["floor_value"])
 
 
-def test_growth_of_cache_and_prompt() -> None:
+def test_scaling_with_cache_and_prompt_size() -> None:
     scaling = figures.run(SMALL)["scaling"]
     by_cache = [each for each in scaling if each["size"] == "resident blocks"]
     assert [each["operation"] for each in by_cache] == ["match", "a request that evicts", "evict(1)"]
@@ -51,7 +51,7 @@ def test_the_matched_prompt_has_five_nodes() -> None:
     keys = figures.five_node_keys(0)
     for key in keys:
         figures.publish(cache, key)
-    assert cache.stats().num_nodes == 9  # 5 on the path, and the rests of 4 others
+    assert cache.stats().num_nodes == 9  # 5 on the path, and the remainders of 4 others
     assert cache.match(figures.NAMESPACE, keys[0]).num_tokens == 4_096
 
 
@@ -70,7 +70,7 @@ def test_a_shape_is_measured_and_audited(shape: shapes.Shape, monkeypatch: pytes
         shapes.measure(shape)
 
 
-def test_text() -> None:
+def test_the_table_has_the_figures() -> None:
     text = index.table(index.run("thin", limit=30, num_blocks=200, figures=SMALL))
     for word in (
         "match of a resident prompt",

@@ -1,4 +1,4 @@
-"""The commands that talk to a service, audit or measure, and how they complain."""
+"""The commands that talk to a service, audit or measure, and their error messages."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from click.testing import Result as Told
+from click.testing import Result as ClickResult
 
 import radixkv
 from radixkv.audit.verdict import EXIT_CODES, Verdict, worst
 from radixkv.cli.main import commands
 from radixkv.service.api_client import ServiceError
+from tests import forked
 from tests.audit.openai_server import Behaviour, openai_server
 from tests.service.running import Running, service_in_thread
 
-# Most commands are processes of their own, and load torch.
+# Most commands run in a process of their own that imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Result = subprocess.CompletedProcess[str]
 
@@ -33,14 +35,22 @@ def live() -> Iterator[Running]:
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    """``radixkv`` in a process of its own, as a user runs it."""
+    """Run ``radixkv`` in a process of its own, forked from one that has done the imports."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
+    with TemporaryDirectory() as folder:
+        return forked.run(["radixkv", *arguments], {**clean, **environment}, Path(folder), timeout=500)
+
+
+def run_anew(*arguments: str, **environment: str) -> Result:
+    """Run ``radixkv`` in a fresh process, as a user does."""
     command = [sys.executable, "-m", "radixkv", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**clean, **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
+    )
 
 
 def complaint(result: Result, code: int = 2) -> str:
-    """The one line that a command ended with."""
+    """Return the one line of error that a command ended with."""
     assert result.returncode == code, (result.stdout, result.stderr)
     (line,) = result.stderr.splitlines()
     assert line.startswith("radixkv: ") and not result.stdout
@@ -63,9 +73,12 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 
 def test_version() -> None:
-    assert run("--version", RADIXKV_PURE="1").stdout == f"radixkv {radixkv.__version__} (pure Python index)\n"
+    assert (
+        run_anew("--version", RADIXKV_PURE="1").stdout
+        == f"radixkv {radixkv.__version__} (pure Python index)\n"
+    )
     if radixkv.COMPILED:
-        assert run("--version").stdout == f"radixkv {radixkv.__version__} (compiled index)\n"
+        assert run_anew("--version").stdout == f"radixkv {radixkv.__version__} (compiled index)\n"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,7 @@ def test_version() -> None:
         (["bench", "index", "--policy", "mru"], ["policy", "'mru'"]),
     ],
 )
-def test_a_complaint_is_one_line_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
+def test_a_usage_error_is_one_line_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
     line = complaint(run(*arguments))
     assert all(word in line for word in words), line
 
@@ -110,7 +123,7 @@ def test_a_setting_from_the_environment_is_called_by_its_name() -> None:
     assert "--num-blocks" in complaint(run("serve", "--num-blocks", "1", RADIXKV_NUM_BLOCKS="few"))
 
 
-def test_a_keys_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_keys_file_is_named(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text('{"tenants": {"acme": "secret", "globex": "secret"}}')
     keys.chmod(0o600)
@@ -122,16 +135,16 @@ def test_a_model_directory_without_a_model_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in complaint(run("serve", "--model", str(tmp_path)))
 
 
-def test_an_audit_that_cannot_be_made_has_a_code_that_no_verdict_has() -> None:
+def test_a_failed_audit_has_an_exit_code_of_its_own() -> None:
     assert 5 not in EXIT_CODES.values()
     arguments = ("audit", "run", "--url", "http://127.0.0.1:9", "--key", "a", "--key", "b")
     assert "http://127.0.0.1:9" in complaint(run(*arguments), 5)
 
 
 @pytest.mark.parametrize("factory", ["os:getcwd", "builtins:str", "radixkv:CacheConfig"])
-def test_a_factory_that_makes_no_caches_is_named_and_not_audited(factory: str) -> None:
+def test_a_factory_that_makes_no_cache_is_refused_by_name(factory: str) -> None:
     said = complaint(run("audit", "run", "--cache", factory, "--examples", "1"))
-    assert factory in said and "what makes a cache of a CacheConfig" in said
+    assert factory in said and "a factory of caches" in said
 
 
 def test_the_command_line_is_a_module_too() -> None:
@@ -141,7 +154,7 @@ def test_the_command_line_is_a_module_too() -> None:
     assert done.returncode == 0 and done.stdout.startswith("radixkv "), done
 
 
-def test_a_service_that_is_not_there_is_exit_code_1() -> None:
+def test_an_unreachable_service_is_exit_code_1() -> None:
     assert "http://127.0.0.1:9" in complaint(run("stats", "--url", "http://127.0.0.1:9"), 1)
 
 
@@ -178,43 +191,43 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", ["{", "5", '{"prompt": "x", "wait": true}', "[1, 2]"])
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_prompt_is_refused_by_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('"fine"\n' + line)
     assert f"{path}:2" in complaint(run("warm", str(path)))
 
 
-def test_what_the_service_refuses_is_told(live: Running, tmp_path: Path) -> None:
+def test_a_refusal_of_the_service_is_printed(live: Running, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"token_ids": [1, 2, 9999]}')
     line = complaint(run("warm", str(path), "--url", live.url), 1)
     assert "token_ids[2]" in line and "0 to 7999" in line
 
 
-def told(*arguments: str) -> Told:
-    """A command in this process: a tenth of the time."""
+def invoke(*arguments: str) -> ClickResult:
+    """Run a command in this process: a tenth of the time."""
     return CliRunner().invoke(commands, list(arguments))
 
 
 def refused(*arguments: str) -> str:
-    """What a command complains of that a service refuses."""
-    result = told(*arguments)
+    """Return the error message of a command that the service refuses."""
+    result = invoke(*arguments)
     assert isinstance(result.exception, ServiceError | ClickException | SystemExit), result.output
     return f"{result.exception} {result.output}"
 
 
 def test_keys_are_made_listed_rotated_and_revoked(live: Running) -> None:
-    made = told("keys", "create", "initech east", "--url", live.url)
+    made = invoke("keys", "create", "initech east", "--url", live.url)
     key, key_id = made.stdout.strip(), made.stderr.split()[1]
     assert made.exit_code == 0 and key.startswith("rk_") and "initech east" in made.stderr
-    stats = json.loads(told("stats", "--url", live.url, "--key", key, "--json").stdout)
+    stats = json.loads(invoke("stats", "--url", live.url, "--key", key, "--json").stdout)
     assert stats["tenant"] == "initech east"
-    listed = json.loads(told("keys", "list", "--url", live.url, "--json").stdout)
+    listed = json.loads(invoke("keys", "list", "--url", live.url, "--json").stdout)
     assert {each["id"]: each["tenant"] for each in listed}[key_id] == "initech east"
-    assert key_id in told("keys", "list", "--url", live.url).stdout
-    new = json.loads(told("keys", "rotate", key_id, "--url", live.url, "--json").stdout)
+    assert key_id in invoke("keys", "list", "--url", live.url).stdout
+    new = json.loads(invoke("keys", "rotate", key_id, "--url", live.url, "--json").stdout)
     assert "401" in refused("stats", "--url", live.url, "--key", key)
-    assert told("keys", "revoke", new["id"], "--url", live.url).exit_code == 0
+    assert invoke("keys", "revoke", new["id"], "--url", live.url).exit_code == 0
     assert "401" in refused("stats", "--url", live.url, "--key", new["key"])
     assert "404" in refused("keys", "revoke", new["id"], "--url", live.url)
     assert "403" in refused("keys", "list", "--url", live.url, "--key", "demo-acme")
@@ -223,20 +236,20 @@ def test_keys_are_made_listed_rotated_and_revoked(live: Running) -> None:
 def test_purge(live: Running, text_file: Path) -> None:
     fields = {"prompt": text_file.read_text(), "salt": "to be purged"}
     assert live.globex.post("/v1/warm", json=fields).json()["tokens"] > 0
-    done = json.loads(told("purge", "globex", "--url", live.url, "--json").stdout)
+    done = json.loads(invoke("purge", "globex", "--url", live.url, "--json").stdout)
     assert done["complete"] and done["blocks"] > 0 and len(done["confirmed"]) == 1
     assert live.globex.post("/v1/lookup", json=fields).json()["matched_tokens"] == 0
-    head, row = told("purge", "globex", "--url", live.url).stdout.splitlines()
+    head, row = invoke("purge", "globex", "--url", live.url).stdout.splitlines()
     assert head.split() == ["tenant", "generation", "confirmed", "pending", "unconfirmed"]
     assert row.split()[:2] == ["globex", str(done["generation"] + 1)] and row.split()[3:] == ["-", "-"]
     assert "404" in refused("purge", "nobody", "--url", live.url)
 
 
-def test_where_to_warm(live: Running, text_file: Path) -> None:
-    two = told("warm", str(text_file), "--url", live.url, "--replicas", "2")
-    assert two.exit_code == 1 and "1 warms on replicas failed" in two.stderr, "there is one replica"
-    assert told("warm", str(text_file), "--url", live.url, "--replicas", "1").exit_code == 0
-    pinned = told("warm", str(text_file), "--url", live.url, "--replicas", "all", "--pin", "60")
+def test_warm_on_chosen_replicas(live: Running, text_file: Path) -> None:
+    two = invoke("warm", str(text_file), "--url", live.url, "--replicas", "2")
+    assert two.exit_code == 1 and "1 warms on replicas failed" in two.stderr, "there is only one replica"
+    assert invoke("warm", str(text_file), "--url", live.url, "--replicas", "1").exit_code == 0
+    pinned = invoke("warm", str(text_file), "--url", live.url, "--replicas", "all", "--pin", "60")
     assert pinned.exit_code == 0 and "failed" not in pinned.stderr, "the demo's tenants may pin"
     assert "no such live replica" in refused(
         "warm", str(text_file), "--url", live.url, "--replicas", "one,two"
@@ -263,7 +276,7 @@ def test_audit_of_the_library(tmp_path: Path) -> None:
     assert document["verdict"] in page.read_text() and "laws and contents" in page.read_text()
 
 
-def test_audit_of_a_cache_of_ones_own(tmp_path: Path) -> None:
+def test_audit_of_a_custom_cache(tmp_path: Path) -> None:
     module = tmp_path / "leaky_cache.py"
     module.write_text(
         "from radixkv import PrefixCache\n"
@@ -295,9 +308,10 @@ def test_audit_of_a_cache_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_audit_of_a_server(tmp_path: Path) -> None:
-    """What so few samples say of time is chance, and whether they see anything, without which no more are taken.
+    """The verdict is the worst of the checks' verdicts, and the output says so.
 
-    That the verdict is the worst of the checks', and told, is not. tests/audit audits radixkv's own service.
+    So few samples say nothing about time. The positive control may be blind; then no cross-tenant samples are taken.
+    tests/audit audits radixkv's own service.
     """
     page = tmp_path / "report.html"
     few = ["--probes", "2", "--samples", "20", "--control", "40", "--html", str(page)]
@@ -315,7 +329,7 @@ def test_audit_of_a_server(tmp_path: Path) -> None:
     assert document["settings"]["timing"]["samples"] == 20 and "<svg" in page.read_text()
 
 
-def test_an_audit_says_what_it_left_out() -> None:
+def test_an_audit_lists_the_checks_it_left_out() -> None:
     with openai_server(Behaviour()) as url:
         table = run(
             "audit", "run", "--url", url, "--key", "a-key", "--key", "b-key", "--probes", "1", "--no-timing"
@@ -327,7 +341,7 @@ def test_an_audit_says_what_it_left_out() -> None:
         assert line.startswith(f"not checked: {number} ") and line.endswith("left out (--no-timing)")
 
 
-def test_audit_refuses_a_key_that_is_none(live: Running) -> None:
+def test_audit_refuses_an_unknown_key(live: Running) -> None:
     line = complaint(run("audit", "run", "--url", live.url, "--key", "wrong", "--key", "demo-globex"), 5)
     assert "401" in line
 
@@ -342,7 +356,7 @@ def test_bench_ttft_measures_a_service(live: Running) -> None:
     assert live.acme.get("/v1/stats").json()["resident_blocks"] <= before
 
 
-def test_bench_ttft_brings_its_own_service() -> None:
+def test_bench_ttft_starts_a_service_itself() -> None:
     done = run("bench", "ttft", "--tokens", "200", "--pairs", "1", RADIXKV_THREADS="1")
     assert done.returncode == 0 and "median" in done.stdout, done.stderr
 

@@ -1,4 +1,4 @@
-"""``radixkv serve`` as a process: its banner, its curl lines, its end."""
+"""``radixkv serve`` as a process: its banner, its curl lines and its shutdown."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import pytest
 from radixkv.service.server import bind
 from tests.service.running import START_S, Process, client, eventually, served, service_in_thread
 
-# Each process loads torch.
+# Each process imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    with served(tmp_path_factory.mktemp("serve") / "log") as process:
+    with served(tmp_path_factory.mktemp("serve") / "log", forked=False) as process:
         yield process
 
 
-def test_the_banner_is_honest(demo: Process) -> None:
+def test_the_banner_names_random_weights_and_the_demo_keys(demo: Process) -> None:
     banner = demo.output
     assert "random weights" in banner and demo.url.startswith("http://127.0.0.1:")
     assert all(key in banner for key in ("demo-acme", "demo-globex", "demo-operator"))
 
 
-def test_the_readme_shows_what_is_printed(demo: Process) -> None:
+def test_the_readme_shows_the_banner(demo: Process) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     printed = demo.output.replace(demo.url, "http://127.0.0.1:8400").split("\nCtrl-C")[0].splitlines()
     drawn_anew = [line for line in printed if line.startswith("  replica ")]
@@ -70,8 +70,8 @@ def test_it_listens_on_loopback_only(demo: Process) -> None:
 ENDLESS = {"prompt": "Go on", "max_tokens": 8000, "ignore_eos": True}
 
 
-class Asked(threading.Thread):
-    """A completion that is asked for in a thread; ``lines`` of the answer as they come."""
+class RunningCompletion(threading.Thread):
+    """A thread that requests a completion. ``lines`` has the lines of the answer so far."""
 
     def __init__(self, url: str, key: str, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -81,20 +81,20 @@ class Asked(threading.Thread):
 
     def run(self) -> None:
         with (
-            client(self._url, self._key) as someone,
-            someone.stream("POST", "/v1/completions", json=self._body) as answer,
+            client(self._url, self._key) as tenant,
+            tenant.stream("POST", "/v1/completions", json=self._body) as answer,
         ):
             self.status = answer.status_code
             self.lines.extend(line for line in answer.iter_lines() if line)
 
     def error(self) -> str:
-        """The type of the error that the answer ended with."""
+        """Return the type of the error that the answer ended with."""
         self.join(60)
         return str(json.loads(self.lines[-1].removeprefix("data: "))["error"]["type"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_ends_it_with_code_0_whatever_runs(
+def test_a_signal_drains_running_requests_and_ends_with_code_0(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with (
@@ -102,46 +102,46 @@ def test_a_signal_drains_and_ends_it_with_code_0_whatever_runs(
         client(process.url, "demo-globex") as globex,
     ):
         banner = process.output
-        stream = Asked(process.url, "demo-acme", stream=True)
+        stream = RunningCompletion(process.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
-        waiting = [Asked(process.url, "demo-acme", stream=each) for each in (False, True)]
-        whole = Asked(process.url, "demo-globex")
+        waiting = [RunningCompletion(process.url, "demo-acme", stream=each) for each in (False, True)]
+        whole = RunningCompletion(process.url, "demo-globex")
         process.process.send_signal(number)
         ready = eventually(lambda: (answer := globex.get("/readyz")).status_code == 503 and answer)
         assert "stopping" in ready.json()["reasons"]
         refused = globex.post("/v1/lookup", json={"token_ids": [1]})
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "shutting_down")
-        heard = len(stream.lines)
-        eventually(lambda: len(stream.lines) > heard, "what runs goes on")
+        num_lines = len(stream.lines)
+        eventually(lambda: len(stream.lines) > num_lines, "running requests continue")
         assert process.process.wait(60) == 0
         assert stream.error() == "shutting_down" and stream.status == 200
         assert [(each.error(), each.status) for each in (*waiting, whole)] == [("shutting_down", 503)] * 3
-    assert process.output == banner, "no traceback, no error, nothing"
+    assert process.output == banner, "there is neither a traceback nor an error"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600", forked=True) as process:
+    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600") as process:
         banner = process.output
-        stream = Asked(process.url, "demo-acme", stream=True)
+        stream = RunningCompletion(process.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
         process.process.send_signal(signal.SIGTERM)
-        with client(process.url, None) as nobody:
-            eventually(lambda: nobody.get("/readyz").status_code == 503)
+        with client(process.url, None) as anonymous:
+            eventually(lambda: anonymous.get("/readyz").status_code == 503)
         process.process.send_signal(signal.SIGTERM)
         assert process.process.wait(60) == 0
         assert stream.error() == "shutting_down"
     assert process.output == banner
 
 
-def test_what_ends_in_time_ends_as_ever() -> None:
+def test_requests_that_end_within_the_drain_time_end_normally() -> None:
     with service_in_thread(**{"num-blocks": "1024", "drain-s": "600"}) as live:
-        stream = Asked(live.url, "demo-acme", stream=True, max_tokens=20)
+        stream = RunningCompletion(live.url, "demo-acme", stream=True, max_tokens=20)
         eventually(lambda: stream.is_alive() and live.service.worker.num_unfinished)
     stream.join(60)
     assert stream.status == 200 and stream.lines[-1] == "data: [DONE]"
 
 
-def test_an_unread_stream_does_not_hold_the_end_up() -> None:
+def test_an_unread_stream_does_not_delay_the_shutdown() -> None:
     with service_in_thread(**{"num-blocks": "1024", "drain-s": "0"}) as live:
         place = urlsplit(live.url)
         content = json.dumps({**ENDLESS, "stream": True}).encode()
@@ -153,7 +153,7 @@ def test_an_unread_stream_does_not_hold_the_end_up() -> None:
     unread.close()
 
 
-def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
+def test_a_busy_port_is_a_one_line_error(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])

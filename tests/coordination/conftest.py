@@ -1,4 +1,7 @@
-"""A Cluster and a group under Sentinel, started once and found whole and empty by every test that asks for one."""
+"""A Redis Cluster and a Redis Sentinel group.
+
+Each is started once, and reset to whole and empty for every test that uses it.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,9 @@ def _sentinel_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture
 def redis_sentinel(_sentinel_processes: SentinelServers) -> SentinelServers:
-    """A master, a replica and three sentinels, which find a master dead after 30 s unless told otherwise."""
+    """A master, a replica and three sentinels.
+
+    The sentinels declare the master dead after 30 s unless a test sets another time.
+    """
     _sentinel_processes.reset()
     return _sentinel_processes

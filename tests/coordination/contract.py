@@ -1,7 +1,7 @@
-"""What every coordinator keeps, whatever its store: one suite, inherited by each implementation.
+"""The contract of every coordinator with every store: one suite that each implementation inherits.
 
-A ``Fleet`` is the harness of one store: it makes replicas, stops them without a farewell, lets time pass until
-something holds, and does to the store what stores do.
+A ``Fleet`` is the harness for one store. It creates replicas, stops them without a farewell, lets time pass until a
+condition holds, and simulates failures of the store.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ OTHER = Namespace("other", "fp:model")
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    """Token ids that two seeds don't share."""
+    """Random token ids; different seeds share no prefix."""
     return [int(i) for i in np.random.default_rng(seed).integers(0, 32_000, num_tokens)]
 
 
 class Fleet(ABC):
-    """Replicas on one store; ``settings`` of a replica can be overridden one by one.
+    """Replicas on one store. ``settings`` of a replica can be overridden one by one.
 
-    lease_s: theirs, unless overridden. brief_s: one that a test waits for to be over, of replicas that nobody misses
-    if a machine that stands still for a while ends it.
+    ``lease_s`` is the lease of the replicas in seconds, unless overridden. ``brief_s`` is a short lease for tests that
+    wait until it expires. A slow machine may end such a lease early, so only replicas that no test needs alive have it.
     """
 
     lease_s = brief_s = 0.6
@@ -59,13 +59,13 @@ class Fleet(ABC):
         return defaults | overrides
 
     def replica(self, name: str, **overrides: Any) -> Coordinator:
-        """A coordinator that isn't registered yet."""
+        """A coordinator that is not registered yet."""
         coordinator = self.make(self.settings(name, overrides))
         self.members.append(coordinator)
         return coordinator
 
     def join(self, name: str, **overrides: Any) -> Coordinator:
-        """A registered one."""
+        """A registered coordinator."""
         coordinator = self.replica(name, **overrides)
         coordinator.register()
         return coordinator
@@ -79,42 +79,44 @@ class Fleet(ABC):
 
     @abstractmethod
     def eventually(self, holds: Callable[[], object]) -> None:
-        """Let time pass, and the living work, until ``holds()``; fail if it never does."""
+        """Let time pass and the living replicas work until ``holds()`` is true. Fail if it never is."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Let everything that is queued arrive everywhere."""
+        """Let all queued entries reach the store."""
 
     @abstractmethod
     def kill(self, coordinator: Coordinator) -> None:
-        """End its beats without a farewell; its lease runs on for at most a second or so."""
+        """End a replica's beats without a farewell. Its lease lasts for at most about another second."""
 
     @abstractmethod
     def forge(self, victim: str, name: str, address: str) -> None:
-        """What a writer to the store can do: a live registration ``name`` with the victim's fields."""
+        """Do what any writer to the store can do: add a live registration ``name`` with the victim's fields."""
 
     @abstractmethod
     def go_down(self) -> None: ...
 
     @abstractmethod
     def come_back(self) -> None:
-        """With what was in it."""
+        """Make the store reachable again, with its content."""
 
     @abstractmethod
     def lose(self) -> None:
-        """Restart empty."""
+        """Restart the store empty."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
-        """Lose all that the store has of a replica."""
+        """Delete everything that the store has of a replica."""
 
     @abstractmethod
     def remember(self, digest: bytes) -> Callable[[], None]:
-        """What lets the store go back to what it has of a tenant's generation now, as a failover does."""
+        """Return a function that restores the store's present record of a tenant's generation, like a failover that
+        loses writes.
+        """
 
 
 def store(coordinator: Coordinator, namespace: Namespace, ids: list[int], start: int = 0) -> None:
-    """As a cache would report it."""
+    """Report a stored range as a cache would."""
     assert coordinator.journal is not None
     coordinator.journal.stored(namespace, np.asarray(ids, "<u4").tobytes(), start, len(ids))
 
@@ -135,7 +137,7 @@ def names(infos: list[Any]) -> list[str]:
 def agrees(
     coordinator: Coordinator, prompts: list[list[int]], held: dict[tuple[Namespace, int], int]
 ) -> bool:
-    """Whether its hints about ``a`` are what ``held`` says: tokens by namespace and index of the prompt."""
+    """Whether the hints about ``a`` match ``held``: tokens by namespace and index of the prompt."""
     return all(
         hinted(coordinator, namespace, ids).get("a", 0) == held.get((namespace, index), 0)
         for namespace in (ACME, OTHER)
@@ -167,16 +169,16 @@ def random_step(
 
 
 class CoordinatorContract:
-    """Tests of the promises in ``protocol.py``; a subclass gives the fixture ``fleet``."""
+    """Tests of the contract of ``Coordinator``. A subclass provides the fixture ``fleet``."""
 
-    def test_what_is_stored_here_is_seen_there(self, fleet: Fleet) -> None:
+    def test_a_stored_prefix_is_hinted_to_other_replicas(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         ids = prompt(1000)
         store(a, ACME, ids)
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 768})
-        assert hinted(a, ACME, ids) == {}, "a replica is no hint to itself"
+        assert hinted(a, ACME, ids) == {}, "a replica does not hint at itself"
 
-    def test_ranges_mean_segments_by_their_last_token(self, fleet: Fleet) -> None:
+    def test_a_range_covers_the_segments_that_end_in_it(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         ids = prompt(2048)
         store(a, ACME, ids[:300], 0)
@@ -201,7 +203,7 @@ class CoordinatorContract:
         assert hinted(b, ACME._replace(salt="other"), ids) == {}
         assert hinted(b, ACME._replace(adapter="other"), ids) == {}
 
-    def test_a_hole_ends_the_leading_part(self, fleet: Fleet) -> None:
+    def test_hints_stop_at_a_hole(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         ids = prompt(1024)
         store(a, ACME, ids)
@@ -252,8 +254,8 @@ class CoordinatorContract:
         cache.clear(OTHER)
         fleet.eventually(lambda: not hinted(b, OTHER, second))
 
-    def test_a_long_history_adds_up(self, fleet: Fleet) -> None:
-        """Random stores, removes and clears, with the log compacted often: the view equals a model."""
+    def test_a_long_random_history_gives_the_right_view(self, fleet: Fleet) -> None:
+        """Random stores, removes and clears, with frequent compaction of the log. The view must equal a model."""
         a, b = fleet.join("a", snapshot_entries=20), fleet.join("b")
         chance = random.Random(7)
         prompts = [prompt(256 * chance.randint(1, 90), seed=100 + i) for i in range(6)]
@@ -264,7 +266,7 @@ class CoordinatorContract:
                 fleet.settle()
         fleet.eventually(lambda: agrees(b, prompts, held))
 
-    def test_a_late_comer_learns_everything(self, fleet: Fleet) -> None:
+    def test_a_late_replica_learns_everything(self, fleet: Fleet) -> None:
         a = fleet.join("a")
         ids = prompt(1024)
         store(a, ACME, ids)
@@ -272,14 +274,14 @@ class CoordinatorContract:
         late = fleet.join("late")
         fleet.eventually(lambda: hinted(late, ACME, ids) == {"a": 1024})
 
-    def test_what_was_stored_before_the_registration_counts(self, fleet: Fleet) -> None:
+    def test_prefixes_stored_before_the_registration_count(self, fleet: Fleet) -> None:
         a, b = fleet.replica("a"), fleet.join("b")
         ids = prompt(512)
         store(a, ACME, ids)
         a.register()
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
 
-    def test_the_listing_says_who_is_there(self, fleet: Fleet) -> None:
+    def test_the_list_of_replicas_is_complete(self, fleet: Fleet) -> None:
         b, a = fleet.join("b"), fleet.join("a", fingerprint="fp:elsewhere", block_size=16)
         fleet.eventually(lambda: names(b.peers()) == ["a"])
         mine, theirs = b.replicas()
@@ -294,7 +296,7 @@ class CoordinatorContract:
             and not theirs.is_self
         )
 
-    def test_without_an_address_nobody_is_reachable(self, fleet: Fleet) -> None:
+    def test_a_replica_without_an_address_is_not_reachable(self, fleet: Fleet) -> None:
         a, b = fleet.join("a", address=None), fleet.join("b")
         fleet.eventually(lambda: names(b.replicas()) == ["b", "a"])
         assert b.replicas()[1].proven and b.peers() == []
@@ -308,7 +310,7 @@ class CoordinatorContract:
         with pytest.raises(ArgumentError):
             Load(decode_blocks=-1)
 
-    def test_the_dead_leave_every_view(self, fleet: Fleet) -> None:
+    def test_dead_replicas_leave_every_view(self, fleet: Fleet) -> None:
         a, b, c = fleet.join("a"), fleet.join("b"), fleet.join("c")
         ids = prompt(512)
         store(a, ACME, ids)
@@ -316,9 +318,9 @@ class CoordinatorContract:
         fleet.kill(a)
         fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
         assert hinted(b, ACME, ids) == hinted(c, ACME, ids) == {}
-        fleet.eventually(lambda: not a.info().live)  # its own lease runs out too
+        fleet.eventually(lambda: not a.info().live)  # its own lease expires too
 
-    def test_who_leaves_is_gone_at_once(self, fleet: Fleet) -> None:
+    def test_a_replica_that_leaves_is_gone_at_once(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         fleet.eventually(lambda: names(b.peers()) == ["a"])
         a.leave()
@@ -341,7 +343,7 @@ class CoordinatorContract:
         fleet.eventually(lambda: hinted(b, ACME, new) == {"a": 512})
         assert hinted(b, ACME, old) == {}
 
-    def test_the_older_of_two_with_one_id_is_fenced(self, fleet: Fleet) -> None:
+    def test_the_older_of_two_replicas_with_one_id_is_fenced(self, fleet: Fleet) -> None:
         older, b = fleet.join("a"), fleet.join("b")
         younger = fleet.join("a")
         ids = prompt(512)
@@ -358,7 +360,7 @@ class CoordinatorContract:
         younger.beat()
         assert younger.health().is_ok and names(b.peers()) == ["a"]
 
-    def test_the_fenced_one_may_take_the_id_back(self, fleet: Fleet) -> None:
+    def test_a_fenced_replica_may_take_its_id_back(self, fleet: Fleet) -> None:
         first, b = fleet.join("a"), fleet.join("b")
         cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=first.journal)
         first.attach(cache)
@@ -373,8 +375,8 @@ class CoordinatorContract:
         with pytest.raises(StaleEpoch):
             second.beat()
 
-    def test_a_registration_that_comes_late_takes_the_id_from_nobody_for_long(self, fleet: Fleet) -> None:
-        """One whose answer nobody awaits any more, be it that the process has died, or has registered again since."""
+    def test_a_late_registration_takes_an_id_only_for_a_short_time(self, fleet: Fleet) -> None:
+        """Nothing waits for the answer of such a registration: the process has died, or has registered again since."""
         a, b, ids = fleet.join("a"), fleet.join("b"), prompt(512)
         cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
         a.attach(cache)
@@ -392,7 +394,7 @@ class CoordinatorContract:
             ({"block_size": 32}, "block_size"),
         ],
     )
-    def test_who_differs_from_the_fleet_is_refused(
+    def test_a_replica_with_other_settings_is_refused(
         self, fleet: Fleet, overrides: dict[str, Any], setting: str
     ) -> None:
         a = fleet.join("a")
@@ -406,7 +408,7 @@ class CoordinatorContract:
             fleet.replica("a", **overrides).register()
         a.beat()
         a.leave()
-        assert stranger.register().live, "nobody lives who differs"
+        assert stranger.register().live, "no live replica has other settings"
 
     def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.join("a")
@@ -414,7 +416,7 @@ class CoordinatorContract:
         with pytest.raises(ConfigError, match="wire_version"):
             fleet.replica("b").register()
 
-    def test_an_address_without_its_proof_is_nowhere(self, fleet: Fleet) -> None:
+    def test_an_address_without_its_proof_is_ignored(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         fleet.eventually(lambda: names(b.peers()) == ["a"])
         fleet.forge("a", "evil", "http://evil.example")
@@ -427,8 +429,8 @@ class CoordinatorContract:
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
         assert hinted(a, ACME, ids) == {}
 
-    def test_a_registration_whose_address_was_changed_is_nowhere(self, fleet: Fleet) -> None:
-        """Until the next beat of its replica, which states it again."""
+    def test_a_registration_with_a_changed_address_is_ignored(self, fleet: Fleet) -> None:
+        """The replica is unreachable until its next beat, which states the right address again."""
         a, b = by_hand(fleet, "a").replica, by_hand(fleet, "b").replica
         b.reader.refresh()
         address = a.info().address
@@ -440,7 +442,7 @@ class CoordinatorContract:
         b.reader.refresh()
         assert [info.address for info in b.peers()] == [address]
 
-    def test_an_outage_is_seen_survived_and_made_good(self, fleet: Fleet) -> None:
+    def test_replicas_recover_from_an_outage_of_the_store(self, fleet: Fleet) -> None:
         a, b = (fleet.join(name, lease_s=fleet.brief_s) for name in "ab")
         kept, gone, new = prompt(512), prompt(512, seed=1), prompt(512, seed=2)
         store(a, ACME, kept)
@@ -476,7 +478,7 @@ class CoordinatorContract:
         remove(a, ACME, ids, 256)
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
 
-    def test_a_store_that_is_down_at_the_start_is_no_error(self, fleet: Fleet) -> None:
+    def test_a_replica_starts_while_the_store_is_down(self, fleet: Fleet) -> None:
         fleet.go_down()
         a = fleet.join("a")
         assert a.health().state == "unavailable" and a.info().epoch == 0 and not a.info().live
@@ -490,7 +492,7 @@ class CoordinatorContract:
         b = fleet.join("b")
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
 
-    def test_an_overflown_journal_is_rebuilt_from_the_cache(self, fleet: Fleet) -> None:
+    def test_an_overflowed_journal_is_rebuilt_from_the_cache(self, fleet: Fleet) -> None:
         a, b = fleet.replica("a", queue_records=8), fleet.join("b")
         cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=a.journal)
         a.attach(cache)
@@ -508,8 +510,8 @@ class CoordinatorContract:
             )
         )
 
-    def test_what_an_overflow_lost_is_not_believed(self, fleet: Fleet) -> None:
-        """A lost remove must not leave a hint behind, even where there is nothing to rebuild from."""
+    def test_an_overflow_leaves_no_false_hint(self, fleet: Fleet) -> None:
+        """A lost removal must not leave a hint behind, even without a cache to rebuild the journal from."""
         a, b = fleet.replica("a", queue_records=4), fleet.join("b")
         ids = prompt(512)
         store(a, ACME, ids)
@@ -547,16 +549,19 @@ class CoordinatorContract:
         jobs = []
         for _ in range(8):
             jobs.append(a.create_job(ACME, 512, ["a"]))
-            time.sleep(0.002)  # jobs of one millisecond go in any order
+            time.sleep(0.002)  # jobs of one millisecond have no fixed order
         assert [a.job(job.id, "acme") is not None for job in jobs] == [False] * 3 + [True] * 5
         assert a.health().num_jobs == 5
         a.create_job(ACME, 512, ["a"], job_id=jobs[-1].id)
-        assert a.health().num_jobs == 5 and a.job(jobs[3].id, "acme") is not None, "it was there"
+        assert a.health().num_jobs == 5 and a.job(jobs[3].id, "acme") is not None, "the job existed already"
 
     def test_confirmations_of_a_purge_are_bounded(
         self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Replicas whose names don't come back must not fill a tenant's key; those that are listed count on."""
+        """Names of replicas that never return must not fill a tenant's record.
+
+        Confirmations of listed replicas are kept.
+        """
         for store in ("memory", "redis"):
             monkeypatch.setattr(f"radixkv.coordination.store.{store}.MAX_CONFIRMED", 8)
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
@@ -578,8 +583,8 @@ class CoordinatorContract:
             assert not signed.confirm(store_of_a, a.replica.keys, tenant, Writer("gone-0", 1, "nonce"), other)
         assert b.replica.purge_report("acme").confirmed == ("a", "b")
 
-    def test_a_job_of_before_a_purge_does_not_exist(self, fleet: Fleet) -> None:
-        """Nor does its id come back with the same request: what jobs bear is another value on every replica."""
+    def test_a_purge_drops_earlier_jobs(self, fleet: Fleet) -> None:
+        """The same request never makes that id again: the purge changes the tenant's value in job ids everywhere."""
         a, b = fleet.join("a"), fleet.join("b")
         before = a.job_owner("acme")
         job, other = a.create_job(ACME, 1000, ["a"]), a.create_job(OTHER, 1000, ["a"])
@@ -593,16 +598,16 @@ class CoordinatorContract:
         again = a.create_job(ACME, 1000, ["a"])
         assert b.job(again.id, "acme") is not None
 
-    def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
+    def test_another_tenants_job_cannot_be_seen(self, fleet: Fleet) -> None:
         a = fleet.join("a")
         job = a.create_job(ACME, 1000, ["a"])
         assert a.job(job.id, "other") is None and a.job("0" * 32, "acme") is None
         assert a.job("no such id } \r\n", "acme") is None
         assert not a.report_job("0" * 32, "done") and not a.report_job("nonsense", "done")
         only_b = fleet.join("b")
-        assert not only_b.report_job(job.id, "done"), "b has no part in it"
+        assert not only_b.report_job(job.id, "done"), "b has no part in the job"
 
-    def test_bad_arguments_of_jobs(self, fleet: Fleet) -> None:
+    def test_invalid_arguments_of_jobs_are_refused(self, fleet: Fleet) -> None:
         a = fleet.join("a")
         job = a.create_job(ACME, 1, ["a"])
         for act in (
@@ -625,9 +630,9 @@ class CoordinatorContract:
         fleet.eventually(lambda: states() == ["queued", "lost"])
         again = fleet.join("b")
         again.beat()
-        assert states() == ["queued", "lost"], "a restarted replica knows nothing of it"
+        assert states() == ["queued", "lost"], "a restarted replica does not know the job"
 
-    def test_closing(self, fleet: Fleet) -> None:
+    def test_a_closed_replica_leaves(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         fleet.eventually(lambda: names(b.peers()) == ["a"])
         a.close()
@@ -639,7 +644,7 @@ class CoordinatorContract:
         with pytest.raises(CoordinationError):
             a.beat()
 
-    def test_a_job_belongs_to_the_tenant_and_is_made_once(self, fleet: Fleet) -> None:
+    def test_a_job_belongs_to_the_tenant_and_is_created_once(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         fleet.eventually(lambda: names(a.peers()) == ["b"])
         job = a.create_job(ACME, 1000, ["a", "b"], job_id="1f" * 16, num_wanted=1)
@@ -652,18 +657,19 @@ class CoordinatorContract:
         with pytest.raises(ArgumentError, match="job_id"):
             b.create_job(ACME, 1000, ["b"], job_id="my job")
 
-    def test_a_job_changes_hands_when_its_owner_is_gone(self, fleet: Fleet) -> None:
+    def test_another_replica_takes_a_job_when_its_owner_is_gone(self, fleet: Fleet) -> None:
         a, b, c = fleet.join("a"), fleet.join("b", lease_s=30.0), fleet.join("c", lease_s=30.0)
         fleet.eventually(lambda: names(a.peers()) == ["b", "c"] and names(b.peers()) == ["a", "c"])
         job = a.create_job(ACME, 1000, ["a", "b"])
-        assert b.take_job(job.id, "acme") is None and not b.extend_job(job.id, "c"), "its owner lives"
+        assert b.take_job(job.id, "acme") is None and not b.extend_job(job.id, "c"), "the owner is alive"
         assert a.take_job(job.id, "acme") == job and a.take_job(job.id, "other") is None
         fleet.kill(a)
         fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
-        fleet.eventually(lambda: b.take_job(job.id, "acme"))  # its lease ends in the views a little earlier
+        # the lease ends a little earlier in the views than in the store
+        fleet.eventually(lambda: b.take_job(job.id, "acme"))
         taken = [each.take_job(job.id, "acme") for each in (b, c)]
         assert taken[0] is not None and taken[0].owner == b.info().writer and taken[1] is None
-        assert taken[0].num_missing == 1, "the part of the dead one is lost"
+        assert taken[0].num_missing == 1, "the part of the dead replica is lost"
         assert b.extend_job(job.id, "c") and not b.extend_job(job.id, "c")
         assert c.report_job(job.id, "done", 1000) and b.report_job(job.id, "done", 1000)
         seen = c.job(job.id, "acme")
@@ -671,12 +677,14 @@ class CoordinatorContract:
         assert [(p.replica_id, p.state) for p in seen.parts] == [("a", "lost"), ("b", "done"), ("c", "done")]
         again = fleet.join("a")
         fleet.eventually(lambda: "a" in names(b.peers()))
-        assert again.take_job(job.id, "acme") is None and b.extend_job(job.id, "a"), "it may be asked anew"
+        assert again.take_job(job.id, "acme") is None and b.extend_job(job.id, "a"), (
+            "the returned replica may be asked again"
+        )
         assert again.report_job(job.id, "done", 1000)
         with pytest.raises(ArgumentError):
             b.extend_job(job.id, "nobody")
 
-    def test_the_greatest_numbers_arrive(self, fleet: Fleet) -> None:
+    def test_the_largest_numbers_are_stored_exactly(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         load = Load(MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT)
         a.report_load(load)
@@ -689,7 +697,7 @@ class CoordinatorContract:
     def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         alien = fleet.join("alien", fingerprint="fp:other")
-        assert a.reserve("acme", 6).blocks == 6, "without a limit all is granted"
+        assert a.reserve("acme", 6).blocks == 6, "without a limit everything is granted"
         assert a.set_limit("acme", 10).replicated is not False
         granted = b.reserve("acme", 7)
         assert (granted.blocks, granted.others, granted.limit) == (4, 6, 10)
@@ -709,7 +717,7 @@ class CoordinatorContract:
             with pytest.raises(ArgumentError):
                 a.set_limit("acme", bad)
 
-    def test_a_limit_binds_all_that_have_met_the_tenant(self, fleet: Fleet) -> None:
+    def test_a_limit_binds_all_replicas_that_know_the_tenant(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         b.purges.meet(["acme"])
         a.set_limit("acme", 10)
@@ -720,13 +728,13 @@ class CoordinatorContract:
         late = fleet.replica("c")
         late.purges.meet(["acme", "other"])
         late.register()
-        assert late.limits() == {"acme": 5}, "with its first beat"
+        assert late.limits() == {"acme": 5}, "late learned it with its first beat"
         late.set_limit("acme", None)
         fleet.eventually(lambda: a.limits() == b.limits() == late.limits() == {})
         a.set_limit("acme", 7)
         fleet.eventually(lambda: b.limits() == late.limits() == {"acme": 7})
 
-    def test_a_limit_outlives_a_store_that_lost_it(self, fleet: Fleet) -> None:
+    def test_a_limit_survives_a_store_that_lost_it(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         b.purges.meet(["acme"])
         digest = a.keys.tenant("acme")
@@ -737,17 +745,17 @@ class CoordinatorContract:
         fleet.eventually(lambda: b.limits() == {"acme": 5})
         go_back()
         fleet.eventually(lambda: a.store.tenant(digest).limit == 5)
-        assert a.limits() == b.limits() == {"acme": 5}, "the later word holds"
+        assert a.limits() == b.limits() == {"acme": 5}, "the later stamp wins"
         fleet.kill(a)
         fleet.lose()
         fleet.eventually(lambda: b.health().is_ok and b.store.tenant(digest).limit == 5)
         b.set_limit("acme", None)
         go_back()
         fleet.eventually(lambda: b.store.tenant(digest).limit is None)
-        assert b.limits() == {}, "a withdrawal is a word too"
+        assert b.limits() == {}, "removing a limit has a stamp too"
 
-    def test_a_limit_that_nobody_has_signed_binds_nobody(self, fleet: Fleet) -> None:
-        """Whoever can write to the store can't bind a tenant, nor free it."""
+    def test_an_unsigned_limit_is_ignored(self, fleet: Fleet) -> None:
+        """A writer to the store without the fleet's secret can neither limit a tenant nor remove its limit."""
         a, b = fleet.join("a"), fleet.join("b")
         b.purges.meet(["acme", "other"])
         digest, other = a.keys.tenant("acme"), a.keys.tenant("other")
@@ -767,11 +775,11 @@ class CoordinatorContract:
         a.store.set_limit(other, signed, 0)
         beats = [each._num_beats for each in (a, b)]
         fleet.eventually(lambda: all(each._num_beats > n + 2 for each, n in zip((a, b), beats, strict=True)))
-        assert a.limits() == b.limits() == {"acme": 10}, "another tenant's"
+        assert a.limits() == b.limits() == {"acme": 10}, "the limit of another tenant does not bind acme"
         b.set_limit("other", 3)
         assert a.store.tenant(other).limit == 3
 
-    def test_the_share_of_the_dead_is_free_after_its_lease(self, fleet: Fleet) -> None:
+    def test_the_share_of_a_dead_replica_is_free_after_its_lease(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         a.set_limit("acme", 10)
         a.reserve("acme", 8)
@@ -795,7 +803,7 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.health().is_ok)
         fleet.eventually(lambda: a.reserve("acme", 9).blocks == 9)
 
-    def test_shares_are_stated_again_to_a_store_that_lost_them(self, fleet: Fleet) -> None:
+    def test_shares_are_written_again_to_a_store_that_lost_them(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         a.set_limit("acme", 10)
         a.reserve("acme", 8)
@@ -819,7 +827,7 @@ class CoordinatorContract:
         fleet.eventually(lambda: hinted(a.replica, OTHER, ids) == {"b": 512})
         fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
         assert c.replica.purge_report("acme").confirmed == ("a", "b", "c")
-        assert b.purged == [("acme", 1)] and c.purged == [], "c had nothing of it"
+        assert b.purged == [("acme", 1)] and c.purged == [], "c had nothing of the tenant"
         fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {})
         assert hinted(c.replica, OTHER, ids) == {"a": 512, "b": 512}
         b.warm(ACME, ids)
@@ -832,23 +840,25 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         fleet.eventually(lambda: late.purged == [("acme", 2)] and hinted(a.replica, ACME, ids) == {})
 
-    def test_a_purge_names_who_was_cut_off(self, fleet: Fleet) -> None:
+    def test_a_purge_lists_the_replicas_that_were_cut_off(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
         b.warm(ACME, prompt(512))
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
         fleet.kill(b.replica)
         purge = a.replica.purge("acme")
-        assert purge.pending == ("b",) or not b.replica.knows_generations, "its lease may be over by now"
+        assert purge.pending == ("b",) or not b.replica.knows_generations, (
+            "or the lease of b has expired by now"
+        )
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         report = a.replica.purge_report("acme")
         assert report.unconfirmed == ("b",) and report.confirmed == ("a",)
-        assert not b.replica.knows_generations, "it knew that by itself, by its clock"
+        assert not b.replica.knows_generations, "b noticed the end of its lease by its own clock"
         assert hinted(a.replica, ACME, prompt(512)) == {} and b.purged == []
         b.replica.register()
         fleet.eventually(lambda: a.replica.purge_report("acme").unconfirmed == ())
         fleet.eventually(lambda: b.purged == [("acme", 1)])
 
-    def test_who_comes_back_knows_nothing_before_it_has_purged(self, fleet: Fleet) -> None:
+    def test_a_returning_replica_knows_no_generations_before_it_has_purged(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
         b.warm(ACME, prompt(512))
         fleet.kill(b.replica)
@@ -856,10 +866,12 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.replica.purge_report("acme").unconfirmed == ("b",))
         b.replica.register()
         fleet.eventually(lambda: b.purged == [("acme", 1)] and b.replica.knows_generations)
-        assert not any(b.knew), "its lease ran already when it was told"
+        assert not any(b.knew), "b did not know the generations when it purged"
 
-    def test_a_purge_waits_for_those_whom_the_store_has_lost(self, fleet: Fleet) -> None:
-        """Who is cut off from a store that came back empty thinks for a lease that it knows of every purge."""
+    def test_a_purge_waits_for_replicas_that_the_store_has_lost(self, fleet: Fleet) -> None:
+        """A replica that is cut off from a store that restarted empty still believes for one lease that it knows every
+        purge.
+        """
         a, left = Purged(fleet, "a"), Purged(fleet, "left")
         b = Purged(fleet, "b", lease_s=fleet.brief_s)
         fleet.eventually(lambda: names(a.replica.peers()) == ["b", "left"])
@@ -869,13 +881,13 @@ class CoordinatorContract:
         fleet.lose()
         fleet.eventually(lambda: works(lambda: a.replica.purge("acme")))
         report = a.replica.purge_report("acme")
-        others = set(report.pending) - {"a"}  # which may have lost its own registration a moment ago
+        others = set(report.pending) - {"a"}  # "a" itself may have lost its registration a moment ago
         assert others == {"b"} or (not others and not b.replica.knows_generations)
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         assert not b.replica.knows_generations
 
     def test_a_store_that_lost_its_generations_gets_them_back(self, fleet: Fleet) -> None:
-        """And a purge after the loss is no purge of before, whoever asks for it."""
+        """A purge after the loss is a new purge, whichever replica starts it."""
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
         digest = a.replica.keys.tenant("acme")
         b.warm(ACME, prompt(512))
@@ -889,15 +901,15 @@ class CoordinatorContract:
         b.warm(ACME, prompt(512))
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
-        assert b.purged.count(("acme", 2)) == 1, "the same purge, which it has applied"
+        assert b.purged.count(("acme", 2)) == 1, "the same purge, applied once"
         c = Purged(fleet, "c")
         assert c.replica.purge("acme").generation == 3
         fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
         assert b.purged[-1] == ("acme", 3) and b.cache.match(ACME, prompt(512)).num_tokens == 0
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {})
 
-    def test_a_generation_that_counts_anew_is_applied(self, fleet: Fleet) -> None:
-        """Nobody who knows the old one is there when a store that lost it is asked for another purge."""
+    def test_a_generation_that_restarts_at_one_is_applied(self, fleet: Fleet) -> None:
+        """A store lost a generation. No replica that knows it is registered when another purge is requested."""
         a = Purged(fleet, "a")
         a.replica.purge("acme")
         a.warm(ACME, prompt(512))
@@ -910,8 +922,11 @@ class CoordinatorContract:
         fleet.eventually(lambda: b.replica.purge_report("acme").confirmed == ("a", "b"))
         assert a.purged[:2] == [("acme", 1), ("acme", 1)] and a.cache.match(ACME, prompt(512)).num_tokens == 0
 
-    def test_a_confirmation_that_comes_late_is_of_no_other_purge(self, fleet: Fleet) -> None:
-        """A replica stands still when it has applied; meanwhile its purge is lost, and another gets the number."""
+    def test_a_late_confirmation_does_not_count_for_another_purge(self, fleet: Fleet) -> None:
+        """A replica stalls after it has applied a purge.
+
+        Meanwhile the store loses the purge and gives its number to another one.
+        """
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         b.warm(ACME, prompt(512))
         lose_it, rivals = fleet.remember(a.replica.keys.tenant("acme")), list[Purged]()
@@ -936,8 +951,11 @@ class CoordinatorContract:
         assert b.cache.match(ACME, prompt(512)).num_tokens == 0
         assert b.purged == [("acme", 1)] * 2
 
-    def test_what_comes_while_a_purge_is_applied_is_not_confirmed_for_the_next(self, fleet: Fleet) -> None:
-        """A replica that had nothing of the tenant stands still; then it has something, and there is another purge."""
+    def test_data_that_arrives_during_a_purge_is_not_confirmed_for_the_next_one(self, fleet: Fleet) -> None:
+        """A replica without data of the tenant stalls while it applies a purge.
+
+        Then it gets data, and there is another purge.
+        """
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         a.replica.purge("acme")
 
@@ -960,7 +978,10 @@ class CoordinatorContract:
     def test_a_purge_that_is_lost_at_once_is_not_complete(
         self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before the one who raised it has applied it: what was confirmed of the one before says nothing."""
+        """The store loses a raise before its own replica has applied it.
+
+        Confirmations of the previous purge say nothing about it.
+        """
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         a.replica.purge("acme")
         b.replica.beat()
@@ -981,7 +1002,7 @@ class CoordinatorContract:
         b.replica.beat()
         assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
 
-    def test_a_confirmation_that_was_lost_is_said_again(self, fleet: Fleet) -> None:
+    def test_a_lost_confirmation_is_written_again(self, fleet: Fleet) -> None:
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         b.warm(ACME, prompt(512))
         a.replica.purge("acme")
@@ -991,10 +1012,14 @@ class CoordinatorContract:
         lose_it()
         assert a.replica.purge_report("acme").pending == ("b",)
         b.replica.beat()
-        assert a.replica.purge_report("acme").is_complete and b.purged == [("acme", 1)], "it has applied it"
+        assert a.replica.purge_report("acme").is_complete and b.purged == [("acme", 1)], (
+            "b has applied it before"
+        )
 
-    def test_a_confirmation_counts_for_the_process_that_made_it(self, fleet: Fleet) -> None:
-        """One shard may have lost who had a greater epoch, and another know what that one confirmed."""
+    def test_a_confirmation_counts_only_for_the_process_that_made_it(self, fleet: Fleet) -> None:
+        """One shard may lose the process with the greater epoch while another shard still has what that process
+        confirmed.
+        """
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         a.replica.purge("acme")
         digest = a.replica.keys.tenant("acme")
@@ -1005,8 +1030,11 @@ class CoordinatorContract:
         b.replica.beat()
         assert a.replica.purge_report("acme").confirmed == ("a", "b")
 
-    def test_a_purge_waits_for_a_process_that_its_id_was_taken_from(self, fleet: Fleet) -> None:
-        """It learns of that with its next beat, and thinks until its lease is over that it knows of every purge."""
+    def test_a_purge_waits_for_a_process_that_was_replaced(self, fleet: Fleet) -> None:
+        """The old process learns that it was replaced with its next beat.
+
+        Until its lease ends it believes that it knows every purge.
+        """
         a, old = by_hand(fleet, "a"), by_hand(fleet, "b")
         old.warm(ACME, prompt(512))
         young, late = by_hand(fleet, "b"), by_hand(fleet, "late")
@@ -1020,7 +1048,7 @@ class CoordinatorContract:
         young.replica.leave()
         for each in (a, late, by_hand(fleet, "later")):
             assert each.replica.purge_report("acme").pending == ("b",), (
-                "who took it has left, who had it has not"
+                "the new process has left, the old one has not"
             )
 
     def test_a_purge_is_complete_when_the_lease_of_a_replaced_process_is_over(self, fleet: Fleet) -> None:
@@ -1030,13 +1058,15 @@ class CoordinatorContract:
         a.replica.purge("acme")
         young.replica.apply_purges()
         report = a.replica.purge_report("acme")
-        assert report.pending == ("b",) or not old.replica.knows_generations, "its lease may be over by now"
+        assert report.pending == ("b",) or not old.replica.knows_generations, (
+            "or the lease of the old process has expired by now"
+        )
         fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
         assert not old.replica.knows_generations and old.purged == []
         late = Purged(fleet, "late")
         fleet.eventually(lambda: late.replica.purge_report("acme").confirmed == ("a", "b", "late"))
 
-    def test_of_several_processes_that_an_id_was_taken_from_the_last_lease_counts(self, fleet: Fleet) -> None:
+    def test_the_last_lease_of_several_replaced_processes_counts(self, fleet: Fleet) -> None:
         a, first = by_hand(fleet, "a"), by_hand(fleet, "b")
         second = by_hand(fleet, "b", lease_s=60.0)
         second.replica.leave()
@@ -1047,9 +1077,9 @@ class CoordinatorContract:
         for each in (a, third, by_hand(fleet, "late")):
             assert "b" in each.replica.purge_report("acme").pending
         third.replica.register()
-        assert "b" in a.replica.purge_report("acme").pending, "who registers anew says so too"
+        assert "b" in a.replica.purge_report("acme").pending, "a new registration keeps the statement"
 
-    def test_who_left_or_registers_anew_is_waited_for_by_no_purge(self, fleet: Fleet) -> None:
+    def test_a_purge_does_not_wait_for_a_process_that_left_or_registered_again(self, fleet: Fleet) -> None:
         a, old = by_hand(fleet, "a"), by_hand(fleet, "b")
         old.replica.leave()
         young = by_hand(fleet, "b")
@@ -1061,8 +1091,11 @@ class CoordinatorContract:
             "the same process, which has applied it"
         )
 
-    def test_a_purge_waits_for_who_lost_its_id_in_a_store_that_lost_it(self, fleet: Fleet) -> None:
-        """It came back empty, so that who registers knows of nobody before; who asks does."""
+    def test_a_purge_waits_for_a_process_replaced_after_a_loss_of_the_store(self, fleet: Fleet) -> None:
+        """The store restarted empty, so a new registration shows no earlier process.
+
+        The replica that purges still knows of it.
+        """
         a, old = Purged(fleet, "a"), Purged(fleet, "b", lease_s=fleet.brief_s)
         fleet.eventually(lambda: names(a.replica.peers()) == ["b"])
         fleet.kill(old.replica)
@@ -1072,7 +1105,7 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         assert not old.replica.knows_generations and young.replica.info().live
 
-    def test_a_number_that_is_given_twice_is_no_generation_of_the_same_pins(self, fleet: Fleet) -> None:
+    def test_two_purges_with_one_number_give_different_pin_digests(self, fleet: Fleet) -> None:
         a, tenant = by_hand(fleet, "a"), "acme"
         never, lose_it = a.replica.pin_digest(ACME), fleet.remember(a.replica.keys.tenant(tenant))
         a.replica.purge(tenant)
@@ -1087,8 +1120,8 @@ class CoordinatorContract:
         assert len({never, first, second}) == 3
         assert a.replica.pin_digest(OTHER) not in (never, first, second)
 
-    def test_pins_outlive_a_store_that_is_given_a_generation_back(self, fleet: Fleet) -> None:
-        """Whoever tells it anew says which one it was, so that nobody applies it twice."""
+    def test_pins_survive_a_store_that_gets_a_generation_back(self, fleet: Fleet) -> None:
+        """The replica that writes the purge to the store again names the same purge, so no replica applies it twice."""
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         b.warm(ACME, prompt(512))
         lose_it = fleet.remember(a.replica.keys.tenant("acme"))
@@ -1105,13 +1138,15 @@ class CoordinatorContract:
         lost, kept = twins(fleet)
         a = by_hand(fleet, "a").replica
         job = kept.create_job(ACME, 1000, ["b"], num_wanted=1)
-        assert lost.take_job(job.id, "acme") is None and not lost.end_job(job.id), "its owner lives"
+        assert lost.take_job(job.id, "acme") is None and not lost.end_job(job.id), "the owner is alive"
         assert not lost.extend_job(job.id, "b") and kept.take_job(job.id, "acme") == job
         assert lost.report_job(job.id, "running", 512)
         for each in (a, kept):
             seen = each.job(job.id, "acme")
             assert seen is not None and [part.state for part in seen.parts] == ["lost"]
-        assert kept.extend_job(job.id, "b") and not kept.extend_job(job.id, "b"), "it is asked anew, once"
+        assert kept.extend_job(job.id, "b") and not kept.extend_job(job.id, "b"), (
+            "the replica is asked again, once"
+        )
         assert kept.report_job(job.id, "done", 1000)
         seen = a.job(job.id, "acme")
         assert seen is not None and seen.parts[0].writer == kept.info().writer
@@ -1127,7 +1162,10 @@ class CoordinatorContract:
             assert [(part.writer, part.state) for part in seen.parts] == [(each.info().writer, state)]
 
     def test_shares_of_two_processes_with_one_epoch_add_up(self, fleet: Fleet) -> None:
-        """Nobody can say which of them is fenced: who comes second waits until the other's share is over."""
+        """It is unknown which of the two processes is fenced.
+
+        The second process gets nothing until the first one's share expires.
+        """
         lost, kept = twins(fleet)
         a = by_hand(fleet, "a").replica
         a.set_limit("acme", 10)
@@ -1143,13 +1181,13 @@ class CoordinatorContract:
         with pytest.raises(StaleEpoch):
             lost.beat()
 
-    def test_a_request_for_one_process_is_for_no_other_of_the_same_epoch(self, fleet: Fleet) -> None:
+    def test_a_signed_request_is_for_one_process_even_with_equal_epochs(self, fleet: Fleet) -> None:
         lost, kept = twins(fleet)
         assert lost.info().audience != kept.info().audience
         a = by_hand(fleet, "a").replica
         assert [info.audience for info in a.replicas()[1:]] == [kept.info().audience]
 
-    def test_who_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
+    def test_a_replica_that_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), fleet.join("b")
         store(b, ACME, prompt(512))
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
@@ -1168,18 +1206,18 @@ def works(act: Callable[[], object]) -> bool:
 
 
 def blocks(coordinator: Coordinator, tenant: str) -> int:
-    """What was granted last."""
+    """The number of blocks that were granted last."""
     grant = coordinator.quotas.granted(tenant)
     return 0 if grant is None else grant.blocks
 
 
 def by_hand(fleet: Fleet, name: str, lease_s: float = 600.0) -> Purged:
-    """One that does nothing by itself, and whose lease isn't over before the test is."""
+    """A replica without threads. Its lease outlasts the test."""
     return Purged(fleet, name, background=False, lease_s=lease_s)
 
 
 def twins(fleet: Fleet) -> tuple[Coordinator, Coordinator]:
-    """Two processes of ``b`` with one epoch: the store has lost the first, and its clock went back."""
+    """Two processes of ``b`` with one epoch: the store has lost the first one, and its clock went back."""
     found, ahead = [], int(time.time() * 1000) + 10**9
     for _ in range(2):
         fleet.forget("b")
@@ -1192,7 +1230,7 @@ def twins(fleet: Fleet) -> tuple[Coordinator, Coordinator]:
 
 
 class Purged:
-    """A replica with a cache, that clears a tenant's namespaces when the fleet purges it."""
+    """A replica with a cache. It clears a tenant's namespaces when the fleet purges the tenant."""
 
     def __init__(self, fleet: Fleet, name: str, **overrides: Any) -> None:
         self.purged: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What a replica of a fleet would write to a store, written by a test: signed with the fleet's secret."""
+"""Writes to a store that a replica of the fleet could make, signed with the fleet's secret."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv.coordination.values import WIRE_VERSION, Load, Writer
 def beat(
     store: Store, keys: FleetKeys, writer: Writer, number: int, lease_s: float = 10.0, address: str = ""
 ) -> WriteResult:
-    """One beat of a registration that states a model and a block size like those of the other tests."""
+    """Write one beat of a registration. Its model and block size match those of the other tests."""
     stated = Registration(
         writer.replica_id, writer.epoch, writer.nonce, address, "fp:model", 16, WIRE_VERSION, keys.canary,
         lease_ms=int(lease_s * 1000), beats=number, stated_ms=int(time.time() * 1000),
@@ -24,7 +24,7 @@ def beat(
 
 
 def raise_generation(store: Store, keys: FleetKeys, tenant: bytes, above: int = 0) -> Raised:
-    """Raise a tenant's generation above ``above``, whatever stands there; the raise."""
+    """Raise a tenant's generation to ``above + 1``, regardless of the store's generation, and return the raise."""
     (looked,) = store.look_at([tenant])
     assert looked is not None
     raised = Raised(above + 1, new_token(), "another", "ab" * 16)
@@ -34,6 +34,6 @@ def raise_generation(store: Store, keys: FleetKeys, tenant: bytes, above: int = 
 
 
 def confirm(store: Store, keys: FleetKeys, tenant: bytes, writer: Writer, raised: Raised) -> bool:
-    """Confirm a raise for a registration."""
+    """Confirm a raise for a registration. Return whether the store accepted it."""
     proof = Proofs(keys).of_confirmation(tenant, raised, writer.replica_id, writer.nonce)
     return store.confirm(tenant, writer, raised, proof)

@@ -1,6 +1,6 @@
-"""Every public method of a coordinator, a router and a signer, with everything that can't be an argument of it.
+"""Every public method of a coordinator, a router and a signer, called with invalid arguments.
 
-Each is refused by an error of ours that names the argument, and changes nothing.
+Each call raises an error of this package that names the argument, and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ODD: tuple[Any, ...] = (
     b"x", b"x" * 32, math.nan, math.inf, -math.inf, -1.5, 10**400, -(10**400), np.bool_(True), np.float64("nan"),
     np.array(5), np.array([1, 2]), np.array(["a"]), [], [-1], ["x"], [None], {}, (1, 2), object(), print, HALF,
 )  # fmt: skip
-"""What no argument below may be, but where a row says so."""
+"""Values that no argument below accepts, except where ``ALLOWED`` says so."""
 NO_TEXT = (None, True, 5, np.int64(5))
 NO_NUMBER = (True, "5", -1)
 
 
 class Fleet:
-    """Two replicas in memory, a job, a pin, and a router."""
+    """Two replicas on a store in memory, a job, a pin and a router."""
 
     def __init__(self) -> None:
         self.store = MemoryStore(ManualClock(1_000.0))
@@ -62,7 +62,7 @@ class Fleet:
 
 
 def calls(f: Fleet) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Each method with arguments that work."""
+    """Each method with valid arguments."""
     a, job, ids = f.a, f.job.id, [1, 2, 3]
     done = {"state": "done", "error": ""}
     return {
@@ -129,7 +129,7 @@ ALLOWED: dict[tuple[str, str], tuple[Any, ...]] = {
 
 NAMED = {("connect", "replica_id"): "replica", ("connect", "url"): "redis", ("sign_request", "secret"): "fleet_secret",
          ("RequestVerifier", "secret"): "fleet_secret"}  # fmt: skip
-"""What an error calls an argument that is a setting too."""
+"""The name in the error, for arguments that are also settings."""
 
 
 def wrongs() -> Iterator[tuple[str, str, Any]]:
@@ -152,7 +152,7 @@ def wrongs() -> Iterator[tuple[str, str, Any]]:
 
 
 @pytest.mark.parametrize("name", calls(Fleet()))
-def test_what_cannot_be_an_argument_is_named_and_changes_nothing(name: str) -> None:
+def test_an_invalid_argument_is_named_and_changes_nothing(name: str) -> None:
     f = Fleet()
     before, num_tried = f.state(), 0
     for method, argument, value in wrongs():
@@ -171,13 +171,13 @@ def test_what_cannot_be_an_argument_is_named_and_changes_nothing(name: str) -> N
     assert num_tried > 10 and f.state() == before
 
 
-def test_what_is_an_argument_is_taken() -> None:
+def test_valid_arguments_are_accepted() -> None:
     for act, arguments in calls(Fleet()).values():
         act(**arguments)
 
 
 @pytest.mark.parametrize("job_id", ["", "x", "F" * 32, "1" * 31, "é" * 32])
-def test_a_job_of_another_form_is_unknown(job_id: str) -> None:
+def test_a_malformed_job_id_is_unknown(job_id: str) -> None:
     f = Fleet()
     assert f.a.job(job_id, "acme") is f.a.take_job(job_id, "acme") is None
     assert (
@@ -195,7 +195,7 @@ def test_a_job_of_another_form_is_unknown(job_id: str) -> None:
         ("num_tokens", 1.5), ("wanted", None), ("wanted", "0"), ("wanted", "=a,,b"), ("wanted", ["a"]),
     ],
 )  # fmt: skip
-def test_a_field_of_a_pin_is_named(field: str, value: Any) -> None:
+def test_an_invalid_field_of_a_pin_is_named(field: str, value: Any) -> None:
     f = Fleet()
     before, bad = f.state(), replace(f.pin, **{field: value})
     for act in (f.a.keep_pin, f.a.end_pin):
@@ -204,7 +204,7 @@ def test_a_field_of_a_pin_is_named(field: str, value: Any) -> None:
     assert f.state() == before
 
 
-def test_numbers_that_every_store_can_keep() -> None:
+def test_numbers_beyond_what_every_store_can_keep_are_refused() -> None:
     assert Load(MAX_AMOUNT).queued_prefill_tokens == MAX_AMOUNT
     with pytest.raises(ArgumentError, match="queued_prefill_tokens"):
         Load(MAX_AMOUNT + 1)

@@ -1,7 +1,7 @@
-"""Whoever can write to Redis: each field of each key is overwritten in turn with what no replica writes.
+"""An attacker who can write to Redis overwrites each field of each key in turn with values that no replica writes.
 
-None of that purges a tenant, lets a purge seem complete that isn't, or stops a replica or a purge for good. What a
-writer can do who also has old records, which are signed, is at the end.
+None of these writes purges a tenant, makes an incomplete purge look complete, or stops a replica or a purge for good.
+The tests at the end give the attacker old signed records too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from radixkv.coordination.purges import Purge
 from radixkv.coordination.values import FleetPin
 from radixkv.errors import ArgumentError, StaleEpoch, StoreUnavailable, UnreadableRecord
 from tests.coordination.contract import ACME, OTHER, by_hand, hinted, names, prompt, store
-from tests.coordination.test_redis import RedisFleet
+from tests.coordination.test_redis_coordinator import RedisFleet
 from tests.redis_server import RedisServer
 
 VALUES = [
@@ -31,7 +31,7 @@ IDS = prompt(512)
 
 
 class Attacked:
-    """Two replicas that work when they are told to, and somebody who writes to their server."""
+    """Two replicas that work only when a test calls them, and a client that attacks their server."""
 
     def __init__(self, fleet: RedisFleet) -> None:
         self.fleet, self.client = fleet, fleet.client
@@ -39,7 +39,7 @@ class Attacked:
         self.fill()
 
     def fill(self) -> None:
-        """Let every kind of record stand in the server."""
+        """Write records of every kind to the server."""
         self.heal()
         a = self.a.replica
         a.set_limit("acme", 100)
@@ -56,7 +56,7 @@ class Attacked:
         assert a.keep_pin("acme", pin, 600.0) and a.state_pin("acme", pin.id, "done", 512)
 
     def heal(self) -> None:
-        """Let both work until nothing is wrong any more."""
+        """Let both replicas work until both are healthy."""
         for _ in range(ROUNDS):
             for each in (self.a.replica, self.b.replica):
                 with suppress(StoreUnavailable, StaleEpoch):
@@ -69,13 +69,16 @@ class Attacked:
             if all(each.replica.health().is_ok for each in (self.a, self.b)) and self.see_each_other():
                 return
         states = [each.replica.health() for each in (self.a, self.b)]
-        raise AssertionError(f"it never healed: {states}")
+        raise AssertionError(f"the replicas did not recover: {states}")
 
     def see_each_other(self) -> bool:
         return names(self.a.replica.peers()) == ["b"] and names(self.b.replica.peers()) == ["a"]
 
     def purge(self, tenant: str) -> Purge:
-        """As an operator does it, who asks again; whatever is said to be complete is."""
+        """Purge like an operator that repeats the request, until both replicas have confirmed.
+
+        Each report must be true.
+        """
         for _ in range(ROUNDS):
             with suppress(StoreUnavailable, StaleEpoch):
                 report = self.a.replica.purge(tenant)
@@ -89,7 +92,7 @@ class Attacked:
         raise AssertionError(f"no purge of {tenant} was ever complete")
 
     def check(self, report: Purge, tenant: str) -> None:
-        """A purge that is complete, and any that a replica is said to have confirmed, has left nothing there."""
+        """If a report calls a purge complete, or a replica confirmed, that replica has nothing of the tenant."""
         for each in (self.a, self.b):
             name = each.replica.replica_id
             if report.is_complete or name in report.confirmed:
@@ -98,13 +101,13 @@ class Attacked:
                 )
 
     def survive(self) -> None:
-        """What must hold after any write: nothing was purged, all heals, and both tenants can be purged."""
+        """Check the invariants after any write: no tenant was purged, and the replicas recover and can purge."""
         purged = [list(each.purged) for each in (self.a, self.b)]
         with suppress(StoreUnavailable):
             report = self.a.replica.purge_report("acme")
             assert report.generation <= self.a.replica.purges.generation("acme")
         self.heal()
-        assert [each.purged for each in (self.a, self.b)] == purged, "an outsider has purged a tenant"
+        assert [each.purged for each in (self.a, self.b)] == purged, "an attacker has purged a tenant"
         assert self.a.replica.limits() == {"acme": 100}
         for tenant in ("acme", "other"):
             generation = self.a.replica.purges.generation(tenant)
@@ -119,13 +122,13 @@ def attacked(redis_server: RedisServer) -> Iterator[Attacked]:
 
 
 def tries(client: Any) -> list[tuple[Any, ...]]:
-    """Commands that overwrite one thing each, of every key that there is."""
+    """Commands that each overwrite one thing, for every key that exists."""
     found: list[tuple[Any, ...]] = []
     for number, key in enumerate(sorted(client.scan_iter("*"))):
         kind = client.type(key)
         if kind == b"hash":
             fields = sorted(client.hgetall(key))
-            # all values for each field would take minutes: each field meets a third of them, each kind of key all
+            # All values for each field would take minutes. Each field gets a third of them, each kind of key gets all.
             for at, field in enumerate(fields):
                 found += [("HSET", key, field, value) for value in VALUES[(at + number) % 3 :: 3]]
                 found.append(("HDEL", key, field))
@@ -150,13 +153,13 @@ def write(client: Any, command: tuple[Any, ...]) -> None:
         else:
             client.set(key, b"x")
     else:
-        with suppress(Exception):  # an id that the stream can't have any more
+        with suppress(Exception):  # an id that the stream no longer accepts
             client.execute_command(*command)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nothing_that_is_written_to_redis_purges_lies_or_stops_anybody(attacked: Attacked) -> None:
+def test_no_write_to_redis_purges_a_tenant_or_stops_a_replica(attacked: Attacked) -> None:
     attacked.purge("acme")
     attacked.fill()
     every = tries(attacked.client)
@@ -172,10 +175,13 @@ def test_nothing_that_is_written_to_redis_purges_lies_or_stops_anybody(attacked:
 
 
 @pytest.mark.parametrize("value", [b"9" * 16, b"9" * 15, b"-1", b"x", b"1.5", b"0"])
-def test_a_generation_that_cannot_be_read(
+def test_an_unreadable_generation_fails_only_that_tenants_purge(
     attacked: Attacked, value: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It fails that tenant's purge, by name in the log; the raise that met it repairs it."""
+    """The unreadable record makes that tenant's purge fail, and the log names the tenant's digest.
+
+    The raise that found it repairs it.
+    """
     a, b = attacked.a.replica, attacked.b.replica
     digest = a.keys.tenant("acme")
     attacked.client.hset(f"rk1:{{t:{digest.hex()}}}:q", "generation", value)
@@ -185,15 +191,15 @@ def test_a_generation_that_cannot_be_read(
         assert digest.hex() in caplog.text and "acme" not in caplog.text
         with pytest.raises(UnreadableRecord, match=digest.hex()):
             a.purge("acme")
-    assert a.health().is_ok, "the store is there"
+    assert a.health().is_ok, "the store is reachable"
     report = a.purge("acme")
     assert report.generation == 2 and report.pending == ("b",)
     b.beat()
     assert a.purge_report("acme").confirmed == ("a", "b") and not attacked.b.cache.namespaces("acme")
-    assert a.purge("other").generation == 1, "of others nothing was known to be wrong"
+    assert a.purge("other").generation == 1, "the records of other tenants are readable"
 
 
-def test_a_purge_that_is_announced_and_was_never_raised_is_none(attacked: Attacked) -> None:
+def test_an_announced_purge_that_was_never_raised_is_ignored(attacked: Attacked) -> None:
     digest = attacked.a.replica.keys.tenant("acme").hex()
     for score in (1, 2_000_000_000_000):
         attacked.client.zadd("rk1:purges", {digest: score})
@@ -207,14 +213,14 @@ def later_by(seconds: float) -> Callable[[], float]:
     return lambda: clock() + seconds
 
 
-def test_records_that_are_put_back_neither_purge_nor_confirm(
+def test_restored_old_records_neither_purge_nor_confirm(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
     key = f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q"
     attacked.purge("acme")
     first = client.hgetall(key)
-    monkeypatch.setattr("time.time", later_by(60.0))  # further apart than clocks may be
+    monkeypatch.setattr("time.time", later_by(60.0))  # more apart than the clocks of replicas may be
     attacked.purge("acme")
     second = client.hgetall(key)
     attacked.fill()
@@ -225,11 +231,13 @@ def test_records_that_are_put_back_neither_purge_nor_confirm(
         client.delete(key)
         client.hset(key, mapping=old)
         report = a.purge_report("acme")
-        assert report.generation == 3 and report.pending == ("a", "b"), "what was confirmed is of before"
+        assert report.generation == 3 and report.pending == ("a", "b"), (
+            "the confirmations are for an earlier purge"
+        )
         a.beat()
         report = a.purge_report("acme")
         assert report.generation == 3 and report.pending == ("b",)
-    assert attacked.a.cache.match(ACME, IDS).num_tokens == 512, "it has applied the third, and no other"
+    assert attacked.a.cache.match(ACME, IDS).num_tokens == 512, "a has applied the third purge and no other"
     b.beat()
     assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
     third = client.hgetall(key)
@@ -244,8 +252,10 @@ def test_records_that_are_put_back_neither_purge_nor_confirm(
     assert a.purge("acme").generation == 4
 
 
-def test_nobody_confirms_for_a_replica_that_is_stopped(attacked: Attacked) -> None:
-    """Neither by its name, nor with what another replica or an earlier registration of its own has said."""
+def test_a_confirmation_cannot_be_forged_for_a_stopped_replica(attacked: Attacked) -> None:
+    """A stopped replica cannot be confirmed by its name alone, with another replica's words, or with those of its
+    earlier registration.
+    """
     a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
     key, meta = f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q", "rk1:{r:b}:meta"
     attacked.purge("acme")
@@ -263,7 +273,7 @@ def test_nobody_confirms_for_a_replica_that_is_stopped(attacked: Attacked) -> No
     client.delete(meta)
     client.hset(meta, mapping=earlier)
     client.set("rk1:{r:b}:lease", earlier[b"nonce"], px=60_000)
-    assert a.purge_report("acme").pending == ("b",), "its registration was taken back: it is waited for"
+    assert a.purge_report("acme").pending == ("b",), "the old registration is back, so the purge waits for it"
     for gone in (("beats", b"0"), ("proof", b""), ("lease_ms", b"1"), ("nonce", b"other"), ("epoch", b"1")):
         client.hset(meta, *gone)
         client.delete("rk1:{r:b}:lease")
@@ -273,7 +283,7 @@ def test_nobody_confirms_for_a_replica_that_is_stopped(attacked: Attacked) -> No
     assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
 
 
-def test_a_replica_that_does_not_exist_holds_up_no_purge_for_good(attacked: Attacked) -> None:
+def test_a_forged_replica_delays_a_purge_only_for_a_lease(attacked: Attacked) -> None:
     client = attacked.client
     fields = client.hgetall("rk1:{r:b}:meta")
     a = attacked.fleet.join("c", background=False, lease_s=0.3)
@@ -281,7 +291,7 @@ def test_a_replica_that_does_not_exist_holds_up_no_purge_for_good(attacked: Atta
     client.set("rk1:{r:evil}:lease", fields[b"nonce"])
     client.persist("rk1:{r:evil}:lease")
     client.zadd("rk1:replicas", {"evil": 9e15})
-    assert "evil" in a.purge("acme").pending, "for as long as a lease: it may be a damaged one"
+    assert "evil" in a.purge("acme").pending, "only for a lease: the registration could be a damaged one"
 
     def is_named() -> bool:
         a.beat()
@@ -290,7 +300,7 @@ def test_a_replica_that_does_not_exist_holds_up_no_purge_for_good(attacked: Atta
     attacked.fleet.eventually(is_named)
 
 
-def test_a_raise_that_a_replica_tells_of_has_to_be_signed(attacked: Attacked) -> None:
+def test_a_raise_sent_by_a_replica_must_be_signed(attacked: Attacked) -> None:
     a, b = attacked.a.replica, attacked.b.replica
     b._stop_threads()
     a.purge("acme")
@@ -310,10 +320,10 @@ def test_a_raise_that_a_replica_tells_of_has_to_be_signed(attacked: Attacked) ->
     b.apply_purge("acme", raised)
     assert attacked.b.purged == [("acme", 1)]
     attacked.heal()
-    assert a.purge_report("acme").is_complete, "they have told the store again"
+    assert a.purge_report("acme").is_complete, "the replicas wrote the purge to the store again"
 
 
-def test_an_entry_that_nobody_wrote_to_a_log_makes_nobody_busy(attacked: Attacked) -> None:
+def test_a_forged_log_entry_does_not_keep_a_reader_busy(attacked: Attacked) -> None:
     a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
     client.xadd("rk1:{r:b}:ev", {"o": "store"}, id=f"{b.info().epoch + 5}-1")
     a.poll()
@@ -326,7 +336,7 @@ def test_an_entry_that_nobody_wrote_to_a_log_makes_nobody_busy(attacked: Attacke
     a.store.fetch = counted  # type: ignore[method-assign]
     for _ in range(200):
         a.reader.poll()
-    assert num_fetches[0] < 100, "once in 50 ms at most"
+    assert num_fetches[0] < 100, "at most one fetch in 50 ms"
     attacked.heal()
     store(b, ACME, prompt(1024, seed=5))
     b.publish()

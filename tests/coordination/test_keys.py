@@ -1,4 +1,4 @@
-"""Digests: the exact values that the wire version stands for, and that no two uses meet."""
+"""Digests: the exact values of this wire version, and that digests for different uses never collide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key(num_tokens: int, seed: int = 0) -> bytes:
 
 
 def test_values_do_not_change_within_a_wire_version() -> None:
-    """A change here is a change of the wire: old and new replicas would miss each other's prefixes."""
+    """A changed value is a change of the wire version: old and new replicas would miss each other's prefixes."""
     keys = FleetKeys(SECRET)
     ids = np.arange(512, dtype="<u4").tobytes()
     assert keys.canary == "c8bc6ca761f2ad6afe48aba2f752f4ddc0be59c5b5053108b6ff972168a8f1a8"
@@ -38,7 +38,7 @@ def test_values_do_not_change_within_a_wire_version() -> None:
     assert keys.derived("beat") == hmac.digest(SECRET, frame("key", "beat"), "sha256")
 
 
-def test_digests_are_what_the_docstring_says() -> None:
+def test_digests_match_their_documented_formula() -> None:
     keys = FleetKeys(SECRET)
     ids = key(600)
     framed = ACME.framed()
@@ -100,7 +100,7 @@ def test_moving_a_boundary_changes_the_frame(left: str, right: str, both: str) -
 
 
 @pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text that is long enough", None])
-def test_a_secret_that_cannot_be_one_is_refused_unquoted(secret: bytes) -> None:
+def test_an_invalid_secret_is_refused_without_quoting_it(secret: bytes) -> None:
     with pytest.raises(ConfigError) as refusal:
         FleetKeys(secret)
     assert refusal.value.setting == "fleet_secret" and "fifteen" not in str(refusal.value)

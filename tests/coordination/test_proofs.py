@@ -1,4 +1,7 @@
-"""Proofs: each is of one statement, by one fleet, for one purpose; and beats that are too old, or from ahead."""
+"""A proof covers one statement, by one fleet, for one purpose.
+
+Beats that are too old or from the future do not count.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ BEAT = Registration(
 )
 
 
-def test_a_raise_and_its_confirmation_are_of_one_purge() -> None:
+def test_proofs_of_a_raise_and_its_confirmation_fit_one_purge() -> None:
     signed = RAISED._replace(proof=PROOFS.of_raise(TENANT, RAISED))
     assert PROOFS.is_raise(TENANT, signed) and not OTHERS.is_raise(TENANT, signed)
     others = [
@@ -42,13 +45,15 @@ def test_a_raise_and_its_confirmation_are_of_one_purge() -> None:
     assert not PROOFS.is_confirmation(proof, TENANT, signed, "b", "m")
     assert not any(PROOFS.is_confirmation(proof, TENANT, each, "b", "n") for each in others[:2])
     assert not OTHERS.is_confirmation(proof, TENANT, signed, "b", "n")
-    assert not PROOFS.is_confirmation(signed.proof, TENANT, signed, "a", "nonce"), "another purpose"
+    assert not PROOFS.is_confirmation(signed.proof, TENANT, signed, "a", "nonce"), (
+        "a proof for another purpose"
+    )
 
 
-def test_a_beat_covers_all_that_it_states() -> None:
+def test_the_proof_of_a_beat_covers_all_that_it_states() -> None:
     signed = replace(BEAT, proof=PROOFS.of_beat(BEAT))
     assert PROOFS.is_beat(signed) and not OTHERS.is_beat(signed) and not PROOFS.is_farewell(signed)
-    assert PROOFS.is_beat(replace(signed, last_seq=9, replaced_ms=9)), "the store says these"
+    assert PROOFS.is_beat(replace(signed, last_seq=9, replaced_ms=9)), "the store adds these fields"
     for changed in (
         replace(signed, replica_id="b"), replace(signed, epoch=8), replace(signed, nonce="other"),
         replace(signed, address="http://i"), replace(signed, fingerprint="fp:other"), replace(signed, block_size=32),
@@ -77,7 +82,7 @@ def test_an_answer_is_for_one_challenge_of_one_registration_at_one_address() -> 
     ("seconds", "counts"), [(0.0, True), (39.0, True), (41.0, False), (-29.0, True), (-31.0, False)]
 )
 def test_a_beat_counts_for_its_lease_and_the_skew(seconds: float, counts: bool) -> None:
-    """Whatever lease the store says that it has: whoever writes there can set another one."""
+    """The lease that the store names is ignored: any writer to the store can change it."""
     clock, store, keys = ManualClock(50.0), MemoryStore(ManualClock(1000.0)), FleetKeys(SECRET)
     stated = replace(BEAT, epoch=0, canary=keys.canary, stated_ms=1_000_000)
     stated = replace(stated, epoch=store.boot(stated).value)
@@ -91,11 +96,13 @@ def test_a_beat_counts_for_its_lease_and_the_skew(seconds: float, counts: bool) 
     assert [each.registration.writer for each in reader.remotes.values()] == [
         Writer("a", stated.epoch, "nonce")
     ]
-    assert bool(Followed(reader, keys, clock, lambda tenant: 0).members()) is counts, "nor is it ranked"
+    assert bool(Followed(reader, keys, clock, lambda tenant: 0).members()) is counts, (
+        "such a replica is not ranked either"
+    )
 
 
-def test_a_registration_that_is_put_back_lives_for_one_lease_at_most() -> None:
-    """The same beat extends nothing, be it that its lease is written anew all the time."""
+def test_a_restored_registration_lives_for_at_most_one_lease() -> None:
+    """A repeated beat extends nothing, even if an attacker renews its lease all the time."""
     clock, store, keys = ManualClock(50.0), MemoryStore(ManualClock(1000.0)), FleetKeys(SECRET)
     stated = replace(BEAT, epoch=0, canary=keys.canary, stated_ms=1_000_000)
     stated = replace(stated, epoch=store.boot(stated).value)

@@ -1,4 +1,4 @@
-"""From the journal to the mirror: ranges, overflow, and what may happen while the cache is read."""
+"""From the journal to the mirror: ranges, overflow, and events while the cache is being read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def publisher(max_records: int = 1000, max_bytes: int = 1 << 24, **options: Any)
 
 
 def drained(journal: Publisher, view: Holdings | None = None) -> Holdings:
-    """What a reader of the entries comes to know, be it beside what it knew."""
+    """The state of a reader that applies all entries to ``view``, or to an empty state."""
     view = Holdings() if view is None else view
     while journal.num_queued or journal.is_lost:
         entries, lost = journal.drain()
@@ -41,7 +41,7 @@ def contents(holdings: Holdings) -> dict[bytes, set[bytes]]:
 
 
 def model_of(held: dict[tuple[int, int], set[int]]) -> dict[bytes, set[bytes]]:
-    """From (namespace, prompt) to the ends that are held, as digests."""
+    """The expected digests, from the held segment ends by (namespace, prompt)."""
     expected: dict[bytes, set[bytes]] = {}
     for (namespace, index), ends in held.items():
         digests = list(KEYS.digests(NAMESPACES[namespace], PROMPTS[index]))
@@ -93,8 +93,8 @@ def test_every_end_of_a_range_counts_once() -> None:
     assert [entry.parent for entry in entries] == [b"", digests[0], digests[1]]
 
 
-def test_long_keys_are_digested_later_and_to_the_same_end() -> None:
-    """A long key waits as it is, a short one as the chain of its segments: both come to the digests of their tokens."""
+def test_long_and_short_keys_give_the_same_digests() -> None:
+    """A long key is queued whole, a short key as the chain of its segments. Both give the digests of their tokens."""
     ids = np.random.default_rng(7).integers(0, 9, 20_000).astype(np.uint32).tobytes()
     pieces = ids[:50_000], ids[50_000:]
     digests = list(KEYS.digests(NAMESPACES[0], ids))
@@ -114,8 +114,8 @@ def test_long_keys_are_digested_later_and_to_the_same_end() -> None:
     assert journal.queued_bytes == 0 and journal.num_drained == 4
 
 
-def test_a_drain_takes_some_and_the_next_goes_on() -> None:
-    """So that who waits for the interpreter's lock waits for one of them, not for all."""
+def test_a_drain_takes_a_bounded_part_of_the_queue() -> None:
+    """A thread that needs the interpreter's lock then waits for one drain, not for all entries."""
     journal = publisher(max_bytes=1 << 30)
     prompts = [np.full(16_384, i, np.uint32).tobytes() for i in range(100)]
     for ids in prompts:
@@ -130,7 +130,7 @@ def test_a_drain_takes_some_and_the_next_goes_on() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_records": 3}, {"max_bytes": 4 * 4096}])
-def test_a_full_queue_is_dropped_whole_and_says_so(limits: dict[str, int]) -> None:
+def test_a_full_queue_is_dropped_whole_and_reported(limits: dict[str, int]) -> None:
     journal = publisher(**limits)
     for _ in range(3):
         journal.stored(NAMESPACES[0], PROMPTS[0][:1024], 0, 256)
@@ -144,7 +144,7 @@ def test_a_full_queue_is_dropped_whole_and_says_so(limits: dict[str, int]) -> No
     assert drained(journal).num_digests == 1
 
 
-def test_suspended_it_drops_everything_until_drained() -> None:
+def test_a_suspended_journal_drops_everything_until_drained() -> None:
     journal = publisher()
     journal.suspend()
     journal.stored(NAMESPACES[0], PROMPTS[0], 0, 1500)
@@ -152,8 +152,8 @@ def test_suspended_it_drops_everything_until_drained() -> None:
     assert journal.drain() == ([], True) and journal.drain() == ([], False)
 
 
-def test_rebuilding_while_the_cache_goes_on_ends_right() -> None:
-    """Threads commit, evict and clear while the queue overflows again and again: at rest the mirror is exact."""
+def test_rebuilding_while_the_cache_changes_gives_the_right_mirror() -> None:
+    """Threads commit, evict and clear while the queue overflows repeatedly. Once they stop, the mirror is exact."""
     journal = publisher(max_records=20)
     cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=journal)
     prompts = [np.random.default_rng(seed).integers(0, 9, 1024).astype(np.uint32) for seed in range(8)]
@@ -196,8 +196,11 @@ def test_rebuilding_while_the_cache_goes_on_ends_right() -> None:
     assert contents(journal.mirror) == expected
 
 
-def test_what_stands_behind_a_base_is_not_told() -> None:
-    """Neither as it comes and goes nor when the mirror is filled anew; the account's own prefix is."""
+def test_segments_behind_a_base_are_not_published() -> None:
+    """Neither changes nor a rebuild of the mirror publish such segments.
+
+    The prefix of the base's own account is published.
+    """
     journal = publisher()
     cache = PrefixCache(CacheConfig(num_blocks=200, block_size=16), journal=journal)
     ids = np.arange(1_024)
@@ -216,7 +219,7 @@ def test_what_stands_behind_a_base_is_not_told() -> None:
     assert cache.evict(200) == 32 and not journal.num_queued
 
 
-def test_rebuilding_knows_shared_and_divided_prefixes() -> None:
+def test_rebuilding_handles_shared_and_branching_prefixes() -> None:
     journal = publisher()
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=journal)
     base = list(range(700))
@@ -272,7 +275,7 @@ def test_a_segment_is_in_one_tier() -> None:
     assert holdings.of(name)[c] == "device"
 
 
-def test_too_many_namespaces_are_published_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_namespaces_cause_a_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.coordination.publisher._MAX_NAMESPACES", 3)
     journal = publisher()
     cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=journal)
@@ -289,7 +292,7 @@ def test_too_many_namespaces_are_published_anew(monkeypatch: pytest.MonkeyPatch)
     assert contents(journal.mirror) == expected
 
 
-def test_a_raised_generation_divides_what_is_published() -> None:
+def test_a_raised_generation_starts_new_digests() -> None:
     generations = {"acme": 0, "other": 0}
     journal = publisher(generation_of=generations.__getitem__)
     for namespace in NAMESPACES:
@@ -315,7 +318,7 @@ def test_a_raised_generation_divides_what_is_published() -> None:
     assert contents(drained(journal)).keys() == {KEYS.namespace(NAMESPACES[0], 3)}
 
 
-def test_what_is_known_of_namespaces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_namespaces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.coordination.publisher._MAX_NAMESPACES", 3)
     met: list[str] = []
     journal = publisher(generation_of=lambda tenant: met.append(tenant) or 1)
@@ -330,7 +333,7 @@ def test_what_is_known_of_namespaces_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert 0 < most <= 3 * 600 + 7 * 150, "six tenants, and one namespace at a time"
 
 
-def test_a_tenant_met_first_is_asked_for_its_generation() -> None:
+def test_the_generation_of_a_new_tenant_is_looked_up() -> None:
     journal = Publisher(
         KEYS, max_records=9, max_bytes=1 << 20, wake=lambda: None, generation_of=lambda tenant: len(tenant)
     )

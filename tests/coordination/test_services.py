@@ -1,4 +1,6 @@
-"""The service over a Cluster and under Sentinel: what ``serve --redis`` takes, and the work of the fleet through it."""
+"""The service over a Cluster and under Sentinel: the URLs that ``serve --redis`` accepts, and work of the fleet through
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from radixkv import audit
-from tests.coordination.test_redis import client_of, everything
+from tests.coordination.test_redis_coordinator import client_of, everything
 from tests.redis_server import ClusterServers, SentinelServers
 from tests.service.running import Running, eventually, service_in_thread
 
@@ -30,10 +32,10 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         for each, quota in (
             (found[1], {}),
             (found[0], {"fleet_blocks": 600}),
-        ):  # one is told of it, and all keep it
+        ):  # the quota is set on one replica and reaches both
             each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 100, **quota})
         for each in found:
-            eventually(lambda each=each: len(reachable(each)) == 2, "they know each other")
+            eventually(lambda each=each: len(reachable(each)) == 2, "the replicas know each other")
         yield found[0], found[1]
         for each in found:
             audit.check(each.service.cache)
@@ -59,7 +61,7 @@ def states(outcome: Any) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_work_of_a_fleet(pair: Pair) -> None:
+def test_a_fleet_works_over_cluster_and_sentinel(pair: Pair) -> None:
     a, b = pair
     assert [each.nobody.get("/readyz").json()["coordination"] for each in pair] == ["ok", "ok"]
     warmed = a.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
@@ -72,7 +74,7 @@ def test_the_work_of_a_fleet(pair: Pair) -> None:
         first = b.acme.post("/v1/route", json=routed).json()["candidates"][0]
         return bool(first["replica"] == "a" and first["matched_tokens"]["device"] == 512)
 
-    eventually(is_routed_to_a, "what a has published is in b's view")
+    eventually(is_routed_to_a, "b's view has what a published")
 
     pin = a.acme.post("/v1/pins", json={"token_ids": IDS, "ttl_s": 60, "replicas": "all"}).json()
     assert states(pin) == {"a": "done", "b": "done"}

@@ -1,4 +1,4 @@
-"""Signed requests: each part is covered, old ones and repeated ones are refused."""
+"""Signed requests: the signature covers each part, and old or repeated requests are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def signed(**changes: Any) -> dict[str, str]:
 
 
 class Receiver:
-    """A verifier with clocks of its own."""
+    """A verifier with its own clocks."""
 
     def __init__(self, secret: bytes = SECRET) -> None:
         self.wall, self.clock = ManualClock(NOW_S), ManualClock()
@@ -46,7 +46,7 @@ class Receiver:
         return str(refusal.value)
 
 
-def test_a_signed_request_says_whom_it_acts_for() -> None:
+def test_a_signed_request_names_its_tenant() -> None:
     headers = signed()
     assert Receiver().verify(headers) == "acmé"
     assert Receiver().verify(headers, method="post") == "acmé"
@@ -114,7 +114,7 @@ def test_missing_headers_are_named(header: str) -> None:
     assert header in Receiver().refuses(headers)
 
 
-def test_another_fleets_signature_is_none() -> None:
+def test_another_fleets_signature_is_refused() -> None:
     assert "signature" in Receiver(SECRET[::-1]).refuses(signed())
 
 
@@ -128,7 +128,7 @@ def test_the_time_may_be_off_by_the_skew(skew_s: float, fits: bool) -> None:
         assert "30.0 s" in receiver.refuses(signed())
 
 
-def test_a_request_is_good_once() -> None:
+def test_a_request_is_accepted_once() -> None:
     receiver, headers = Receiver(), signed()
     receiver.verify(headers)
     assert "before" in receiver.refuses(headers)
@@ -144,7 +144,7 @@ def test_a_forged_request_uses_up_no_nonce() -> None:
     receiver.verify(headers)
 
 
-def test_a_wall_clock_that_jumps_ahead_forgets_nothing() -> None:
+def test_a_wall_clock_that_jumps_ahead_forgets_no_nonce() -> None:
     receiver, headers = Receiver(), signed()
     receiver.verify(headers)
     receiver.wall.advance(3600)

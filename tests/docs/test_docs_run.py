@@ -1,21 +1,21 @@
-"""What the documents show runs, as it stands there.
+"""The code and the commands in the documents run as printed.
 
-How a block is run is said by its language:
+The language of a block decides how it is run:
 
-    python          executed, all blocks of a document in order in one namespace. PRELUDES holds the names that the
-                    text around says are the reader's own.
-    console         each line after "$ " runs in bash, in order, in a folder of the document's own that holds
-                    READERS_FILES, against a demo server; http://127.0.0.1:8400 stands for its address.
-    text            shown, but lines that begin with "curl " run
-    json            the shape (names and types) of what the "curl " lines before have answered
-    acl             shown
+    python          executed, all blocks of a document in order in one namespace. PRELUDES defines the names that a
+                    reader has to define.
+    console         each line after "$ " runs in bash, in order, against a demo server. Its working directory belongs
+                    to the document and holds READERS_FILES. http://127.0.0.1:8400 is replaced by the server's address.
+    text            not run, except for lines that begin with "curl "
+    json            compared with the answers of the "curl " lines above: names and types
+    acl             not run
 
-Any other language fails. A block that can't run says so in the line above its fence:
+Any other language fails. The line above the fence says why a block can't run:
 
     <!-- not run: needs a GPU -->
 
-A line of a console block that can't run is matched by NOT_RUN, with the reason. Commands of radixkv and make are
-checked in any case, in blocks and in the text: the subcommand, each option and each target exist.
+A line of a console block that can't run matches a pattern of NOT_RUN, which has the reason. Commands of radixkv and
+make are always checked, in blocks and in the text: the subcommand, each option and each target exist.
 """
 
 from __future__ import annotations
@@ -34,22 +34,15 @@ import click
 import pytest
 
 from radixkv.cli.main import commands
-from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text
+from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text, not_run
 from tests.service.running import Process, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHOWN = {"text", "json", "acl"}
 ADDRESS = "http://127.0.0.1:8400"
-NOT_RUN = {
-    r"make |python fuzz/": "sets up an environment, or takes minutes",
-    r"(RADIXKV_COMPILE=0 )?pip install ": "installs; tests/packaging builds wheels and imports them",
-    r"radixkv serve ": "goes on for ever; the demo server is one, and writes a trace with --record",
-    r"radixkv audit run": "takes minutes; tests/cli runs it at fewer examples",
-    r"radixkv .*--device cuda": "needs a GPU",
-}
 PRELUDES = {
-    "docs/security.md": """
+    "docs/guides/security.md": """
 from audit_your_engine import Adapter as MyAdapter
 from radixkv import CacheConfig, Namespace, PrefixCache
 alert, model, ids = print, "llama-3-8b@4c2f", list(range(100))
@@ -81,17 +74,17 @@ trap 'echo "failed: $BASH_COMMAND" >&2' ERR
 
 
 def run_python(document: str) -> None:
-    """Execute the python blocks of a document."""
+    """Execute the Python blocks of a document."""
     namespace: dict[str, Any] = {"__name__": document}
     exec(compile(PRELUDES.get(document, ""), f"the prelude of {document}", "exec"), namespace)
     for block in blocks_of(document):
         if block.language == "python" and block.not_run is None:
-            code = "\n" * (block.line - 1) + block.text  # so that a traceback has the document's lines
+            code = "\n" * (block.line - 1) + block.text  # a traceback has the document's line numbers
             exec(compile(code, document, "exec"), namespace)
 
 
 def problem(block: Block) -> str | None:
-    """Why a block is none of those that this file knows how to run."""
+    """Return why this module can't run a block, or None."""
     if block.not_run is not None or block.language in ("python", "console"):
         return (
             None if block.language != "console" or block.commands() else f"{block}: no line begins with '$ '"
@@ -104,8 +97,8 @@ def problem(block: Block) -> str | None:
     return f"{block}: commands belong in a console block: {hidden}" if hidden else None
 
 
-def wrong(line: str) -> str | None:
-    """What a command of radixkv or make names that doesn't exist."""
+def unknown_name(line: str) -> str | None:
+    """Return the unknown name in a command of radixkv or make, or None."""
     words = shlex.split(line.replace("…", " "), comments=True)
     words = words[next((at for at, word in enumerate(words) if "=" not in word), 0) :]
     if words and words[0] == "make":
@@ -125,7 +118,7 @@ def wrong(line: str) -> str | None:
 
 
 def shape(value: Any) -> Any:
-    """Names and types of a JSON value."""
+    """Return the names and types of a JSON value."""
     if isinstance(value, dict):
         return {name: shape(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -137,7 +130,7 @@ def shape(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's commands run, and the demo records its trace."""
+    """The directory where the README's commands run and the demo records its trace."""
     return tmp_path_factory.mktemp("reader")
 
 
@@ -148,7 +141,7 @@ def demo(folder: Path) -> Iterator[Process]:
 
 
 class Reader:
-    """Somebody who pastes the commands of a document into a shell."""
+    """Runs the commands of a document in a shell, as a reader does."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
@@ -163,7 +156,7 @@ class Reader:
         self.exported.touch()
 
     def run(self, block: Block, lines: list[str]) -> str:
-        """What the lines print. Variables that they export are there for the next ones."""
+        """Return the output of the lines. Later calls see the variables that they export."""
         script = "\n".join([FAILED, f". {self.exported}", *lines, f"export -p >{self.exported}"])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
         environment["PATH"] = f"{self.folder / 'bin'}:{environment['PATH']}"
@@ -180,35 +173,38 @@ class Reader:
 
 
 def run_console(document: str, reader: Reader) -> None:
-    """Run the console blocks and the curl lines of a document; compare the json blocks with what those answered."""
+    """Run the console blocks and the curl lines of a document. Compare the json blocks with the answers."""
     answers: list[str] = []
     for block in blocks_of(document):
         if block.not_run is not None:
             continue
         if block.language == "console":
-            lines = [line for line in block.commands() if not any(re.match(each, line) for each in NOT_RUN)]
+            lines = [line for line in block.commands() if not_run(line) is None]
             reader.run(block, lines)
         elif block.language == "text":
-            curls = [line for line in block.text.splitlines() if line.startswith("curl ")]
+            joined = block.text.replace("\\\n", " ")
+            curls = [line for line in joined.splitlines() if line.startswith("curl ")]
             answers += reader.run(block, curls).splitlines() if curls else []
         elif block.language == "json":
             for line in block.text.splitlines():
-                assert answers, f"{block}: nothing has answered this"
+                assert answers, f"{block}: no answer is left for this block"
                 assert shape(json.loads(line)) == shape(json.loads(answers.pop(0))), f"{block}: {line}"
-    assert not answers, f"{document}: answers that it doesn't show: {answers}"
+    assert not answers, f"{document}: answers without a json block: {answers}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_block_can_be_run_or_says_why_not(document: str) -> None:
+def test_every_block_can_run_or_has_a_reason_not_to(document: str) -> None:
     assert [found for block in blocks_of(document) if (found := problem(block))] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_name_what_exists(document: str) -> None:
+def test_commands_and_options_exist(document: str) -> None:
     lines = [
         line for block in blocks_of(document) if block.language == "console" for line in block.commands()
     ]
-    assert {line: found for line in [*lines, *commands_in_text(document)] if (found := wrong(line))} == {}
+    assert {
+        line: found for line in [*lines, *commands_in_text(document)] if (found := unknown_name(line))
+    } == {}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -222,7 +218,7 @@ def test_commands_run(document: str, demo: Process, folder: Path, tmp_path: Path
     run_console(document, Reader(folder if document == "README.md" else tmp_path, demo.url))
 
 
-# --- what the tests above would find
+# --- the tests above find errors
 
 
 @pytest.mark.parametrize(
@@ -236,7 +232,7 @@ def test_commands_run(document: str, demo: Process, folder: Path, tmp_path: Path
         ("<!-- not run: -->\n```ruby\nputs 1\n```\n", "unknown"),
     ],
 )
-def test_a_block_that_nothing_runs_is_found(text: str, found: str | None) -> None:
+def test_a_block_that_cannot_run_is_found(text: str, found: str | None) -> None:
     (block,) = blocks_in("some.md", text)
     assert found is None if problem(block) is None else found is not None and found in str(problem(block))
 
@@ -252,7 +248,7 @@ def test_a_block_that_nothing_runs_is_found(text: str, found: str | None) -> Non
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, found: str | None) -> None:
-    assert wrong(line) is None if found is None else found in str(wrong(line))
+    assert unknown_name(line) is None if found is None else found in str(unknown_name(line))
 
 
 def test_a_command_that_fails_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small random models, and what stock transformers answers for them."""
+"""Small random models, and the answers of stock transformers for them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ARCHITECTURES = ("llama", "qwen2", "mistral", "gpt_neox", "gpt2", "opt", "falcon
 
 @cache
 def model_of(architecture: str = "llama", device: str = "cpu") -> PreTrainedModel:
-    """A tiny model with random weights, the same each time and on every device. Don't change it."""
+    """Return a tiny model with random weights, the same each time and on every device. Don't change it."""
     if device != "cpu":
         there: PreTrainedModel = deepcopy(model_of(architecture)).to(device)
         return there
@@ -111,7 +111,10 @@ def engine_over(
     kind: type[PrefixCache] = PrefixCache,
     lends_beams: bool | None = None,
 ) -> Iterator[HFEngine]:
-    """An engine over a cache of its own; afterwards nothing is open, and the audit finds nothing."""
+    """Yield an engine with a cache of its own.
+
+    Afterwards check that no sequence is open and that the audit is clean.
+    """
     config = CacheConfig(num_blocks, block_size, layout_of(model), str(model.device))
     cache = kind(config)
     yield HFEngine(model, cache, chunk_tokens=chunk_tokens, lends_beams=lends_beams)
@@ -129,7 +132,7 @@ def stock(
     seed: int | None = None,
     **settings: Any,
 ) -> Prompts:
-    """New tokens of each output row by ``model.generate`` with its own cache, up to the end-of-sequence token."""
+    """Return each output row's new tokens by ``model.generate`` with its own cache, up to the end-of-sequence token."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor(
@@ -153,6 +156,6 @@ def stock(
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
-    """Random ids without special ones."""
+    """Return random ids without special ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (num_tokens,), generator=generator).tolist()

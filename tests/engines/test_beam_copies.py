@@ -1,4 +1,4 @@
-"""Beam search costs what copy-on-write says: the copies by the formula, and less than half of the blocks."""
+"""Beam search copies as many blocks as copy-on-write needs, and holds less than half of the unshared ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines.support import engine_over, model_of, prompt_of, stock
 
 
 class RecordingCache(PrefixCache):
-    """Notes who continued whom at each beam step."""
+    """Records the parents of each beam step."""
 
     def reorder(self, sequences: SequenceABC[Sequence], parents: Iterable[int]) -> list[Sequence]:
         chosen = list(parents)
@@ -25,9 +25,9 @@ class RecordingCache(PrefixCache):
 
 
 def copies_by_formula(steps: list[list[int]], num_prompt_tokens: list[int], block_size: int) -> int:
-    """Σ over shared partial tails written in a step of (writers − 1): in a beam search every owner writes.
+    """Return Σ (writers − 1) over the shared partial tails written in a step. In a beam search every owner writes.
 
-    ``steps[i][row]`` is the row that ``row`` continues. After the last step nothing is written any more.
+    ``steps[i][row]`` is the row that ``row`` continues. Nothing is written after the last step.
     """
     rows_each = len(steps[0]) // len(num_prompt_tokens)
     tails: list[object] = [prompt for prompt in range(len(num_prompt_tokens)) for _ in range(rows_each)]
@@ -38,12 +38,12 @@ def copies_by_formula(steps: list[list[int]], num_prompt_tokens: list[int], bloc
             position = num_prompt_tokens[tails.index(tail) // rows_each] + number
             if position % block_size:
                 copies += writers - 1
-        tails = [object() for _ in tails]  # each writes into a block of its own now
+        tails = [object() for _ in tails]  # each row now writes into a block of its own
     return copies
 
 
 def test_the_formula_by_hand() -> None:
-    """Prompt of 5 in blocks of 4: 3 copies; all go on from row 0: 3; two pairs: 2; a new block: none."""
+    """A prompt of 5 in blocks of 4. 3 copies; all continue row 0: 3 copies; two pairs: 2; a new block: none."""
     steps = [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 2, 2], [0, 0, 0, 0], [0, 1, 2, 3]]
     assert copies_by_formula(steps, [5], 4) == 3 + 3 + 2
 
@@ -108,7 +108,7 @@ def test_returned_sequences_copy_the_tail_once_each(num_prompt_tokens: int) -> N
 
 
 def compute(engine: HFEngine, sequence: Sequence) -> None:
-    """Compute and commit what isn't committed of one sequence."""
+    """Compute and commit the uncommitted tokens of one sequence."""
     paged = engine._paged([sequence], [sequence.num_committed_tokens])
     with paged.attached(engine.model):
         for _ in engine._compute(paged, sequence.token_ids):
@@ -116,7 +116,7 @@ def compute(engine: HFEngine, sequence: Sequence) -> None:
 
 
 def test_a_fork_that_does_not_write_keeps_its_bytes() -> None:
-    """An owner that stays idle makes every writer copy, and reads its old bytes afterwards."""
+    """An idle owner forces every writer to copy, and reads its old bytes afterwards."""
     model, prompt = model_of(), prompt_of(21)
     with engine_over(model, block_size=4) as engine:
         cache, ns = engine.cache, engine.namespace("acme")

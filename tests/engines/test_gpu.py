@@ -1,4 +1,4 @@
-"""The engine on a GPU, in fp32: stock transformers' tokens there, beams made by the device, and what is left behind."""
+"""The engine on a GPU, in fp32: the same tokens as stock transformers, and beam steps on the device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Beam search whose steps the device makes: stock transformers' tokens, the host's copies, and no word to the host.
+"""Beam search with steps on the device: the tokens of stock transformers, and the copies of the host's own search.
 
-On a CPU, where the engine does so only if it is told to; what it does on a GPU is the same code over the same tensors.
+These tests run on a CPU, where the engine lends beams only with ``lends_beams=True``. On a GPU the same code works on
+the same kind of tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BEAMS = {name: settings for name, settings in MODES.items() if "num_beams" in se
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[LentBeams]:
-    """Whose step was made, one after the other."""
+    """The lending of each step, in order."""
     made: list[LentBeams] = []
     original = LentBeams.step
 
@@ -54,10 +55,10 @@ def test_batch_cold_and_warm(architecture: str, mode: str, steps: list[LentBeams
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("num_prompts", [1, 2])
-def test_the_host_would_have_made_the_same(
+def test_the_result_equals_that_of_the_host(
     block_size: int, num_prompts: int, steps: list[LentBeams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, copies, what is resident and found in the next turn; and every step was the device's."""
+    """The same tokens, copies, resident blocks and hits of the next turn. Every step was made by the device."""
     model, prompts, new = model_of(), [prompt_of(33), prompt_of(18, 1)][:num_prompts], 40
     seen: list[Any] = []
     for lends in (False, True):
@@ -75,15 +76,15 @@ def test_the_host_would_have_made_the_same(
     assert len(steps) == new - 1  # the newest tokens are never computed
 
 
-def test_nothing_is_read_from_the_device_but_now_and_then(
+def test_the_host_reads_from_the_device_rarely(
     monkeypatch: pytest.MonkeyPatch, steps: list[LentBeams]
 ) -> None:
-    """Of 40 steps three look for blocks: the parents and tokens of the others stay where they are."""
-    looks: list[None] = []
+    """Of 40 steps, three read the state to get more blocks. The parents and tokens of the others stay on the device."""
+    reads: list[None] = []
     original = LentBeams.state
 
     def state(self: LentBeams) -> Any:
-        looks.append(None)
+        reads.append(None)
         return original(self)
 
     monkeypatch.setattr(LentBeams, "state", state)
@@ -94,12 +95,15 @@ def test_nothing_is_read_from_the_device_but_now_and_then(
     with engine_over(model_of(), lends_beams=True, num_blocks=1024) as engine:
         monkeypatch.setattr(PagedCache, "_append", lambda self, ids: None)
         engine.generate(engine.namespace("acme"), prompt_of(12), 40, eos_token_id=-1, num_beams=4)
-    assert len(steps) == 39 and len(looks) == 3 and len(permuted) == 1
+    assert len(steps) == 39 and len(reads) == 3 and len(permuted) == 1
 
 
 @pytest.mark.parametrize("num_blocks", range(8, 30, 2))
 def test_small_pools(num_blocks: int, steps: list[LentBeams]) -> None:
-    """Where there is no room for steps ahead the host goes on with what is left: it ends where the host alone would."""
+    """Without blocks for steps ahead, the host continues with the rest.
+
+    The search ends where the host alone would end.
+    """
     model, prompt, results = model_of(), prompt_of(20), []
     for lends in (False, True):
         with engine_over(model, num_blocks=num_blocks, lends_beams=lends) as engine:
@@ -114,8 +118,8 @@ def test_small_pools(num_blocks: int, steps: list[LentBeams]) -> None:
     assert results[0] in ([], stock(model, [prompt], 24, eos=None, num_beams=3))
 
 
-def test_some_small_pools_suffice_and_some_do_not() -> None:
-    """The test above has both."""
+def test_the_small_pools_include_both_outcomes() -> None:
+    """The test above covers both cases."""
     suffices = []
     for num_blocks in (8, 28):
         with engine_over(model_of(), num_blocks=num_blocks, lends_beams=True) as engine:
@@ -128,7 +132,7 @@ def test_some_small_pools_suffice_and_some_do_not() -> None:
 
 
 def test_one_new_token_and_a_stop(steps: list[LentBeams]) -> None:
-    """The search ends before a first step, or in the middle of one."""
+    """The search ends before its first step, or in the middle of one."""
     prompts = [prompt_of(12), prompt_of(7, 1)]
     with engine_over(model_of(), lends_beams=True) as engine:
         ns = engine.namespace("acme")
@@ -159,8 +163,8 @@ def test_an_error_in_the_middle_releases_all(steps: list[LentBeams]) -> None:
     assert steps[0].is_over
 
 
-def test_a_step_that_was_not_made_is_no_silent_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device refuses an id that is none: an error in the end, and nothing stays open."""
+def test_a_refused_step_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device refuses an invalid id. An error is raised in the end, and no sequence stays open."""
     step = LentBeams.step
     monkeypatch.setattr(LentBeams, "step", lambda self, parents, ids: step(self, parents, ids - 1000))
     with (
@@ -170,15 +174,15 @@ def test_a_step_that_was_not_made_is_no_silent_nonsense(monkeypatch: pytest.Monk
         engine.generate(engine.namespace("acme"), prompt_of(13), 3, eos_token_id=-1, num_beams=3)
 
 
-def test_only_beams_of_a_gpu_are_lent_if_nothing_is_said(steps: list[LentBeams]) -> None:
+def test_by_default_only_beams_on_a_gpu_are_lent(steps: list[LentBeams]) -> None:
     for lends, settings in ((None, {"num_beams": 3}), (True, {"do_sample": True, "num_return_sequences": 3})):
         with engine_over(model_of(), lends_beams=lends) as engine:
             engine.generate(engine.namespace("acme"), prompt_of(12), 5, **settings)
     assert steps == []
 
 
-def test_a_cache_of_ones_own(steps: list[LentBeams]) -> None:
-    """A subclass that counts: the engine asks for a lending once a search."""
+def test_a_subclass_of_the_cache(steps: list[LentBeams]) -> None:
+    """A subclass of the cache counts the calls: the engine lends once a search."""
 
     class Counting(PrefixCache):
         def lend(self, *arguments: Any, **named: Any) -> LentBeams:

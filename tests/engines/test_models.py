@@ -1,4 +1,4 @@
-"""The demo model, local directories, layouts, fingerprints."""
+"""The demo model, local directories, layouts and fingerprints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_demo_weights_are_the_same_everywhere() -> None:
 
 
 @pytest.mark.slow
-def test_demo_model_is_what_it_says() -> None:
+def test_demo_model_has_its_documented_layout() -> None:
     before = torch.random.get_rng_state()
     model = demo_model()
     assert torch.random.get_rng_state().equal(before)
@@ -125,7 +125,7 @@ def test_fields_of_the_fingerprint_are_framed() -> None:
     assert fingerprint(model_of(), "abc1", 6) != fingerprint(model_of(), "abc", 16)
 
 
-def test_where_a_model_came_from_does_not_matter(tmp_path: Path) -> None:
+def test_a_loaded_model_has_the_same_fingerprint(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path / "a")
     loaded = load_model(str(tmp_path / "a"))
     assert fingerprint(loaded, "abc", 16) == fingerprint(model_of(), "abc", 16)
@@ -175,13 +175,13 @@ def test_models_that_cannot_be_served_are_refused(kind: str) -> None:
         layout_of(build().eval())
 
 
-def test_layouts_are_measured() -> None:
+def test_layout_of_other_architectures() -> None:
     assert layout_of(model_of("gpt2")) == KVLayout(2, 4, 8, "float32")
     assert layout_of(model_of("falcon")) == KVLayout(2, 1, 8, "float32")
     assert layout_of(copy.deepcopy(model_of()).to(torch.bfloat16)).dtype == "bfloat16"
 
 
-def test_rescaling_rope_ends_at_the_original_length() -> None:
+def test_a_model_with_rescaled_rope_is_limited_to_the_original_length() -> None:
     factors = [1.0] * 4
     rope = {
         "rope_type": "longrope",
@@ -219,7 +219,9 @@ def test_a_saved_model_is_loaded_and_served(architecture: str, tmp_path: Path) -
 
 
 def test_the_models_own_settings_are_used(tmp_path: Path) -> None:
-    """End-of-sequence ids and processors of its generation config are stock's business; who runs the loop is ours."""
+    """The engine uses the end-of-sequence ids and processors of the model's generation config, but runs the loop
+    itself.
+    """
     model = copy.deepcopy(model_of())
     prompt = prompt_of(12)
     (free_running,) = stock(model, [prompt], 12, eos=None, repetition_penalty=5.0)
@@ -261,11 +263,11 @@ def test_half_precision(tmp_path: Path) -> None:
         assert engine.cache.storage.data.dtype == torch.bfloat16
 
 
-def test_directories_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_unloadable_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"config\.json"):
-        load_model("gpt2")  # the name of a model on the hub is not a directory
+        load_model("gpt2")  # the name of a model on the hub is no directory
     (tmp_path / "config.json").write_text(model_of().config.to_json_string())
     torch.save(model_of().state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safetensors"):
@@ -293,7 +295,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_weights_that_are_absent_are_not_made_up(tmp_path: Path) -> None:
+def test_absent_weights_are_refused(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -302,7 +304,7 @@ def test_weights_that_are_absent_are_not_made_up(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_a_saved_model_that_cannot_be_served(tmp_path: Path) -> None:
+def test_a_saved_model_with_a_sliding_window_is_refused(tmp_path: Path) -> None:
     model = MistralForCausalLM(MistralConfig(**TINY, num_key_value_heads=2, sliding_window=8))
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sliding_attention"):

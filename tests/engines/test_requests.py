@@ -1,4 +1,4 @@
-"""The life of a request through the engine: what it computes, commits and releases, and what it refuses."""
+"""A request through the engine: the blocks that it computes, commits and releases, and the arguments it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, 
 
 
 def resident_kv(engine: HFEngine, ns: Namespace, ids: list[int]) -> torch.Tensor:
-    """KV of the resident prefix of ``ids``: ``[layers, 2, kv_heads, tokens, head_dim]``."""
+    """Return the KV of the resident prefix of ``ids``: ``[layers, 2, kv_heads, tokens, head_dim]``."""
     match = engine.cache.match(ns, ids)
     assert engine.cache.storage is not None
     blocks = engine.cache.storage.data[torch.from_numpy(match.block_ids.astype(np.int64))]
@@ -58,14 +58,14 @@ def test_prefill_makes_the_prefix_resident(block_size: int, chunk_tokens: int) -
         assert again.num_cached_tokens == 44 // block_size * block_size
 
 
-def test_policies_are_told_the_hints() -> None:
-    """Of a prefill and of each prompt of a batch; nothing without."""
-    told: list[Any] = []
+def test_policies_get_the_hints_of_a_request() -> None:
+    """Hints of a prefill and of each prompt of a batch reach the policy. Without hints it gets None."""
+    received: list[Any] = []
 
     class Noting(LRU):
         def opened(self, nodes: Any, num_blocks: int, hints: object) -> object:
-            """Note it."""
-            told.append(hints)
+            """Record the hints."""
+            received.append(hints)
             return hints
 
     chat, agent = (RequestHints(labels={"type": kind}) for kind in ("chat", "agent"))
@@ -75,24 +75,24 @@ def test_policies_are_told_the_hints() -> None:
         engine.prefill(ns, prompt_of(20), hints=chat)
         engine.generate(ns, [prompt_of(20), prompt_of(30)], 2, hints=agent)
         engine.generate(ns, prompt_of(20), 2)
-    assert told == [chat, agent, agent, None]
+    assert received == [chat, agent, agent, None]
 
 
 def test_prefill_commits_chunk_by_chunk() -> None:
     prompt = prompt_of(45)
     with engine_over(model_of(), chunk_tokens=10) as engine:
         ns = engine.namespace("acme")
-        heard: list[tuple[int, int]] = []
+        progress: list[tuple[int, int]] = []
 
         def on_chunk(done: int, total: int) -> None:
-            heard.append((done, total))
+            progress.append((done, total))
             assert engine.cache.match(ns, prompt).num_tokens == done // 4 * 4
 
         engine.prefill(ns, prompt, on_chunk=on_chunk)
-        assert heard == [(10, 45), (20, 45), (30, 45), (40, 45), (45, 45)]
+        assert progress == [(10, 45), (20, 45), (30, 45), (40, 45), (45, 45)]
 
 
-def test_a_prefill_given_up_leaves_what_was_committed() -> None:
+def test_an_aborted_prefill_keeps_the_committed_blocks() -> None:
     prompt = prompt_of(45)
     with engine_over(model_of(), chunk_tokens=10) as engine:
         ns = engine.namespace("acme")
@@ -118,13 +118,13 @@ def test_prefill_computes_only_what_is_not_cached() -> None:
         )
         engine.generate(ns, prompt, 3, eos_token_id=-1)
         handle.remove()
-        assert computed == [24, 1, 1, 1]  # 45 − 20 cached − the last, then a token at a time
+        assert computed == [24, 1, 1, 1]  # 45 − 20 cached − the last, then one token at a time
 
 
-# --- what a request leaves behind
+# --- the cache after a request
 
 
-def test_generated_kv_is_right_and_only_what_was_computed_is_committed() -> None:
+def test_generated_kv_is_right_and_only_computed_tokens_are_committed() -> None:
     prompt = prompt_of(10)
     with engine_over(model_of(), block_size=1) as engine:
         ns = engine.namespace("acme")
@@ -137,7 +137,7 @@ def test_generated_kv_is_right_and_only_what_was_computed_is_committed() -> None
 
 
 def endings(engine: HFEngine, prompts: list[list[int]]) -> list[list[int]]:
-    """Rows that end at different times: an id of the first row's output serves as end-of-sequence."""
+    """Return rows that end at different times: an id of the first row's output serves as end-of-sequence."""
     return stock(engine.model, prompts, 24, eos=None)
 
 
@@ -154,7 +154,7 @@ def test_padding_takes_no_block_and_is_never_resident() -> None:
         def on_step(step: list[list[int]]) -> None:
             steps.append(step)
             audit.check(engine.cache)
-            # Before this step's tokens are fed, a row holds its prompt and what was fed so far.
+            # Before this step's tokens are fed, a row holds its prompt and the tokens fed so far.
             fed = [min(len(steps) - 1, length - 1) for length in lengths]
             held = sum(-(-(len(prompt) + count) // size) for prompt, count in zip(prompts, fed, strict=True))
             stats = engine.cache.stats()
@@ -191,7 +191,7 @@ def test_one_new_token() -> None:
 
 
 @pytest.mark.slow
-def test_the_working_copy_goes_with_the_request() -> None:
+def test_the_working_copy_is_freed_after_the_request() -> None:
     with engine_over(model_of()) as engine:
         ns = engine.namespace("acme")
         gc.collect()
@@ -218,7 +218,7 @@ def test_stop_ends_early_and_releases() -> None:
             return len(asked) == 5
 
         made = engine.generate(ns, prompt, 50, eos_token_id=-1, stop=stop)
-        assert made.token_ids == [stock(engine.model, [prompt], 4, eos=None)[0]]  # asked once in the prefill
+        assert made.token_ids == [stock(engine.model, [prompt], 4, eos=None)[0]]  # called once in the prefill
         assert made.finish_reasons == ["stop"]
         assert asked == [1] * 5
         assert engine.cache.match(ns, prompt + made.token_ids[0]).num_tokens == 12
@@ -301,7 +301,7 @@ INTERLEAVED: tuple[dict[str, Any], ...] = (
 
 
 def test_requests_that_are_interleaved_step_by_step_get_their_own_tokens() -> None:
-    """Each in a thread of the worker's, a tenant each: they take turns after each chunk and each step."""
+    """Each request has a thread and a tenant of its own. They take turns after each chunk and each step."""
     with engine_over(model_of(), num_blocks=200, chunk_tokens=5) as engine:
         namespaces = [engine.namespace(f"t{place}") for place in range(len(INTERLEAVED))]
         prompts = [prompt_of(20 + place, place) for place in range(len(INTERLEAVED))]
@@ -329,7 +329,7 @@ def test_requests_that_are_interleaved_step_by_step_get_their_own_tokens() -> No
         held.set()
         assert [work.future.result(120) for work in works] == alone
         worker.close()
-        assert order[:10] == [0, 1, 2, 3, 4] * 2, "they were interleaved"
+        assert order[:10] == [0, 1, 2, 3, 4] * 2, "the requests were interleaved"
         assert torch.random.get_rng_state().equal(before)
         assert engine.cache.stats().num_sequences == 0
         audit.check(engine.cache)
@@ -347,7 +347,7 @@ def test_a_step_without_room_is_tried_again(mode: dict[str, Any]) -> None:
 
         def on_no_room(error: CapacityError) -> bool:
             asked.append(error)
-            torch.rand(3)  # what others draw meanwhile
+            torch.rand(3)  # other threads draw random numbers meanwhile
             held.release()
             return True
 
@@ -397,7 +397,7 @@ def test_a_prefill_that_does_not_fit() -> None:
         engine.prefill(engine.namespace("acme"), prompt_of(41))
 
 
-def test_others_make_room() -> None:
+def test_resident_blocks_are_evicted_for_a_request() -> None:
     with engine_over(model_of(), num_blocks=12) as engine:
         ns = engine.namespace("acme")
         for seed in range(6):
@@ -422,7 +422,7 @@ def test_a_namespace_cleared_while_it_generates() -> None:
         assert engine.cache.stats().free_blocks == engine.cache.stats().num_blocks
 
 
-# --- what is refused
+# --- refusals
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -432,9 +432,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"ids": [3, VOCAB]},
         TokenError,
-        rf"ids\[1\]={VOCAB}: allowed are ids of the vocabulary, 0 to {VOCAB - 1}",
+        rf"ids\[1\]={VOCAB} is not allowed; allowed: ids of the vocabulary, 0 to {VOCAB - 1}",
     ),
-    ({"ids": [[3], [4, 2**31]]}, TokenError, rf"ids\[1\]\[1\]={2**31}: allowed"),
+    ({"ids": [[3], [4, 2**31]]}, TokenError, rf"ids\[1\]\[1\]={2**31} is not allowed"),
     ({"ids": [3, -1]}, TokenError, r"ids: token id at index 1 is -1"),
     ({"ids": [3, 1.5]}, TokenError, r"ids: token id at index 1 is 1.5"),
     ({"ids": [[3], ["a"]]}, TokenError, r"ids\[1\]: token id at index 0 is 'a'"),
@@ -483,7 +483,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
-def test_refused_before_anything_changes(
+def test_invalid_arguments_are_refused_before_anything_changes(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with engine_over(model_of()) as engine:
@@ -497,7 +497,7 @@ def test_refused_before_anything_changes(
     ("ids", "error"),
     [([], ArgumentError), ([3] * 513, ArgumentError), ([VOCAB], TokenError), ([[3]], TokenError)],
 )
-def test_prefill_refuses(ids: list[Any], error: type[Exception]) -> None:
+def test_prefill_refuses_invalid_ids(ids: list[Any], error: type[Exception]) -> None:
     with engine_over(model_of()) as engine:
         with pytest.raises(error):
             engine.prefill(engine.namespace("acme"), ids)
@@ -516,7 +516,7 @@ def test_ids_in_any_form(form: Any) -> None:
         assert engine.generate(ns, form([prompt, prompt]), 4).token_ids == expected * 2
 
 
-def test_engines_refuse_what_does_not_fit() -> None:
+def test_engines_refuse_a_cache_that_does_not_fit_the_model() -> None:
     model, layout = model_of(), layout_of(model_of())
     with pytest.raises(ConfigError, match="layout"):
         HFEngine(model, PrefixCache(CacheConfig(num_blocks=8)))

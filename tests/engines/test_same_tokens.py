@@ -1,4 +1,4 @@
-"""The engine gives stock transformers' tokens in fp32: cold, warm, in batches, sampled, with beams."""
+"""The engine gives the tokens of stock transformers in fp32: cold, warm, in batches, sampled, with beams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def test_batch_cold_and_warm(architecture: str, mode: str) -> None:
         cold = engine.generate(ns, prompts, 12, **MODES[mode])
         assert cold.token_ids == expected
         assert cold.num_prompt_tokens == [21, 9, 20, 1]
-        assert cold.num_cached_tokens == [0, 0, 12, 0]  # the third row finds what the first has committed
+        assert cold.num_cached_tokens == [
+            0,
+            0,
+            12,
+            0,
+        ]  # the third row finds the blocks that the first has committed
         warm = engine.generate(ns, prompts, 12, **MODES[mode])
         assert warm.token_ids == expected
         assert warm.num_cached_tokens == [20, 8, 16, 0]
@@ -80,7 +85,7 @@ def test_a_prompt_of_whole_blocks() -> None:
 
 
 @pytest.mark.slow
-def test_long_generation_outgrows_the_working_copy() -> None:
+def test_a_long_generation_enlarges_the_working_copy() -> None:
     model = model_of()
     prompt = prompt_of(20)
     with engine_over(model, block_size=16) as engine:
@@ -109,8 +114,8 @@ def test_namespaces_share_nothing() -> None:
             assert made.token_ids == stock(model, [prompt], 5)
 
 
-def test_wrong_kv_would_show() -> None:
-    """The comparison has teeth: a cached block that holds something else changes the tokens."""
+def test_wrong_kv_changes_the_tokens() -> None:
+    """The comparison detects wrong KV: a cached block with other values changes the tokens."""
     model = model_of()
     prompt = prompt_of(30)
     with engine_over(model) as engine:
@@ -120,12 +125,12 @@ def test_wrong_kv_would_show() -> None:
         data = engine.cache.storage.data
         data[block, :, 0] = data[block, :, 0].flip(
             1
-        )  # its tokens' keys in reverse, their values as they were
+        )  # the keys of its tokens in reverse, their values unchanged
         assert engine.generate(ns, prompt, 20).token_ids != stock(model, [prompt], 20)
 
 
-def test_a_skipped_copy_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The beams read what the blocks hold: without copy-on-write's copies they say something else."""
+def test_a_skipped_copy_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beams read the blocks: without the copies of copy-on-write they give other tokens."""
     model = model_of()
     prompt = prompt_of(30)
     with engine_over(model, block_size=16) as engine:
@@ -144,7 +149,7 @@ def _batches() -> st.SearchStrategy[list[tuple[Prompts, int, dict[str, Any]]]]:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=_batches(), block_size=st.sampled_from([1, 2, 3, 4]), chunk_tokens=st.integers(1, 5))
-def test_any_requests_one_after_the_other(
+def test_random_requests_in_sequence(
     requests: list[tuple[Prompts, int, dict[str, Any]]], block_size: int, chunk_tokens: int
 ) -> None:
     model = model_of()

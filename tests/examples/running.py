@@ -1,19 +1,22 @@
-"""Examples, run as a user runs them."""
+"""Runs examples as scripts."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 500
-"""Of most of them the time goes into loading torch, which takes a machine that does much else minutes."""
+"""On a busy machine."""
 
 
 def printed(name: str, *arguments: str) -> str:
-    """What an example printed, which ended well."""
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    """Return what an example printed. Fails unless the example ends with code 0."""
+    command = [str(ROOT / "examples" / name), *arguments]
+    with TemporaryDirectory() as folder:
+        done = forked.run(command, os.environ, Path(folder), TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""The example of a beam step runs small, and both ways end with the same KV."""
+"""The example of a beam step runs at a small size, and both ways end with the same KV."""
 
 from __future__ import annotations
 

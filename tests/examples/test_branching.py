@@ -1,4 +1,4 @@
-"""The example of beams and thoughts runs small, and what it prints is true."""
+"""The example of beams and tree of thought runs at a small size, and its output is true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow
-def test_both_searches_come_to_the_same_and_hold_less() -> None:
+def test_both_searches_find_the_same_with_fewer_blocks() -> None:
     arguments = ["--device", "cpu", "--prompt", "90", "--steps", "20", "--branches", "3", "--rounds", "2"]
     beams, thoughts = printed("branching.py", *arguments).split("tree of thought")
     assert "same tokens as transformers' own cache: True" in beams
@@ -26,5 +26,5 @@ def test_both_searches_come_to_the_same_and_hold_less() -> None:
         )
         assert ours is not None and stock is not None
         assert 0 < float(ours[2]) < float(stock[2])
-    # The first round leaves 109 of its 110 tokens computed: 6 whole blocks of 16.
+    # The first round has computed 109 of its 110 tokens: 6 whole blocks of 16.
     assert "tokens found cached, round by round: 0, 96" in thoughts

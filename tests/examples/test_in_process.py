@@ -1,4 +1,4 @@
-"""The in-process example runs and prints what it claims."""
+"""The in-process example runs and prints the expected lines."""
 
 from __future__ import annotations
 

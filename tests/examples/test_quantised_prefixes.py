@@ -1,4 +1,4 @@
-"""The example of quantised prefixes runs small, and its figures are in the order of their bits."""
+"""The example of quantised prefixes runs at a small size, and its errors are in the order of the bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.slow
 def test_it_runs_and_its_figures_are_in_order() -> None:
-    texts = map(str, sorted((ROOT / "docs").glob("*.md")))
+    texts = map(str, sorted((ROOT / "docs").rglob("*.md")))
     text = printed("quantised_prefixes.py", "--steps", "2", "--prefixes", "3", "--text", *texts)
     rows = dict(re.findall(r"^(fp16|fp8|int8|int4) +([\d.]+ .*)$", text, re.MULTILINE))
     bits, perplexity, change, _, spread, error = (

@@ -1,4 +1,4 @@
-"""The example of two replicas runs on a real Redis and prints what it claims."""
+"""The example of two replicas runs on a real Redis and prints the expected lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example that warms over HTTP runs against a real service and prints what it claims."""
+"""The example that warms over HTTP runs against a real service and prints the expected lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzz drivers start, end in time and find nothing in a short run; committed corpora find nothing either."""
+"""The fuzz drivers start, end in time and find nothing in a short run. The committed corpora find nothing either."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fuzz.faults import Ranked
 from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
 
-# Drivers load torch, Hypothesis and Schemathesis, each in its own process.
+# Each driver is a process of its own that imports torch, Hypothesis and Schemathesis.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
 SEED, FAULTS_S = 296, 5.0
 
 
-def driven(driver: str, *options: str) -> str:
-    """What a driver prints."""
+def output_of(driver: str, *options: str) -> str:
+    """Return a driver's output."""
     command = [sys.executable, str(ROOT / "fuzz" / driver), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,42 +32,45 @@ def driven(driver: str, *options: str) -> str:
 
 
 def test_state_machine_driver() -> None:
-    assert driven("state_machine.py", "--seconds", "1", "--batch", "10").endswith("nothing found")
+    assert output_of("state_machine.py", "--seconds", "1", "--batch", "10").endswith("nothing found")
 
 
 @pytest.mark.parametrize("target", ["tokens", "replies", "answers"])
 def test_coverage_guided_driver(target: str) -> None:
     pytest.importorskip("atheris")
-    said = driven("coverage_guided.py", "--seconds", "1", "--target", target)
-    assert said.startswith(f"{target}: ") and said.endswith("nothing found") and "unknown" not in said
+    output = output_of("coverage_guided.py", "--seconds", "1", "--target", target)
+    assert output.startswith(f"{target}: ") and output.endswith("nothing found") and "unknown" not in output
 
 
 def test_openapi_driver() -> None:
     pytest.importorskip("schemathesis")
-    lines = driven("openapi.py", "--seconds", "5").splitlines()
+    lines = output_of("openapi.py", "--seconds", "5").splitlines()
     found = [line for line in lines if "requests in" in line]
     assert len(found) == 3 and all(line.endswith("nothing found") for line in found), lines
 
 
 def test_faults_driver() -> None:
-    """Replicas killed, stopped and cut off; Redis stopped, restarted, set back: see ``fuzz/fleet/plan.py``."""
+    """Replicas are killed, stopped and cut off.
+
+    Redis is paused and restarted, also with old data. See ``fuzz/fleet/plan.py``.
+    """
     steps = {step.what for step in plan.draw(SEED, "single", FAULTS_S)}
-    assert len(steps) >= 6, "the schedule that the seed stands for says little"
-    lines = driven(
+    assert len(steps) >= 6, "the schedule of the seed has too few kinds of steps"
+    lines = output_of(
         "faults.py", "--rounds", "1", "--length", str(FAULTS_S), "--store", "single", "--seed", str(SEED)
     ).splitlines()
     assert lines[0].startswith(f"seed {SEED}, single: ") and lines[-1] == "1 rounds: nothing found"
 
 
-def test_a_schedule_is_that_of_its_seed() -> None:
+def test_a_schedule_depends_on_its_seed_only() -> None:
     for store in plan.STORES:
         drawn = [plan.draw(seed, store, 20.0) for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
         assert all(0 <= step.at_s < 20 for step in drawn[0])
 
 
-def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
-    def told(replica: str, **facts: Any) -> None:
+def test_histories_show_stale_and_wrong_kv(tmp_path: Path) -> None:
+    def append(replica: str, **facts: Any) -> None:
         with (tmp_path / f"{replica}.1.history").open("a") as file:
             file.write(
                 json.dumps(
@@ -78,34 +81,34 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
                 + "\n"
             )
 
-    told("a", began=5.0, oldest=4.0)
-    told("a", began=9.0, oldest=7.0)
-    told("b", began=5.0, oldest=0.5)
+    append("a", began=5.0, oldest=4.0)
+    append("a", began=9.0, oldest=7.0)
+    append("b", began=5.0, oldest=0.5)
     (tmp_path / "c.2.history").write_text('{"t": 1, "event": "ser')
-    told("a", began=4.0, oldest=0.5, epoch=4)  # another process had taken its id, and confirmed
+    append("a", began=4.0, oldest=0.5, epoch=4)  # another process had taken its id, and confirmed
     purge = history.Purged("serves", 1.0, 3.0, {"a": 5}, float("inf"))
-    assert history.wrongs(tmp_path, [purge]) == ([], 4), "b was cut off, and may not know"
-    told("a", began=4.0, oldest=0.5)
-    told("a", began=2.0, oldest=0.5)
-    told("b", began=4.0, oldest=3.5, wrong=1)
+    assert history.wrongs(tmp_path, [purge]) == ([], 4), "b was cut off, and may not have heard of the purge"
+    append("a", began=4.0, oldest=0.5)
+    append("a", began=2.0, oldest=0.5)
+    append("b", began=4.0, oldest=3.5, wrong=1)
     found, _ = history.wrongs(tmp_path, [purge])
     assert len(found) == 2 and found[0].startswith("purged KV") and found[1].startswith("wrong KV")
-    told("a", began=4.0, oldest=0.5, epoch=4, knew=True)
+    append("a", began=4.0, oldest=0.5, epoch=4, knew=True)
     assert len(history.wrongs(tmp_path, [purge])[0]) == 3, (
-        "it thought that nothing could be purged without it"
+        "the replica believed that no purge could complete without it"
     )
-    told("b", tenant="refuses", began=4.0, oldest=0.5, knew=True)
-    told("b", tenant="refuses", began=9.0, oldest=0.5, knew=True)
+    append("b", tenant="refuses", began=4.0, oldest=0.5, knew=True)
+    append("b", tenant="refuses", began=9.0, oldest=0.5, knew=True)
     forgotten = history.Purged("refuses", 1.0, 3.0, {"a": 5}, 8.0)
-    assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these, and the wrong KV"
+    assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these two, and the wrong KV"
 
 
-def test_a_stall_excuses_who_may_have_been_heard_at_its_end() -> None:
-    """A replica that was ranked 2.5 s after its death, with a lease of 1.5 s."""
+def test_a_stall_excuses_a_late_ranking_of_a_dead_replica() -> None:
+    """A replica was ranked 2.5 s after its death, with a lease of 1.5 s."""
     late = Ranked("a", dead_since=10.0, asked_at=12.5)
     assert late.is_excused_by((9.5, 11.0))
-    assert not late.is_excused_by((9.5, 10.7)), "its lease would have been over by then"
-    assert not late.is_excused_by((10.5, 12.0)), "what it had sent was heard before"
+    assert not late.is_excused_by((9.5, 10.7)), "its lease would have ended by then"
+    assert not late.is_excused_by((10.5, 12.0)), "the router had its messages before"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -117,7 +120,7 @@ def test_the_corpus_finds_nothing(target: str) -> None:
         one(path.read_bytes())
 
 
-def test_a_corpus_is_read_as_it_is_written() -> None:
+def test_material_reads_a_corpus_entry() -> None:
     material = Material(bytes([3, 200]) + (-7).to_bytes(8, "little", signed=True) + bytes([2]) + b"abc")
     assert (material.byte(), material.number(), material.chunk(), material.rest()) == (3, -7, b"ab", b"c")
     assert (material.byte(), material.number(), material.chunk(), material.value()) == (0, 0, b"", None)

@@ -1,9 +1,9 @@
-"""Lives of a cache in which memory runs out: a program of its own, since every thread of the process loses its memory.
+"""Random lives of a cache in which memory runs out. This is a separate program, as the whole process loses its memory.
 
-``_testcapi.set_nomemory`` lets the k-th allocation from now on fail, and those after it for a while. A life is a few
-random calls, then one in which memory runs out, then the audit and further calls.
+``_testcapi.set_nomemory`` makes the k-th allocation from now on fail, and a number of allocations after it. A life is a
+few random calls, then one call in which memory runs out, then the audit and more calls.
 
-    python -m tests.index.lives_without_memory WINDOW LIVES    so many allocations fail; prints the outcomes as JSON
+  python -m tests.index.lives_without_memory WINDOW LIVES    WINDOW allocations fail; prints the outcomes as JSON
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
 
 
 class Life:
-    """One cache, and what is open in it."""
+    """One cache, and the sequences that are open in it."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -44,11 +44,11 @@ class Life:
         config = CacheConfig(48, 2, policy=policy, default_tenant=Tenant("d", max_pinned_blocks=8))
         self.cache = PrefixCache(
             config, clock=ManualClock()
-        )  # without upkeep: a thread can't start without memory
+        )  # without maintenance: a thread cannot start without memory
         self.open: list[Sequence] = []
 
     def step(self) -> None:
-        """Any call."""
+        """Make one random call."""
         calls: list[Callable[[], Any]] = [self._open, self._open, self._lease, self._forget]
         if self.open:
             one = self.rng.choice(self.open)
@@ -89,13 +89,13 @@ class Life:
         self.open = self.cache.reorder(batch, [0] * len(batch)) + self.open[len(batch) :]
 
     def only_open(self) -> None:
-        """Forget what was closed."""
+        """Drop the sequences that are closed."""
         self.open = [sequence for sequence in self.open if sequence.is_open]
 
 
 def _without_memory(life: Life, start: int, window: int) -> bool:
-    """Whether memory ran out in a call."""
-    gc.disable()  # a collection allocates when it wants to
+    """Make one call while memory runs out. Return whether it raised MemoryError."""
+    gc.disable()  # a collection may allocate at any time
     _testcapi.set_nomemory(start, start + window)
     try:
         life.step()
@@ -110,7 +110,7 @@ def _without_memory(life: Life, start: int, window: int) -> bool:
 
 
 def lived(seed: int, window: int) -> str:
-    """What became of a cache: "none" if memory sufficed, "alive" or "dead"."""
+    """The outcome of one life: "none" if memory sufficed, otherwise "alive" or "dead"."""
     life = Life(random.Random(seed))
     for _ in range(life.rng.randrange(5, 25)):
         with contextlib.suppress(LeaseError):
@@ -122,7 +122,7 @@ def lived(seed: int, window: int) -> str:
     try:
         audit.check(life.cache)
     except IntegrityError:
-        assert life.cache.is_broken, "the laws are broken, and calls are done"
+        assert life.cache.is_broken, "a law is broken, but the cache still accepts calls"
         return "dead"
     for _ in range(12):
         life.only_open()
@@ -133,9 +133,9 @@ def lived(seed: int, window: int) -> str:
 
 
 def main(window: int, num_lives: int) -> None:
-    """Print what became of so many caches."""
+    """Run ``num_lives`` lives and print how often each outcome occurred."""
     warnings.simplefilter("ignore", ResourceWarning)  # sequences that a failed call left to their finaliser
-    sys.unraisablehook = lambda _: None  # a finaliser that has no memory either
+    sys.unraisablehook = lambda _: None  # the finaliser may fail for lack of memory too
     print(json.dumps(Counter(lived(seed, window) for seed in range(num_lives))))
 
 

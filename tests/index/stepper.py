@@ -1,20 +1,19 @@
-"""Raising an exception at the k-th step of a call.
+"""Raise an exception at the k-th step of a call.
 
 A step is a line, a call, a return, or the call or return of a C function, in code of ``radixkv`` and
-``radixkv_policies`` that the call runs; with ``opcodes`` each bytecode instruction is one too. ``sys.settrace`` and
-``sys.setprofile`` report them, and whatever those raise comes out of the traced code at that very place. Python
-then switches both off: what handles the exception runs untouched.
+``radixkv_policies`` that the call runs. With ``opcodes``, each bytecode instruction is a step too. ``sys.settrace`` and
+``sys.setprofile`` report the steps. An exception that they raise comes out of the traced code at that place. Python
+then switches both off, so code that handles the exception runs untouched.
 
-Five places are left out, because no code could do anything about them:
+Five places are left out, because no code could handle an exception there:
 
-- The end of ``with lock``, after its body and before the lock is released: CPython delivers real signals at calls,
-  returns from C and backward jumps only, none of which lie between the two.
-- ``try:``, ``pass`` and the end of a block are no steps: they are NOPs and jumps, which can't raise, and CPython 3.11
-  covers them by no handler, not even that of a ``with`` around them.
-- A finaliser: what it raises goes to nobody.
+- The end of ``with lock``, after its body and before the lock is released. CPython delivers real signals only at
+  calls, returns from C and backward jumps. There is none between the two.
+- ``try:``, ``pass`` and the end of a block. They are NOPs and jumps, which cannot raise. CPython 3.11 covers them with
+  no handler, not even with that of a surrounding ``with``.
+- A finaliser: no caller receives what it raises.
 - The return from the lock's own ``__enter__``: no signal is delivered there either.
-- What comes after the lock was released for the last time: the call is done then, and whether its result still
-  reaches a variable is its caller's business.
+- Code after the last release of the lock. The call is done then; the caller stores the result.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NOT_THE_CACHE = f"{_OURS[0]}audit/"
 
 
 class Interrupted(BaseException):
-    """What is raised, and caught by nobody but the test."""
+    """The exception that is raised. Only the test catches it."""
 
 
 @functools.cache
@@ -58,7 +57,7 @@ def _enters_the_lock(frame: FrameType) -> bool:
 
 
 class Stepper:
-    """Runs a call and raises ``Interrupted`` at step ``stop``, counted from 1. ``where``: what step that was."""
+    """Runs a call and raises ``Interrupted`` at step ``stop``, counted from 1. ``where`` describes that step."""
 
     def __init__(self, cache: Any, stop: int, *, opcodes: bool = False) -> None:
         self._lock, self._stop, self._opcodes = cache._lock, stop, opcodes
@@ -66,7 +65,7 @@ class Stepper:
         self.where = ""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """The call's result, if it has fewer steps."""
+        """Run a call. Return its result if it has fewer than ``stop`` steps."""
         outer = sys.gettrace()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
@@ -98,7 +97,7 @@ class Stepper:
         filename, line = frame.f_code.co_filename, frame.f_lineno
         if frame.f_code.co_name == "__del__" or (event in ("return", "opcode") and _enters_the_lock(frame)):
             return
-        if line is None:  # an instruction that stands for no source
+        if line is None:  # an instruction without a source line
             return
         text = _text(filename, line)
         if text in ("try:", "pass") or (_WITH_LOCK.fullmatch(text) and self._lock.locked()):

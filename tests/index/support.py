@@ -1,4 +1,4 @@
-"""What the tests of the core share."""
+"""Helpers of the index's tests."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ NS = Namespace("a", "m")
 
 
 def make_cache(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> PrefixCache:
-    """A cache without storage, of an engine that takes scrubbing upon itself."""
+    """A cache without storage, for an engine that scrubs its own blocks."""
     return PrefixCache(CacheConfig(num_blocks, block_size, **settings), scrub_blocks=scrubbed)
 
 
 def scrubbed(block_ids: NDArray[np.int32]) -> None:
-    """Nothing lies in the blocks."""
+    """Scrub nothing: these blocks hold no bytes."""
     assert len(block_ids)
 
 
 def compute(cache: PrefixCache, ids: Sequence[int], namespace: Namespace = NS) -> int:
-    """One whole request: opened, all committed, released. Returns its cached tokens."""
+    """Open, commit and release one request. Return its number of cached tokens."""
     with cache.open(namespace, ids) as sequence:
         sequence.commit(len(ids))
         return sequence.num_cached_tokens
 
 
 def same(before: Any, cache: PrefixCache) -> bool:
-    """Whether a cache is as it was at the snapshot."""
+    """Whether a cache still equals the snapshot ``before``."""
     return not invariants.differences(before, cache.snapshot())

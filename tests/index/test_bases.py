@@ -1,4 +1,4 @@
-"""Published bases: what readers match, what they can't see, and what ends when a base does."""
+"""Published bases: the prefixes that readers match, the facts that they cannot see, and the end of a base."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def publish(
     readers: Sequence[str] = ("a", "b"),
     namespace: Namespace = OP,
 ) -> None:
-    """Publish, compute, done."""
+    """Publish a base and commit all of it."""
     with cache.publish(base_id, namespace, ids, readers) as sequence:
         sequence.commit(sequence.num_tokens)
     audit.check(cache)
@@ -49,18 +49,21 @@ def published(num_blocks: int = 64, **settings: Any) -> PrefixCache:
 
 
 def matched(cache: PrefixCache, namespace: Namespace, ids: Sequence[int] = IDS) -> int:
-    """Matched tokens; a match is pure."""
+    """The number of matched tokens. Check that the match changes nothing."""
     before = cache.snapshot()
     found = cache.match(namespace, ids).num_tokens
     assert same(before, cache)
     return found
 
 
-# --- what is read, and by whom
+# --- matches with a base, and the tenants that may read it
 
 
-def test_it_is_read_once_all_of_it_is_committed() -> None:
-    """Not before, whatever the chunks; whole blocks only; and it stays when its sequence goes on and ends."""
+def test_a_base_is_readable_once_all_of_it_is_committed() -> None:
+    """A base is readable only once all of it is committed, for any sizes of chunks.
+
+    Only whole blocks count. The base stays when its sequence grows and ends.
+    """
     cache = make_cache(64)
     sequence = cache.publish("base", OP, [*IDS, 16, 17], ["a", "b"])
     assert sequence.num_tokens == 16 and not cache.bases()[0].is_readable
@@ -78,8 +81,11 @@ def test_it_is_read_once_all_of_it_is_committed() -> None:
     audit.check(cache)
 
 
-def test_given_up_it_is_not_published() -> None:
-    """Released, purged or cleared before its commit; the id is free again."""
+def test_an_unfinished_base_is_not_published() -> None:
+    """A publication ends if its sequence is released, purged or cleared before the last commit.
+
+    The id is free again.
+    """
     cache = make_cache(64)
     for give_up in (
         lambda sequence: sequence.release(),
@@ -101,8 +107,10 @@ def test_given_up_it_is_not_published() -> None:
     assert matched(cache, A) == 16
 
 
-def test_who_reads_it() -> None:
-    """Its readers' namespaces of its model and adapter, whatever their salt, known to the cache before or not."""
+def test_only_its_readers_read_a_base() -> None:
+    """Readers read the base in namespaces of its model and adapter, with any salt, whether or not the cache knew them
+    before.
+    """
     cache = published()
     others = [
         Namespace("c", "m"),
@@ -118,8 +126,8 @@ def test_who_reads_it() -> None:
     assert matched(cache, A, [7] * 9) == 0
 
 
-def test_tenants_that_must_be_added() -> None:
-    """A reader that isn't added yet matches nothing; once it is added it reads."""
+def test_a_reader_must_be_added_before_it_reads() -> None:
+    """A reader that is not added yet matches nothing. Once it is added, it reads the base."""
     cache = PrefixCache(CacheConfig(64, 4, default_tenant=None))
     cache.add_tenant(Tenant("op"))
     publish(cache)
@@ -133,8 +141,11 @@ def test_tenants_that_must_be_added() -> None:
     audit.check(cache)
 
 
-def test_a_request_goes_on_behind_it() -> None:
-    """Its table begins with the base's blocks; what it commits is its tenant's own, in this namespace alone."""
+def test_a_request_continues_behind_a_base() -> None:
+    """The request's table starts with the base's blocks.
+
+    The blocks that it commits belong to its tenant, in this namespace alone.
+    """
     cache = published()
     base = cache.match(OP, IDS).block_ids.tolist()
     turn = [*IDS, 50, 51, 52, 53, 54]
@@ -156,8 +167,8 @@ def test_a_request_goes_on_behind_it() -> None:
         assert sequence.num_cached_tokens == 20
 
 
-def test_a_request_that_leaves_it_half_way() -> None:
-    """It shares the blocks up to there, and what it commits stands behind those."""
+def test_a_request_that_diverges_inside_a_base() -> None:
+    """The request shares the blocks up to the divergence. The blocks that it commits are stored behind them."""
     cache = published()
     ids = [*IDS[:9], 70, 71, 72, 73]
     assert matched(cache, A, ids) == 8
@@ -169,8 +180,8 @@ def test_a_request_that_leaves_it_half_way() -> None:
     assert matched(cache, A, ids) == 12 and matched(cache, A) == 16 and matched(cache, B, ids) == 8
 
 
-def test_a_prompt_that_is_the_base() -> None:
-    """A token is left to compute logits; the answer is found by the next turn."""
+def test_a_prompt_equal_to_the_base() -> None:
+    """One token is left to compute logits from. The next turn finds the answer."""
     cache = published()
     with cache.open(A, IDS) as sequence:
         assert sequence.num_cached_tokens == 12
@@ -185,8 +196,8 @@ def test_a_prompt_that_is_the_base() -> None:
     assert matched(cache, A, IDS[:3]) == 0
 
 
-def test_who_had_the_prefix_before_goes_on() -> None:
-    """With its own blocks while they last; what is new goes behind the base. Nothing is moved."""
+def test_a_tenant_that_had_the_prefix_keeps_its_own_blocks() -> None:
+    """A tenant keeps using its own blocks while they last. New blocks go behind the base. Nothing is moved."""
     cache = make_cache(64)
     old = [*IDS, 60, 61, 62, 63]
     compute(cache, old, A)
@@ -204,7 +215,7 @@ def test_who_had_the_prefix_before_goes_on() -> None:
 
 
 def test_bases_that_continue_each_other() -> None:
-    """The longest match wins, the longest base of equals; they share blocks, and end one by one."""
+    """The longest match wins, and among equal matches the longest base. The bases share blocks and end one by one."""
     cache = make_cache(64)
     publish(cache, "short", IDS[:8], ["a"])
     ids = [*IDS, 9, 9, 9, 9]
@@ -221,8 +232,8 @@ def test_bases_that_continue_each_other() -> None:
     audit.check(cache)
 
 
-def test_leases_inserts_and_waiting() -> None:
-    """The rest of the API takes a base for what it is: resident."""
+def test_leases_inserts_and_pending_requests_behind_a_base() -> None:
+    """The rest of the API treats a base as resident blocks."""
     cache = published()
     with cache.lease(cache.match(A, IDS)) as lease:
         assert lease.block_ids.tolist() == cache.match(OP, IDS).block_ids.tolist()
@@ -241,8 +252,8 @@ def test_leases_inserts_and_waiting() -> None:
 
 
 @pytest.mark.pure
-def test_long_prompts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for them, and for a long base, is made in slices, what is matched leased meanwhile."""
+def test_long_prompts_behind_a_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction for long prompts and long bases works in slices, and meanwhile holds a lease on the match."""
     monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
     monkeypatch.setattr(requests, "MAX_BLOCKS_AT_ONCE", 2)
     monkeypatch.setattr(requests, "SLICE_BLOCKS", 2)
@@ -259,8 +270,11 @@ def test_long_prompts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     audit.check(cache)
 
 
-def test_it_is_never_evicted() -> None:
-    """Not by a flood of its readers', of its account's, of an operator's ``evict``; nor is it anybody's quota."""
+def test_a_base_is_never_evicted() -> None:
+    """Neither a flood of its readers, nor one of its account, nor an operator's ``evict`` evicts it.
+
+    It counts against no reader's quota.
+    """
     cache = make_cache(24)
     cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
     publish(cache)
@@ -276,8 +290,8 @@ def test_it_is_never_evicted() -> None:
 # --- what readers see of each other
 
 
-def test_reading_changes_nothing_that_others_see() -> None:
-    """Of the operator's tree, its account's counts and policy, the other reader's everything."""
+def test_reading_a_base_changes_nothing_that_others_see() -> None:
+    """The operator's tree, its account's counts and policy, and everything of the other reader stay equal."""
 
     def seen(cache: PrefixCache) -> Any:
         snapshot = cache.snapshot()
@@ -310,11 +324,14 @@ def test_reading_changes_nothing_that_others_see() -> None:
     assert seen(cache) == before
 
 
-# --- its end
+# --- the end of a base
 
 
-def test_unpublished_while_it_is_read() -> None:
-    """At once for matching; what runs goes on and keeps its blocks until its release; then they are like others."""
+def test_a_base_is_unpublished_while_it_is_read() -> None:
+    """It stops matching at once.
+
+    Running requests continue and keep its blocks until their release. Then the blocks are ordinary ones.
+    """
     cache = published()
     base = cache.match(OP, IDS).block_ids.tolist()
     running = cache.open(A, [*IDS, 1, 1, 1, 1, 1])
@@ -343,8 +360,8 @@ def test_unpublished_while_it_is_read() -> None:
     assert matched(cache, A) == 16
 
 
-def test_pins_of_it_by_two_namespaces() -> None:
-    """Each has a pin of its own; the blocks, which they share, count once against the budget."""
+def test_pins_of_a_base_in_two_namespaces() -> None:
+    """Each namespace has its own pin. The shared blocks count once against the budget."""
     cache = published()
     cache.add_tenant(Tenant("a", max_pinned_blocks=4))
     one, other = A, A._replace(salt="another")
@@ -352,7 +369,7 @@ def test_pins_of_it_by_two_namespaces() -> None:
     assert [pin.namespace for pin in cache.pins("a")] == [one, other] and pins[0].id != pins[1].id
     assert cache.tenant_stats("a").pinned_blocks == 4
     audit.check(cache)
-    assert cache.pin(other, IDS, 90).id == pins[1].id, "renewed"
+    assert cache.pin(other, IDS, 90).id == pins[1].id, "the pin was renewed"
     cache.unpin(pins[0])
     assert [pin.namespace for pin in cache.pins("a")] == [other]
     assert cache.tenant_stats("a").pinned_blocks == 4
@@ -361,8 +378,8 @@ def test_pins_of_it_by_two_namespaces() -> None:
     audit.check(cache)
 
 
-def test_the_list_of_readers() -> None:
-    """Who is struck loses what it has behind the base, others notice nothing, who is added reads."""
+def test_readers_are_removed_and_added() -> None:
+    """A removed reader loses its blocks behind the base. Other readers notice nothing. An added reader can read."""
     cache = published()
     turn = [*IDS, 1, 1, 1, 1]
     compute(cache, [*turn, 1], A)
@@ -389,7 +406,7 @@ def test_the_list_of_readers() -> None:
 
 @pytest.mark.parametrize("forget", ["purge", "clear", "remove"])
 def test_forgetting_a_reader(forget: str) -> None:
-    """What it had behind the base is gone, the base isn't the reader's: it is read on."""
+    """The reader's own blocks behind the base are gone. The base is not the reader's, so it stays readable."""
     cache = published()
     cache.add_tenant(Tenant("a"))
     turn = [*IDS, 1, 1, 1, 1]
@@ -411,7 +428,7 @@ def test_forgetting_a_reader(forget: str) -> None:
 
 @pytest.mark.parametrize("forget", ["purge", "clear", "remove"])
 def test_forgetting_the_account(forget: str) -> None:
-    """Its bases end with it, whatever runs behind them."""
+    """The account's bases end with it, even if requests run behind them."""
     cache = make_cache(64)
     cache.add_tenant(Tenant("op"))
     publish(cache)
@@ -435,11 +452,14 @@ def test_forgetting_the_account(forget: str) -> None:
     assert cache.stats().free_blocks == 64 - len(left)
 
 
-# --- room
+# --- capacity
 
 
-def test_it_is_within_what_is_promised() -> None:
-    """Beside guarantees it is refused with the shortfall named, until there is room; so is a guarantee beside it."""
+def test_a_base_must_fit_beside_guarantees() -> None:
+    """A base that does not fit beside the guarantees is refused, with the number of missing blocks.
+
+    A guarantee that does not fit beside it is refused too.
+    """
     cache = make_cache(16)
     cache.add_tenant(Tenant("a", guaranteed_blocks=14, mode="strict"))
     before = cache.snapshot()
@@ -462,8 +482,8 @@ def test_it_is_within_what_is_promised() -> None:
         cache.publish("more", OP, [5] * 8, ["a"])
 
 
-def test_an_account_with_a_guarantee() -> None:
-    """It can always publish that much, whoever borrows meanwhile."""
+def test_a_guaranteed_account_can_always_publish() -> None:
+    """An account can always publish as many blocks as it is guaranteed, whichever tenant borrows them."""
     cache = make_cache(16)
     cache.add_tenant(Tenant("op", guaranteed_blocks=4, mode="strict"))
     with cache.open(B, range(100, 148)):
@@ -512,7 +532,7 @@ def _sequences(cache: PrefixCache) -> dict[str, tuple[Callable[[], object], type
 
 @pytest.mark.parametrize("name", _sequences(make_cache()))
 def test_a_refusal_changes_nothing(name: str) -> None:
-    """And says what is allowed."""
+    """The error also names the allowed values."""
     cache = published()
     publish(cache, "another", [5] * 4, [], Namespace("other", "m"))
     before, bases = cache.snapshot(), cache.bases()
@@ -523,7 +543,7 @@ def test_a_refusal_changes_nothing(name: str) -> None:
 
 
 def test_a_stale_match_of_a_base() -> None:
-    """Unpublished before it was leased."""
+    """The base was unpublished before the match was leased."""
     cache = published()
     match = cache.match(A, IDS)
     cache.unpublish("base")

@@ -1,4 +1,4 @@
-"""Random lives of bases and of requests behind them, against a slow reference: what is matched, exactly."""
+"""Random lives of bases and of requests behind them. A slow reference gives the exact matches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.index.test_bases import OP, SALTED, A, B
 
 
 class Reference:
-    """What is matched, as plainly as possible: each place a set of prefixes; nothing is evicted.
+    """A plain reference: each place is a set of prefixes, and nothing is evicted.
 
-    A place is a namespace's own, or one behind a base where a request left it. A request goes where most of it is
-    resident, of equals behind the most.
+    A place is a namespace's own tree, or the point behind a base where a request left it. A request uses the place with
+    the longest match. Among equal matches it uses the place that shares the most of a base.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -29,7 +29,7 @@ class Reference:
         self.places: dict[tuple[Namespace, str | None, int], set[tuple[int, ...]]] = {}
 
     def find(self, namespace: Namespace, ids: Sequence[int], stop: int) -> tuple[int, tuple[str | None, int]]:
-        """Matched tokens of ``ids[:stop]``, and where."""
+        """The number of matched tokens of ``ids[:stop]``, and their place."""
         stop -= stop % self.block_size
         found = [(self._reach(namespace, None, 0, ids, stop), 0, None)]
         for base_id, (prefix, readers, adapter) in self.bases.items():
@@ -54,7 +54,7 @@ LETTERS = st.lists(st.integers(0, 1), max_size=9)
 
 
 class BaseMachine(RuleBasedStateMachine):
-    """Requests of two readers and of others, while bases come and go."""
+    """Requests of two readers and of other tenants, while bases come and go."""
 
     @initialize(block_size=st.sampled_from((1, 2)), policy=st.sampled_from(("lru", "lfu", "arc")))
     def make(self, block_size: int, policy: str) -> None:
@@ -66,7 +66,7 @@ class BaseMachine(RuleBasedStateMachine):
         self.gone: set[CacheSequence] = set()
 
     def cache_of(self, config: CacheConfig) -> PrefixCache:
-        """The cache under attack."""
+        """The cache under test."""
         return PrefixCache(config)
 
     @rule(
@@ -119,7 +119,7 @@ class BaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), more=st.integers(0, 3), ends=st.booleans())
     def go_on(self, which: int, more: int, ends: bool) -> None:
-        """It grows by ids that no base has, is computed and committed."""
+        """Extend a request by ids that no base has, compute it and commit it."""
         at = which % len(self.running)
         sequence, who, ids, place, states = self.running[at]
         before = sequence.num_committed_tokens
@@ -151,13 +151,13 @@ class BaseMachine(RuleBasedStateMachine):
         self._forget(lambda place: place[0] == who or (purges and place[0].tenant == who.tenant))
 
     def _forget(self, is_gone: Callable[[tuple[Namespace, str | None, int]], bool]) -> None:
-        """What was opened there is cut off: it stores nothing that anybody finds."""
+        """Requests that were opened in a forgotten place are cut off: their blocks are never found."""
         self.gone |= {each[0] for each in self.running if is_gone((each[1], *each[3]))}
         for place in [place for place in self.reference.places if is_gone(place)]:
             del self.reference.places[place]
 
     def _drop_empty(self) -> None:
-        """A place behind a base at which nothing is, and nobody, is as if it had never been."""
+        """Drop places behind a base that hold no prefix and no request."""
         used = {(each[1], *each[3]) for each in self.running}
         for place, known in list(self.reference.places.items()):
             if not known and place not in used:
@@ -177,7 +177,7 @@ class BaseMachine(RuleBasedStateMachine):
             assert self.engine.holds(sequence.block_table, states[: sequence.num_committed_tokens])
 
     def teardown(self) -> None:
-        """Everything ends: the bases let go of all."""
+        """End everything. The bases must release all blocks."""
         if not hasattr(self, "cache"):
             return
         for base_id in list(self.reference.bases):

@@ -12,8 +12,8 @@ from radixkv.audit.oracle import Engine, chain
 from tests.index.support import NS, compute, make_cache, same
 
 
-def test_a_lease_holds_off_eviction() -> None:
-    """Nothing leased is evicted, nor what lies above it; what lies beyond is."""
+def test_a_lease_prevents_eviction() -> None:
+    """Neither a leased block nor its ancestors are evicted. Blocks beyond the lease are."""
     cache = make_cache(8)
     compute(cache, range(24))
     match = cache.match(NS, range(12))
@@ -29,8 +29,8 @@ def test_a_lease_holds_off_eviction() -> None:
     audit.check(cache)
 
 
-def test_a_lease_of_a_stale_match() -> None:
-    """Evicted, cleared, computed again in other blocks: refused, and nothing changes."""
+def test_a_stale_match_cannot_be_leased() -> None:
+    """A match that was evicted, cleared, or computed again in other blocks is refused. Nothing changes."""
     cache = make_cache(8)
     compute(cache, range(12))
     match = cache.match(NS, range(12))
@@ -39,7 +39,7 @@ def test_a_lease_of_a_stale_match() -> None:
     taken = cache.allocate(1)
     compute(cache, range(12))
     assert cache.match(NS, range(12)).num_tokens == 12
-    _refused(cache, match)  # as long as before, in another block
+    _refused(cache, match)  # as long as before, but in another block
     cache.free(taken)
     match = cache.match(NS, range(12))
     cache.clear(NS)
@@ -55,7 +55,7 @@ def _refused(cache: Any, match: Any) -> None:
 
 
 def test_a_match_that_grew_is_not_stale() -> None:
-    """Splits and longer prompts since the match change nothing about it."""
+    """Splits and longer prompts after the match do not change it."""
     cache = make_cache(32)
     compute(cache, range(12))
     match = cache.match(NS, range(12))
@@ -73,7 +73,7 @@ def test_a_match_that_grew_is_not_stale() -> None:
 
 
 def test_a_lease_on_a_miss() -> None:
-    """Possible, empty, and released once as any other."""
+    """The lease is empty, and can be released once like any other."""
     cache = make_cache()
     lease = cache.lease(cache.match(NS, [1, 2]))
     assert lease.num_tokens == 0 and len(lease.block_ids) == 0
@@ -84,7 +84,7 @@ def test_a_lease_on_a_miss() -> None:
 
 
 def test_a_lease_outlives_a_clear() -> None:
-    """The blocks stay until its release, and match no more."""
+    """The blocks stay until the lease is released, and no longer match."""
     cache = make_cache(8)
     compute(cache, range(12))
     lease = cache.lease(cache.match(NS, range(8)))
@@ -98,7 +98,7 @@ def test_a_lease_outlives_a_clear() -> None:
 
 
 def test_two_leases_on_one_node() -> None:
-    """It is free to go when the last one is released."""
+    """The node can be evicted once the last lease is released."""
     cache = make_cache(8)
     compute(cache, range(8))
     leases = [cache.lease(cache.match(NS, range(8))) for _ in range(2)]
@@ -110,7 +110,7 @@ def test_two_leases_on_one_node() -> None:
 
 
 def test_allocate_and_free() -> None:
-    """Lent blocks are nobody else's; they come back once; eviction makes room for them."""
+    """Lent blocks belong to the engine alone and can be freed once. Eviction frees blocks for them."""
     cache = make_cache(8)
     compute(cache, range(24))
     lent = cache.allocate(5)
@@ -136,8 +136,8 @@ def test_allocate_and_free() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None])
-def test_counts_of_blocks(wrong: Any) -> None:
-    """``evict`` and ``allocate`` take integers from 0."""
+def test_counts_of_blocks_are_validated(wrong: Any) -> None:
+    """``evict`` and ``allocate`` accept integers from 0."""
     cache = make_cache()
     for call in (cache.evict, cache.allocate):
         with pytest.raises(ArgumentError):
@@ -145,7 +145,7 @@ def test_counts_of_blocks(wrong: Any) -> None:
 
 
 def test_insert_into_an_empty_cache() -> None:
-    """What an engine filled matches, bit for bit."""
+    """Blocks that an engine filled match, bit for bit."""
     cache = make_cache()
     engine = Engine(cache)
     blocks = cache.allocate(3)
@@ -159,8 +159,8 @@ def test_insert_into_an_empty_cache() -> None:
     audit.check(cache)
 
 
-def test_insert_what_is_partly_there() -> None:
-    """The resident prefix keeps its blocks, those handed in for it stay lent; the rest becomes the tree's."""
+def test_insert_a_partly_resident_prefix() -> None:
+    """The resident prefix keeps its blocks, and the blocks given for it stay lent. The tree takes the rest."""
     cache = make_cache(32)
     compute(cache, range(10))
     resident = cache.match(NS, range(10)).block_ids.tolist()
@@ -174,8 +174,8 @@ def test_insert_what_is_partly_there() -> None:
     audit.check(cache)
 
 
-def test_insert_splits() -> None:
-    """A prefix that ends inside a node, leased or not."""
+def test_insert_splits_a_node() -> None:
+    """The inserted prefix ends inside a node, which may be leased."""
     cache = make_cache(32)
     compute(cache, range(16))
     with cache.open(NS, range(17)):
@@ -187,8 +187,11 @@ def test_insert_splits() -> None:
     audit.check(cache)
 
 
-def test_insert_refuses() -> None:
-    """Blocks that somebody owns, twice the same, too few, too many, no ids: nothing changes, no namespace appears."""
+def test_insert_refuses_invalid_blocks() -> None:
+    """Owned blocks, one block twice, too few or too many blocks, and missing ids are refused.
+
+    Nothing changes and no namespace appears.
+    """
     cache = make_cache(16)
     compute(cache, range(8))
     running = cache.open(NS, range(100, 109))
@@ -218,8 +221,8 @@ def test_insert_refuses() -> None:
     audit.check(cache)
 
 
-def test_what_was_inserted_is_evicted_like_the_rest() -> None:
-    """Child before parent, exactly as many as asked for."""
+def test_inserted_blocks_are_evicted_like_others() -> None:
+    """Children go before parents, and exactly as many blocks as requested."""
     cache = make_cache(16, 2)
     for at in range(4):
         blocks = cache.allocate(4)
@@ -231,8 +234,8 @@ def test_what_was_inserted_is_evicted_like_the_rest() -> None:
         audit.check(cache)
 
 
-def test_evict_exactly() -> None:
-    """Exactly what is asked for, from the tail of a leaf, until only leased blocks are left."""
+def test_evict_frees_exactly_what_is_requested() -> None:
+    """Eviction frees exactly the requested number, from the tails of leaves, until only leased blocks remain."""
     cache = make_cache(32)
     compute(cache, range(40))
     with cache.open(NS, [*range(8), 9, 9, 9]) as sequence:
@@ -248,7 +251,10 @@ def test_evict_exactly() -> None:
 
 
 def test_insert_of_free_blocks() -> None:
-    """An engine that owns the memory may fill blocks that nobody was lent; no other's become resident."""
+    """An engine that owns the memory may insert free blocks that were not lent to it.
+
+    Other blocks cannot become resident this way.
+    """
     cache = make_cache(6)
     compute(cache, range(4))
     free = cache.snapshot().free_ids[:2]

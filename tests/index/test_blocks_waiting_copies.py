@@ -1,4 +1,4 @@
-"""Copies that wait for ``flush``: the copies of one plan go in one launch, so they must not depend on each other."""
+"""Copies that wait for ``flush``. All copies of one plan run in one launch, so they must not depend on each other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NS = Namespace("a", "m")
 
 
 def _execute_at_once(rows: np.ndarray, plan: StepPlan) -> None:
-    """One launch: every copy reads what was there before any of them wrote."""
+    """Execute one launch: each copy reads the rows as they were before all writes."""
     old = rows.copy()
     for source, target, num_rows in plan:
         rows[target, :num_rows] = old[source, :num_rows]
 
 
 def _flush_in_one_launch(cache: PrefixCache, rows: np.ndarray) -> None:
-    """The copies that wait are independent of each other, and made."""
+    """Check that the waiting copies are independent of each other, and execute them."""
     plan = cache.flush()
     targets = plan.targets.tolist()
     assert len(set(targets)) == len(targets) and not set(targets) & set(plan.sources.tolist()), plan
@@ -42,7 +42,7 @@ def _flush_in_one_launch(cache: PrefixCache, rows: np.ndarray) -> None:
 
 
 def test_a_copy_of_a_copy_that_waits() -> None:
-    """Fork, write, fork again, write: the second copy must not read what the first has yet to write."""
+    """Fork, write, fork again, write. The second copy must not read a row that the first has yet to write."""
     cache = PrefixCache(CacheConfig(num_blocks=10, block_size=4))
     rows = np.zeros((10, 4), dtype=np.int64)
     parent = cache.open(NS, [1, 2, 3, 4, 5])
@@ -57,7 +57,10 @@ def test_a_copy_of_a_copy_that_waits() -> None:
 
 
 def test_a_source_that_is_freed_while_its_copy_waits() -> None:
-    """A block whose copy waits is freed and becomes the target of another copy of the same plan."""
+    """A block is freed while it is the source of a waiting copy.
+
+    It must not become the target of another copy in that plan.
+    """
     cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
     rows = np.zeros((4, 2), dtype=np.int64)
     second, first = cache.open(NS, [2]), cache.open(NS, [1])
@@ -73,7 +76,7 @@ def test_a_source_that_is_freed_while_its_copy_waits() -> None:
 
 
 def test_a_target_that_is_freed_while_its_copy_waits() -> None:
-    """A block that a waiting copy was for is freed and becomes the target of another one."""
+    """A block is freed while it is the target of a waiting copy, and becomes the target of another one."""
     cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
     rows = np.zeros((4, 2), dtype=np.int64)
     first, second = cache.open(NS, [1]), cache.open(NS, [2])
@@ -88,8 +91,11 @@ def test_a_target_that_is_freed_while_its_copy_waits() -> None:
     audit.check(cache)
 
 
-def test_a_source_of_a_cleared_tree_that_goes_with_its_copy() -> None:
-    """The write that copies the block is also what ends its last lease: it isn't handed out before the copy is done."""
+def test_a_source_in_a_cleared_tree_is_held_until_its_copy() -> None:
+    """One write both adds the copy and ends the block's last lease.
+
+    The block must not be reused before the copy is done.
+    """
     cache = PrefixCache(CacheConfig(num_blocks=4, block_size=4))
     rows = np.zeros((4, 4), dtype=np.int64)
     first, other = cache.open(NS, range(4)), cache.open(Namespace("b", "m"), [7])
@@ -111,8 +117,8 @@ def test_a_source_of_a_cleared_tree_that_goes_with_its_copy() -> None:
 
 
 @pytest.mark.parametrize("block_size", [2, 4])
-def test_with_storage_nothing_waits(block_size: int) -> None:
-    """With storage a plan is executed when it is made."""
+def test_no_copy_waits_with_storage(block_size: int) -> None:
+    """With storage, a plan is executed as soon as it is made."""
     from radixkv import KVLayout
 
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
@@ -127,8 +133,11 @@ def test_with_storage_nothing_waits(block_size: int) -> None:
     audit.check(cache)
 
 
-def test_copies_that_fail_cost_the_sequences_that_needed_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tails hold no KV, so nobody can go on with them; the others and the pool are as they should be."""
+def test_failed_copies_close_the_sequences_that_needed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tails of the affected sequences hold no KV, so these sequences are closed.
+
+    The others and the pool are intact.
+    """
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
     cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4, layout=layout))
     parent = cache.open(NS, [1, 2])
@@ -155,7 +164,10 @@ def test_copies_that_fail_cost_the_sequences_that_needed_them(monkeypatch: pytes
 
 
 def test_a_source_that_was_committed_and_evicted_while_its_copy_waits() -> None:
-    """Its last row exists though the copy needs fewer: a commit makes it the tree's, and others want its room."""
+    """The copy needs fewer rows than the block has.
+
+    A commit gives the whole block to the tree, where it could be evicted.
+    """
     rows = np.zeros((4, 4), dtype=np.int64)
 
     def zero(block_ids: np.ndarray) -> None:
@@ -184,8 +196,8 @@ def test_a_source_that_was_committed_and_evicted_while_its_copy_waits() -> None:
     assert cache.stats().free_blocks == 4
 
 
-def test_a_copy_for_what_is_given_up_is_not_made() -> None:
-    """However often a child writes and goes before the plan is fetched: nothing is held for it, nothing copied."""
+def test_a_copy_for_a_released_sequence_is_not_made() -> None:
+    """A child may write and end many times before the plan is fetched. Its copies hold no block and are not made."""
     cache = PrefixCache(CacheConfig(num_blocks=2, block_size=2))
     parent = cache.open(NS, [1])
     for _ in range(5):
@@ -203,7 +215,7 @@ def test_a_copy_for_what_is_given_up_is_not_made() -> None:
     audit.check(cache)
 
 
-def test_a_source_is_held_for_as_many_copies_as_read_it() -> None:
+def test_a_source_is_held_until_its_last_copy() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
     parent = cache.open(NS, [1])
     one, two = parent.fork(2)
@@ -228,7 +240,7 @@ CALLS: dict[str, Callable[[PrefixCache, Sequence, Sequence], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_needs_a_held_block_asks_for_the_plan_and_changes_nothing(name: str) -> None:
+def test_a_call_that_needs_a_held_block_asks_for_a_flush_and_changes_nothing(name: str) -> None:
     cache = PrefixCache(CacheConfig(num_blocks=3, block_size=2))
     parent = cache.open(NS, [1])
     (child,) = parent.fork(1)
@@ -248,8 +260,11 @@ def test_what_needs_a_held_block_asks_for_the_plan_and_changes_nothing(name: str
     audit.check(cache)
 
 
-def test_what_waits_is_on_nobodys_account() -> None:
-    """A strict tenant at its limit gives up what a copy reads: it has room again, whether a plan is fetched or not."""
+def test_waiting_copies_count_against_no_tenant() -> None:
+    """A strict tenant at its limit releases the source of a waiting copy.
+
+    It can use that block's quota again before the flush too.
+    """
     for fetches in (False, True):
         cache = PrefixCache(CacheConfig(num_blocks=8, block_size=2), scrub_blocks=lambda ids: None)
         cache.add_tenant(Tenant("a", guaranteed_blocks=2, mode="strict"))
@@ -269,7 +284,7 @@ def test_what_waits_is_on_nobodys_account() -> None:
 
 
 def test_a_target_that_was_committed_before_it_was_copied_is_not_handed_out() -> None:
-    """An engine that commits before it fetches its plan breaks its own KV, and nobody else's."""
+    """An engine that commits before it fetches its plan breaks only its own KV."""
     cache = PrefixCache(CacheConfig(num_blocks=2, block_size=2))
     parent = cache.open(NS, [1])
     (child,) = parent.fork(1)

@@ -1,4 +1,4 @@
-"""The journal: what it is told is what is resident, at its grain."""
+"""The journal reports exactly the resident blocks, at its grain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.index.support import NS, compute
 
 
 class Recorder:
-    """Keeps the segments that the calls say are resident: (namespace, ids up to the segment's end)."""
+    """Keeps the segments that are resident by the journal's calls: (namespace, ids up to the segment's end)."""
 
     def __init__(self, grain_tokens: int) -> None:
         self.grain_tokens = grain_tokens
@@ -35,7 +35,7 @@ class Recorder:
             self.held.remove(segment)
 
     def cleared(self, namespace: Namespace) -> None:
-        """Everything of the namespace left."""
+        """All segments of the namespace left."""
         self.calls.append(("cleared", 0, 0))
         self.held = {segment for segment in self.held if segment[0] != namespace}
 
@@ -47,12 +47,12 @@ class Recorder:
         ends = range(
             start // self.grain_tokens * self.grain_tokens + self.grain_tokens, stop + 1, self.grain_tokens
         )
-        assert ends, "a range without a segment's end was reported"
+        assert ends, "a range without the end of a segment was reported"
         return {(namespace, whole[: 4 * end]) for end in ends}
 
 
 def resident_segments(snapshot: Any, grain_tokens: int) -> set[tuple[Namespace, bytes]]:
-    """The same, read from the trees."""
+    """The resident segments, read from the trees."""
     found = set()
     for tree in snapshot.trees:
         keys: list[bytes] = []
@@ -67,17 +67,17 @@ def resident_segments(snapshot: Any, grain_tokens: int) -> set[tuple[Namespace, 
 
 
 class JournalMachine(properties.CacheMachine):
-    """The state machine, with what the journal heard compared to what is resident after each step."""
+    """The state machine, which compares the journal with the resident segments after each step."""
 
     def laws(self) -> None:
-        """The laws, and the journal's."""
+        """Check the laws, and the journal against the trees."""
         super().laws()
         recorder = self.cache.recorder
         assert recorder.held == resident_segments(self.cache.snapshot(), recorder.grain_tokens)
 
 
 class Recorded(PrefixCache):
-    """A cache with a recorder of two or four tokens."""
+    """A cache with a recorder with a grain of two or four tokens."""
 
     def __init__(self, config: CacheConfig, **settings: Any) -> None:
         self.recorder = Recorder(max(config.block_size * (1 + config.num_blocks % 2), 2))
@@ -86,14 +86,14 @@ class Recorded(PrefixCache):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_journal_hears_what_is_resident() -> None:
-    """Over random lives: what was stored and not removed or cleared is what the trees hold, no more, no less."""
+def test_the_journal_reports_exactly_what_is_resident() -> None:
+    """Over random lives, segments that were stored and not removed or cleared are exactly those in the trees."""
     report = properties.run(Recorded, 150, 50, machine=JournalMachine, with_storage=[False])
     assert report.ok, report.failure
 
 
 def test_short_ranges_are_not_reported() -> None:
-    """Only ranges that contain a multiple of the grain are, in tokens, with the whole key."""
+    """Only ranges that contain a multiple of the grain are reported, in tokens, with the whole key."""
     recorder = Recorder(256)
     cache = PrefixCache(CacheConfig(num_blocks=200, block_size=16), journal=recorder)
     with cache.open(NS, np.arange(600)) as sequence:

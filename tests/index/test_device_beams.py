@@ -1,6 +1,7 @@
-"""Beams that are lent to the device: the same as the same steps on the host, and refused what can't be meanwhile.
+"""Beams that are lent to the device behave like the same steps on the host, and refuse other calls meanwhile.
 
-All on a CPU: the reference of the kernels makes the steps. ``tests/kernels/test_reorder.py`` holds the kernels to it.
+All tests run on a CPU, where the kernels' reference makes the steps. ``tests/kernels/test_reorder.py`` compares the
+kernels with that reference.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ OTHER = Namespace("b", "m")
 
 
 def stored(num_blocks: int = 64, block_size: int = 4, **given: Any) -> tuple[PrefixCache, Engine]:
-    """A cache with a storage on the CPU, and its engine."""
+    """A cache with storage on the CPU, and its engine."""
     cache = PrefixCache(CacheConfig(num_blocks, block_size, LAYOUT, **given))
     return cache, Engine(cache)
 
 
 def computed(cache: PrefixCache, engine: Engine, ids: Any, commit: int = 0, ns: Namespace = NS) -> Sequence:
-    """An open sequence whose KV is there."""
+    """An open sequence with its KV written."""
     sequence = cache.open(ns, ids)
     states = chain(ns, sequence.token_ids.tolist())
     start = sequence.num_cached_tokens
@@ -60,7 +61,7 @@ def computed(cache: PrefixCache, engine: Engine, ids: Any, commit: int = 0, ns: 
 
 
 def step(beams: LentBeams, engine: Engine, ids: list[list[int]], parents: list[int], new: list[int]) -> None:
-    """One step on the device, and the KV of its rows; ``ids``: what each beam stands for, brought up to date."""
+    """Make one step on the device and write the KV of its rows. Update ``ids``, the token ids of each beam."""
     beams.step(torch.tensor(parents, dtype=torch.int32), torch.tensor(new))
     ids[:] = [[*ids[parent], token_id] for parent, token_id in zip(parents, new, strict=True)]
     assert not any(beams.state()[2:])
@@ -75,7 +76,7 @@ def step(beams: LentBeams, engine: Engine, ids: list[list[int]], parents: list[i
 
 
 def beams_read(beams: LentBeams, engine: Engine, ids: list[list[int]]) -> bool:
-    """Whether each beam finds the KV of its ids under the device's tables."""
+    """Whether each beam finds the KV of its ids through the device's tables."""
     return all(
         engine.holds(table.numpy(), chain(sequence.namespace, its))
         for table, sequence, its in zip(beams.tables, beams.sequences, ids, strict=True)
@@ -91,7 +92,7 @@ def reads(engine: Engine, sequence: Sequence) -> bool:
 
 @dataclass
 class Side:
-    """One of two caches that live the same life but for who makes the beam steps."""
+    """One of two caches with the same life. Only one of them makes its beam steps on the device."""
 
     cache: PrefixCache
     engine: Engine
@@ -100,7 +101,7 @@ class Side:
 
 
 def make_side(family: dict[str, Any], block_size: int) -> Side:
-    """Prompts with beams that share all, part or nothing; some committed by others, some shared with who stays."""
+    """Prompts with beams that share all, part or none of it. Other sequences may commit parts or keep sharing them."""
     cache, engine = stored(256, block_size)
     side = Side(cache, engine, [], [])
     for prompt in family["prompts"]:
@@ -142,15 +143,15 @@ families = st.fixed_dictionaries({"prompts": st.lists(_prompts(st.integers(0, 1)
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(family=families, block_size=st.sampled_from([1, 2, 3, 4]), num_steps=st.integers(0, 9), data=st.data())
-def test_the_same_as_by_reorder_and_append(
+def test_device_steps_equal_reorder_and_append(
     family: dict[str, Any], block_size: int, num_steps: int, data: st.DataObject
 ) -> None:
-    """Same ids, same tables but for the names of blocks, same bytes, same counts; and they live on alike."""
+    """Ids, tables up to renamed blocks, bytes and counts are equal, and stay equal in later calls."""
     host, device = make_side(family, block_size), make_side(family, block_size)
     ids = [beam.token_ids.tolist() for beam in device.beams]
     of_prompts = [at for at, prompt in enumerate(family["prompts"]) for _ in range(prompt["width"])]
     groups = data.draw(st.sampled_from((None, of_prompts))) or [0] * len(ids)
-    if cross := data.draw(st.integers(0, 3)) == 0:  # groups that share what is nobody else's
+    if cross := data.draw(st.integers(0, 3)) == 0:  # groups whose beams share blocks with other groups
         groups = data.draw(st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids)))
     members = [[beam for beam, other in enumerate(groups) if other == group] for group in groups]
     lent = device.cache.lend(device.beams, max(num_steps, 1), groups=groups)
@@ -160,14 +161,14 @@ def test_the_same_as_by_reorder_and_append(
         parents = [data.draw(st.sampled_from(allowed)) for allowed in members]
         new = data.draw(st.lists(st.integers(0, 3), min_size=len(groups), max_size=len(groups)))
         step(lent, device.engine, ids, parents, new)
-        assert not any(lent.state()[2:]), "as many blocks as no choice of parents can exceed"
+        assert not any(lent.state()[2:]), "the lent blocks suffice for any choice of parents"
         host.beams = host.cache.reorder(host.beams, parents)
         host.cache.append(host.beams, new)
         for beam in host.beams:
             states = chain(NS, beam.token_ids.tolist())
             host.engine.write(beam.block_table, len(states) - 1, states[-1:])
         if at == num_steps // 2 and device.others and data.draw(st.booleans()):
-            may_copy_more = True  # and the device goes on copying what it shared with him
+            may_copy_more = True  # the device also copies blocks that it no longer shares
             for side in (host, device):
                 side.others.pop().release()
         assert beams_read(lent, device.engine, ids)
@@ -208,7 +209,7 @@ def _assert_alike(host: Side, device: Side) -> None:
 
 
 def _live_on(host: Side, device: Side, acts: list[int]) -> None:
-    """What was lent is a sequence like any other."""
+    """A sequence that was lent behaves like any other."""
     for at, act in enumerate(acts):
         for side in (host, device):
             if not side.beams:
@@ -237,19 +238,19 @@ def _live_on(host: Side, device: Side, acts: list[int]) -> None:
         assert side.cache.stats().free_blocks == 256
 
 
-# --- what goes wrong on the device
+# --- errors on the device
 
 
 def lent_pair(lent: int = 3) -> tuple[PrefixCache, Engine, LentBeams, list[list[int]]]:
-    """Two beams of six tokens in blocks of four that share all, and so many blocks lent besides."""
+    """Two beams of six tokens in blocks of four that share everything, and ``lent`` extra blocks."""
     cache, engine = stored(16)
     parent = computed(cache, engine, range(6), 6)
     beams = cache.reorder([parent], [0, 0])
     return cache, engine, cache.lend(beams, 8, num_blocks=lent), [list(range(6)), list(range(6))]
 
 
-def test_running_out_is_seen_and_writes_nowhere_else() -> None:
-    """A flag for the host; steps after it do nothing; with more blocks it goes on from where it was."""
+def test_running_out_of_blocks_is_flagged_and_writes_nothing() -> None:
+    """A flag tells the host, and later steps do nothing. After more blocks are lent, the steps continue."""
     cache, engine, beams, ids = lent_pair(lent=1)
     step(beams, engine, ids, [0, 0], [10, 11])
     before = cache.storage.data.clone()
@@ -280,7 +281,7 @@ def test_running_out_is_seen_and_writes_nowhere_else() -> None:
         ([0, 1], [1, 2**32], "bad_token"),
     ],
 )
-def test_a_step_that_makes_no_sense(parents: list[int], new: list[int], field: str) -> None:
+def test_an_invalid_step_is_flagged_and_does_nothing(parents: list[int], new: list[int], field: str) -> None:
     cache, engine, beams, ids = lent_pair()
     before = beams._device.books.read()
     beams.step(torch.tensor(parents, dtype=torch.int32), torch.tensor(new))
@@ -294,8 +295,8 @@ def test_a_step_that_makes_no_sense(parents: list[int], new: list[int], field: s
     audit.check(cache)
 
 
-def test_no_more_steps_than_there_is_room_for() -> None:
-    """At least ``max_steps``; then a flag, also where blocks would be left."""
+def test_the_number_of_steps_is_limited() -> None:
+    """At least ``max_steps`` steps are possible. Then a flag is set, even if blocks are left."""
     cache, engine = stored(block_size=1)
     beams = cache.lend([computed(cache, engine, [1])], 4, num_blocks=30)
     while not beams.state().table_full:
@@ -304,7 +305,7 @@ def test_no_more_steps_than_there_is_room_for() -> None:
     audit.check(cache)
 
 
-def test_beams_of_another_group_are_no_parents() -> None:
+def test_a_beam_of_another_group_cannot_be_a_parent() -> None:
     cache, engine = stored()
     one, two = (computed(cache, engine, [first, 1, 2, 3, 4]) for first in range(2))
     beams = cache.lend([*one.fork(1), one, two], 4, groups=[7, 7, 5])
@@ -318,11 +319,11 @@ def test_beams_of_another_group_are_no_parents() -> None:
     audit.check(cache)
 
 
-# --- what the host refuses, and allows
+# --- refused and allowed calls of the host
 
 
 def test_lent_sequences_refuse_everything_but_release() -> None:
-    """SequenceLent, and nothing is changed; what they are on the host is what they were."""
+    """Other calls raise SequenceLent and change nothing. The host's view of the sequences stays as it was."""
     cache, _, beams, _ = lent_pair()
     one, two = beams.sequences
     before = cache.snapshot()
@@ -350,8 +351,8 @@ def test_lent_sequences_refuse_everything_but_release() -> None:
     audit.check(cache)
 
 
-def test_lending_refuses() -> None:
-    """Each with its reason, and nothing changed."""
+def test_lending_refuses_invalid_arguments() -> None:
+    """Each refusal names its reason and changes nothing."""
     cache, engine = stored(12)
     cache.add_tenant(Tenant("b", max_blocks=4))
     one, gone = computed(cache, engine, range(5)), cache.open(NS, [9])
@@ -392,7 +393,7 @@ def test_lending_refuses() -> None:
     audit.check(cache)
 
 
-def test_tensors_of_another_form_are_named() -> None:
+def test_invalid_tensors_are_named() -> None:
     _, _, beams, _ = lent_pair()
     good, ids = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     for parents, new, named in (
@@ -411,8 +412,8 @@ def test_tensors_of_another_form_are_named() -> None:
     assert beams.reconcile().num_steps == 1
 
 
-def test_a_release_takes_all_back_first() -> None:
-    """The others are sequences again, as their beams were; steps that are still enqueued do nothing."""
+def test_a_release_first_takes_all_beams_back() -> None:
+    """The other beams become sequences again, with their tokens. Steps that are still queued do nothing."""
     cache, engine, beams, ids = lent_pair()
     step(beams, engine, ids, [1, 1], [10, 11])
     books = beams._device.books
@@ -433,7 +434,7 @@ def test_a_release_takes_all_back_first() -> None:
     audit.check(cache)
 
 
-def test_leaving_with_takes_back_whatever_happened() -> None:
+def test_leaving_with_takes_the_beams_back_after_an_error() -> None:
     cache, engine, beams, ids = lent_pair()
     with pytest.raises(ZeroDivisionError), beams:
         step(beams, engine, ids, [0, 0], [10, 11])
@@ -445,7 +446,7 @@ def test_leaving_with_takes_back_whatever_happened() -> None:
     audit.check(cache)
 
 
-def test_a_sequence_that_leaves_with_while_it_is_lent() -> None:
+def test_a_lent_sequence_may_leave_its_with_block() -> None:
     cache, engine = stored()
     with computed(cache, engine, range(6)) as sequence:
         beams = cache.lend([sequence], 2)
@@ -455,7 +456,7 @@ def test_a_sequence_that_leaves_with_while_it_is_lent() -> None:
 
 @pytest.mark.parametrize("mode", ["burst", "strict"])
 def test_a_purge_while_beams_are_lent(mode: str) -> None:
-    """Quarantined until the first release, which takes them back; all other calls say that the tenant was purged."""
+    """The blocks are quarantined until the first release, which takes all beams back. Other calls report the purge."""
     cache, engine = stored()
     cache.add_tenant(Tenant("a", guaranteed_blocks=20, mode=mode))
     parent = computed(cache, engine, range(10), 10)
@@ -500,8 +501,11 @@ def test_a_purge_and_then_reconcile() -> None:
     audit.check(cache)
 
 
-def test_what_is_lent_is_scrubbed_before_and_after() -> None:
-    """Blocks come to the device without another tenant's bytes; what it had goes zeroed to the next."""
+def test_lent_blocks_are_scrubbed_before_and_after() -> None:
+    """Blocks are lent without another tenant's bytes.
+
+    Blocks that come back are zeroed before the next tenant gets them.
+    """
     cache, engine = stored(8, policy="lru")
     for tenant in "ab":
         cache.add_tenant(Tenant(tenant, mode="strict", guaranteed_blocks=4))
@@ -520,8 +524,8 @@ def test_what_is_lent_is_scrubbed_before_and_after() -> None:
     audit.check(cache)
 
 
-def test_others_live_on_while_beams_are_lent() -> None:
-    """Who shares blocks with beams appends, commits, forks and goes; neither notices the other."""
+def test_other_sequences_continue_while_beams_are_lent() -> None:
+    """Sequences that share blocks with beams append, commit, fork and end. Neither side notices the other."""
     cache, engine = stored(48)
     parent = computed(cache, engine, range(10))
     beams = cache.lend(parent.fork(3), 16)
@@ -551,8 +555,8 @@ def test_others_live_on_while_beams_are_lent() -> None:
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 1], [0, 1, 0], [0, 1, 2]])
-def test_groups_that_share_blocks_which_are_nobody_elses(groups: list[int]) -> None:
-    """One counts a block as its prefix that another could free: then nobody frees it."""
+def test_groups_may_share_blocks_with_each_other(groups: list[int]) -> None:
+    """One group counts a block as part of its prefix, and another group could free it. Then neither group frees it."""
     cache, engine = stored()
     parent = computed(cache, engine, range(5))
     beams = parent.fork(2)
@@ -574,8 +578,8 @@ def test_groups_that_share_blocks_which_are_nobody_elses(groups: list[int]) -> N
     assert cache.stats().free_blocks == 64
 
 
-def test_what_beams_commit_is_named_by_their_ids() -> None:
-    """Ghosts know blocks by what precedes them: beams that changed places name theirs anew."""
+def test_ghost_keys_of_committed_beams_match_their_ids() -> None:
+    """Ghost keys name a block by the tokens before it. Beams that changed places rename theirs."""
     cache, engine = stored(policy="lrfu", segment_tokens=4)
     pair = [computed(cache, engine, range(first, first + 8), commit=8) for first in (0, 100)]
     ids = [[*range(8)], [*range(100, 108)]]
@@ -595,11 +599,11 @@ def test_what_beams_commit_is_named_by_their_ids() -> None:
 
 
 def path_to(sequence: Sequence) -> list[Any]:
-    """The nodes that its lease protects, from the top."""
+    """The nodes that the sequence's lease protects, from the top."""
     return path_between(sequence._state._tree.root, sequence._state._node)
 
 
-def test_beams_of_no_tokens() -> None:
+def test_beams_without_tokens() -> None:
     cache, engine = stored(block_size=2)
     ids: list[list[int]] = [[], []]
     with cache.lend([cache.open(NS, []), cache.open(NS, [])], 4) as beams:
@@ -611,7 +615,7 @@ def test_beams_of_no_tokens() -> None:
 
 
 def test_beams_of_two_namespaces() -> None:
-    """A beam that goes on from one of another namespace of its tenant belongs there from then on."""
+    """A beam that continues a beam of another namespace of its tenant moves to that namespace."""
     cache, engine = stored()
     there = Namespace("a", "m", None, "salt")
     one, two = computed(cache, engine, range(6), 6), computed(cache, engine, range(7), 7, there)
@@ -628,7 +632,7 @@ def test_beams_of_two_namespaces() -> None:
 
 
 def test_beams_behind_a_base() -> None:
-    """The base's blocks are a prefix that nobody counts, and stay the operator's."""
+    """The base's blocks are a prefix outside all counts, and stay with the operator."""
     cache, engine = stored()
     base = Namespace("op", "m")
     with cache.publish("base", base, range(8), ["a"]) as sequence:
@@ -654,7 +658,10 @@ def test_beams_behind_a_base() -> None:
 
 
 def test_searches_and_requests_in_several_threads() -> None:
-    """Each thread lends and takes back its own, two release beams of the same; audits read between."""
+    """Each thread lends and takes back its own beams, and several threads release beams of one search.
+
+    Audits run meanwhile.
+    """
     cache, _ = stored(400)
     failures: list[BaseException] = []
 
@@ -675,7 +682,7 @@ def test_searches_and_requests_in_several_threads() -> None:
                 for ender in enders:
                     ender.join()
                 assert beams.is_over and not any(sequence.is_open for sequence in sequences)
-        except BaseException as error:  # noqa: BLE001 - told in the main thread
+        except BaseException as error:  # noqa: BLE001 - reported in the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=search, args=(seed,)) for seed in range(4)]
@@ -688,8 +695,8 @@ def test_searches_and_requests_in_several_threads() -> None:
     assert cache.stats().sequence_blocks == 0 and cache.stats().num_sequences == 0
 
 
-def test_a_device_that_fails_as_it_gets_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error goes on, and the sequences are as they were."""
+def test_a_device_error_while_lending_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised to the caller, and the sequences are unchanged."""
     from radixkv.storage import beams as device
 
     cache, engine = stored()
@@ -707,8 +714,11 @@ def test_a_device_that_fails_as_it_gets_the_books(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("wrong", ["a block that wasn't lent", "free twice", "shared end", "another length"])
-def test_books_that_cannot_be(wrong: str) -> None:
-    """Something wrote into the books: IntegrityError, and the beams are closed; the laws hold."""
+def test_corrupted_device_tables_close_the_beams(wrong: str) -> None:
+    """A stray write changed the device's tables and counters.
+
+    IntegrityError is raised and the beams are closed. The laws hold.
+    """
     cache, engine, beams, ids = lent_pair(lent=4)
     bystander = computed(cache, engine, range(20, 27))
     step(beams, engine, ids, [0, 1], [10, 11])
@@ -733,7 +743,7 @@ def test_books_that_cannot_be(wrong: str) -> None:
 
 
 def test_many_beams_in_a_pool_of_half_precision() -> None:
-    """Another layout, 64 beams, blocks that come and go: nothing is lost."""
+    """A large case: another layout, 63 beams, and blocks that come and go. No block is lost."""
     cache = PrefixCache(CacheConfig(2_000, 8, KVLayout(2, 2, 4, "bfloat16")))
     parent = cache.open(NS, range(100))
     sequences = parent.fork(63)

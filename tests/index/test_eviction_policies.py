@@ -1,4 +1,4 @@
-"""A policy for each tenant: its own kind, changed while it runs, and nothing of it in another's order."""
+"""Each tenant has its own policy. It can change while the cache runs, and does not affect other tenants' order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kind(cache: PrefixCache, tenant: str) -> type:
     return type(cache._tenants[tenant].policy)
 
 
-def test_each_has_its_own() -> None:
+def test_each_tenant_has_its_own_policy() -> None:
     config = CacheConfig(16, 4, policy="lru", default_tenant=Tenant("default", policy="fifo"))
     cache = PrefixCache(config, clock=ManualClock())
     cache.add_tenant(Tenant("a", policy="lrfu"))
@@ -35,7 +35,7 @@ def test_each_has_its_own() -> None:
     audit.check(cache)
 
 
-def test_made_by_a_factory() -> None:
+def test_a_policy_can_be_made_by_a_factory() -> None:
     made: list[dict[str, Any]] = []
 
     def factory(*args: Any, **named: Any) -> LFU:
@@ -50,7 +50,7 @@ def test_made_by_a_factory() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["best", 5, lambda *args, **named: None])
-def test_what_is_no_policy(wrong: Any) -> None:
+def test_an_invalid_policy_is_refused(wrong: Any) -> None:
     cache = PrefixCache(CacheConfig(16, 4))
     compute(cache, range(8))
     before = cache.snapshot()
@@ -65,8 +65,8 @@ def test_what_is_no_policy(wrong: Any) -> None:
 
 @pytest.mark.parametrize("after", POLICIES)
 @pytest.mark.parametrize("before", ["lru", "learned"])
-def test_changed_while_it_runs(before: str, after: str) -> None:
-    """What is resident stays, with leases and running sequences, in the order that it had; then life goes on."""
+def test_a_policy_can_change_while_the_cache_runs(before: str, after: str) -> None:
+    """The resident blocks, leases and running sequences stay, in their old order. Later requests work."""
     clock = ManualClock()
     config = CacheConfig(
         24, 2, policy=before, segment_tokens=2, default_tenant=Tenant("x", max_pinned_blocks=2)
@@ -98,8 +98,8 @@ def test_changed_while_it_runs(before: str, after: str) -> None:
     audit.check(cache)
 
 
-def test_it_takes_over_the_order() -> None:
-    """From LRU to LRU under another name: the same victims as without the change."""
+def test_a_new_policy_takes_over_the_order() -> None:
+    """A change from LRU to LRU under another name evicts the same blocks as no change."""
     caches = [PrefixCache(CacheConfig(24, 2)) for _ in range(2)]
     rng = random.Random(0)
     for at in range(300):

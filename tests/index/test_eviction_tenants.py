@@ -1,8 +1,8 @@
-"""Tenants: what a setting may be, what is promised, whose blocks go, who is refused and what a refusal says.
+"""Tenants: valid settings, guarantees, which blocks are evicted, and which requests are refused with which message.
 
-The property plays random lives of several tenants and holds each step to a slow, obvious reference: blocks are
-counted one by one in a snapshot, and a request is granted if and only if taking block after block, always from
-whom the rules name, leaves everyone's guarantee to be had.
+The property test plays random lives of several tenants and compares each step with a slow, plain reference. The
+reference counts blocks one by one in a snapshot. It grants a request exactly if two conditions hold. First, blocks can
+be taken one by one from the tenants that the rules name. Second, every guarantee can still be met afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def strict(tenant: str, num_blocks: int) -> Tenant:
     return Tenant(tenant, guaranteed_blocks=num_blocks, mode="strict")
 
 
-# What a setting may be.
+# Valid and invalid settings.
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def strict(tenant: str, num_blocks: int) -> Tenant:
         ({"mode": "strict", "guaranteed_blocks": 4, "max_blocks": 5}, "max_blocks", 5, "4, its guarantee"),
     ],
 )
-def test_a_tenant_that_cannot_be_names_the_field_the_value_and_what_is_allowed(
+def test_an_invalid_tenant_names_the_field_the_value_and_the_allowed_values(
     settings_of: dict[str, Any], field_named: str, value: object, allowed: str
 ) -> None:
     with pytest.raises(ArgumentError) as error:
@@ -77,12 +77,12 @@ def test_a_tenant_that_cannot_be_names_the_field_the_value_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("name", ["", "x" * 1_025, "\ud800", 7, None])
-def test_a_name_that_cannot_be_a_tenants(name: Any) -> None:
+def test_an_invalid_tenant_name_is_refused(name: Any) -> None:
     with pytest.raises(NamespaceError, match="tenant"):
         Tenant(name)
 
 
-def test_a_tenant_that_can_be() -> None:
+def test_valid_tenants() -> None:
     plain = Tenant("a")
     assert (plain.weight, plain.guaranteed_blocks, plain.limit, plain.mode) == (1.0, 0, None, "burst")
     assert Tenant("a", 2, 3, 4).limit == 4
@@ -100,14 +100,14 @@ def test_guarantees_sum_to_the_pool_at_most_and_the_shortfall_is_named() -> None
     assert (error.value.argument, error.value.value) == ("guaranteed_blocks", 9)
     assert same(before, cache) and cache.tenant("b") is None and cache.tenants() == ["a"]
     cache.add_tenant(strict("b", 6))
-    cache.add_tenant(Tenant("a", guaranteed_blocks=7))  # its own old guarantee doesn't count
+    cache.add_tenant(Tenant("a", guaranteed_blocks=7))  # its own old guarantee does not count
     with pytest.raises(ArgumentError, match="by 1 blocks"):
         cache.add_tenant(Tenant("a", guaranteed_blocks=11))
     assert cache.tenant("a") == Tenant("a", guaranteed_blocks=7)
 
 
 @pytest.mark.parametrize("tenant", ["a", None, ("a", 1), Namespace("a", "m")])
-def test_what_is_no_tenant_is_not_added(tenant: Any) -> None:
+def test_only_a_tenant_can_be_added(tenant: Any) -> None:
     with pytest.raises(ArgumentError, match="a Tenant"):
         make_cache().add_tenant(tenant)
 
@@ -118,7 +118,7 @@ def test_a_default_tenant_has_no_guarantee(default: Any) -> None:
         make_cache(default_tenant=default)
 
 
-def test_who_is_not_added_is_held_to_the_default_or_refused() -> None:
+def test_an_unknown_tenant_gets_the_default_or_is_refused() -> None:
     cache = make_cache(16, default_tenant=Tenant("whoever", 3.0, max_blocks=2))
     compute(cache, range(8))
     assert cache.tenant("a") == Tenant("a", 3.0, max_blocks=2)
@@ -138,10 +138,10 @@ def test_who_is_not_added_is_held_to_the_default_or_refused() -> None:
         cache.open(A, [1])
 
 
-# Changed and removed at run time.
+# Changes and removals at run time.
 
 
-def test_a_lower_limit_evicts_what_is_the_tenants_own() -> None:
+def test_a_lower_limit_evicts_the_tenants_own_blocks() -> None:
     cache = make_cache(16)
     for tenant in (A, B):
         compute(cache, range(12), tenant)
@@ -187,7 +187,7 @@ def test_a_guarantee_that_cannot_be_met_now_is_refused_and_changes_nothing() -> 
     audit.check(cache)
 
 
-def test_a_removed_tenant_is_forgotten_and_what_runs_goes_on() -> None:
+def test_a_removed_tenant_is_forgotten_and_its_sequences_continue() -> None:
     cache = make_cache(16)
     cache.add_tenant(Tenant("a", 2.0, 8, 8))
     compute(cache, range(50, 62))
@@ -196,7 +196,7 @@ def test_a_removed_tenant_is_forgotten_and_what_runs_goes_on() -> None:
     cache.remove_tenant("a")
     assert cache.tenant("a") == Tenant("a") and not cache.namespaces("a")
     assert cache.match(A, range(50, 62)).num_tokens == 0 == cache.match(A, range(8)).num_tokens
-    with cache.open(B, range(56)):  # nothing is promised to it any more
+    with cache.open(B, range(56)):  # its guarantee is gone
         sequence.append(1) if cache.stats().free_blocks else None
         audit.check(cache)
     sequence.release()
@@ -230,15 +230,15 @@ def test_a_batch_of_several_tenants_gets_what_each_is_guaranteed() -> None:
     audit.check(cache)
 
 
-# Each rule, against a reference.
+# Each rule, compared with the reference.
 
 NUM_BLOCKS, SIZE = 10, 2
 TENANTS = "abc"
 
 
 @dataclass
-class Books:
-    """Whose blocks are whose, counted in a snapshot, block by block."""
+class Ownership:
+    """The owner of each block, counted in a snapshot."""
 
     num_blocks: int
     num_free: int
@@ -247,24 +247,24 @@ class Books:
     protected: dict[str, set[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cache: PrefixCache) -> Books:
+    def of(cls, cache: PrefixCache) -> Ownership:
         seen = cache.snapshot()
-        books = cls(seen.num_blocks, len(seen.free_ids), len(seen.lent_ids))
+        ownership = cls(seen.num_blocks, len(seen.free_ids), len(seen.lent_ids))
         for tenant in TENANTS:
-            books.used[tenant], books.protected[tenant] = set(), set()
+            ownership.used[tenant], ownership.protected[tenant] = set(), set()
         for tree in seen.trees:
             for node in tree.nodes:
-                books.used[tree.namespace.tenant].update(_ids(node.block_ids))
+                ownership.used[tree.namespace.tenant].update(_ids(node.block_ids))
         for sequence in seen.sequences:
-            books.used[sequence.namespace.tenant].update(_ids(sequence.block_ids))
-            books.protected[sequence.namespace.tenant].update(_ids(sequence.block_ids))
+            ownership.used[sequence.namespace.tenant].update(_ids(sequence.block_ids))
+            ownership.protected[sequence.namespace.tenant].update(_ids(sequence.block_ids))
         ends = [each.node for each in (*seen.sequences, *seen.leases)]
         for at, node in [*ends, *(run.node for run in seen.runs if run.node is not None)]:
             tree, up = seen.trees[at], node
             while up is not None:
-                books.protected[tree.namespace.tenant].update(_ids(tree.nodes[up].block_ids))
+                ownership.protected[tree.namespace.tenant].update(_ids(tree.nodes[up].block_ids))
                 up = tree.nodes[up].parent
-        return books
+        return ownership
 
     def evictable(self, tenant: str) -> set[int]:
         return self.used[tenant] - self.protected[tenant]
@@ -276,7 +276,7 @@ def _ids(packed: bytes) -> list[int]:
 
 @dataclass
 class Reference:
-    """The rules, for what each tenant uses and could give up, as plain numbers."""
+    """The rules, in plain numbers: the blocks that each tenant uses and could give up."""
 
     promises: dict[str, Tenant]
     free: int
@@ -294,7 +294,7 @@ class Reference:
         return (self.used[tenant] - self.guarantee(tenant) - weight / weights * rest) / weight
 
     def candidates(self, requester: str | None) -> list[str]:
-        """Whose blocks may go: the requester's, and those above their guarantee."""
+        """The tenants that may lose blocks: the requester, and those above their guarantee."""
         return [
             tenant
             for tenant in self.promises
@@ -302,7 +302,7 @@ class Reference:
         ]
 
     def victim(self, requester: str | None) -> str | None:
-        """The one with the largest overuse; the requester among equals."""
+        """The candidate with the largest overuse. Among equals the requester comes first."""
         found = self.candidates(requester)
         return max(found, key=lambda tenant: (self.overuse(tenant), tenant == requester), default=None)
 
@@ -312,7 +312,7 @@ class Reference:
         self.free += 1
 
     @property
-    def keeps_its_word(self) -> bool:
+    def meets_all_guarantees(self) -> bool:
         """The law of guarantees: free + evictable borrowed ≥ Σ max(0, guarantee − used)."""
         borrowed = short = 0
         for tenant in self.promises:
@@ -326,7 +326,7 @@ class Reference:
         return NUM_BLOCKS if limit is None else limit
 
     def own_over(self, tenant: str, needed: int) -> int:
-        """Blocks of its own that it must give up to stay within its limit."""
+        """The number of its own blocks that the tenant must give up to stay within its limit."""
         return max(self.used[tenant] + needed - self.limit(tenant), 0)
 
     def outcome(self, tenant: str | None, needed: int) -> str:
@@ -345,11 +345,11 @@ class Reference:
         self.free -= needed
         if tenant is not None:
             self.used[tenant] += needed
-        return "granted" if self.keeps_its_word else "pool"
+        return "granted" if self.meets_all_guarantees else "pool"
 
 
 class World:
-    """A cache of several tenants, played one call at a time; each call is held to the reference."""
+    """A cache of several tenants. Each call is compared with the reference."""
 
     def __init__(self, policy: str, default: Tenant, promises: list[Tenant]) -> None:
         config = CacheConfig(NUM_BLOCKS, SIZE, policy=policy, segment_tokens=SIZE, default_tenant=default)
@@ -362,18 +362,21 @@ class World:
         for tenant in promises:
             self.add(tenant)
 
-    def reference(self, books: Books, path: set[int] | frozenset[int] = frozenset()) -> Reference:
-        """The rules over these books, while a lease protects ``path`` too."""
-        used = {tenant: len(books.used[tenant]) for tenant in self.promises}
-        evictable = {tenant: len(books.evictable(tenant) - path) for tenant in self.promises}
-        return Reference(dict(self.promises), books.num_free, used, evictable)
+    def reference(self, ownership: Ownership, path: set[int] | frozenset[int] = frozenset()) -> Reference:
+        """The reference for these counts, while a lease also protects ``path``."""
+        used = {tenant: len(ownership.used[tenant]) for tenant in self.promises}
+        evictable = {tenant: len(ownership.evictable(tenant) - path) for tenant in self.promises}
+        return Reference(dict(self.promises), ownership.num_free, used, evictable)
 
     def request(self, tenant: str | None, needed: int, path: set[int], call: Any) -> Any:
-        """A call that needs blocks, for a tenant or for the engine; None if it is refused, truly."""
+        """Make a call that needs blocks, for a tenant or for the engine.
+
+        Return None if it is refused, as the reference expects.
+        """
         if tenant is not None:
             known = tenant in self.promises
             self.promises.setdefault(tenant, replace(self.default, id=tenant))
-        before, seen = Books.of(self.cache), self.cache.snapshot()
+        before, seen = Ownership.of(self.cache), self.cache.snapshot()
         expected = self.reference(before, path).outcome(tenant, needed)
         try:
             result = call()
@@ -382,18 +385,21 @@ class World:
             assert expected == ("quota" if isinstance(error, QuotaExceeded) else "pool"), error
             assert same(seen, self.cache)
             if tenant is not None:
-                self.is_its_own(error, tenant, needed, before, path)
+                self.check_refusal(error, tenant, needed, before, path)
                 if not known:
                     del self.promises[tenant]
             return None
-        assert expected == "granted", f"granted, though the reference says {expected}"
-        self.took_from_whom_it_may(tenant, needed, before, path)
+        assert expected == "granted", f"granted, but the reference says {expected}"
+        self.check_victims(tenant, needed, before, path)
         return result
 
-    def is_its_own(
-        self, error: QuotaExceeded | OutOfBlocks, tenant: str, needed: int, before: Books, path: set[int]
+    def check_refusal(
+        self, error: QuotaExceeded | OutOfBlocks, tenant: str, needed: int, before: Ownership, path: set[int]
     ) -> None:
-        """A refusal tells the tenant's own numbers; a strict tenant of its quota, and nobody within its guarantee."""
+        """Check the numbers in a refusal.
+
+        They are the tenant's own. A strict tenant is refused by its quota, and no tenant within its guarantee.
+        """
         promise, used = self.promises[tenant], len(before.used[tenant])
         evictable = len(before.evictable(tenant) - path)
         limit = NUM_BLOCKS if promise.limit is None else promise.limit
@@ -405,9 +411,9 @@ class World:
         assert (error.needed, error.evictable, *told) == (needed, evictable, *facts)
         assert used - evictable + needed > promise.guaranteed_blocks, "refused within its guarantee"
 
-    def took_from_whom_it_may(self, tenant: str | None, needed: int, before: Books, path: set[int]) -> None:
-        """Exactly the blocks needed, and from nobody as long as another one's overuse was larger."""
-        after, reference = Books.of(self.cache), self.reference(before, path)
+    def check_victims(self, tenant: str | None, needed: int, before: Ownership, path: set[int]) -> None:
+        """Check that exactly the needed blocks were taken, each from a tenant with the largest overuse."""
+        after, reference = Ownership.of(self.cache), self.reference(before, path)
         lost = {
             each: reference.used[each] + (needed if each == tenant else 0) - len(after.used[each])
             for each in self.promises
@@ -424,7 +430,7 @@ class World:
             top = [each for each in allowed if reference.overuse(each) == most]
             victim = tenant if tenant in top else next((each for each in top if lost[each]), None)
             assert victim is not None and lost[victim], (
-                f"{lost} were left to go, and it was the turn of {top}"
+                f"{lost} blocks remained to be taken, but the next victim was one of {top}"
             )
             reference.evict(victim)
             lost[victim] -= 1
@@ -454,8 +460,8 @@ class World:
         self.cache.flush()
 
     def add(self, tenant: Tenant) -> None:
-        """Added or changed; refused if and only if its guarantee, or its limit, can't be met now."""
-        before, seen = Books.of(self.cache), self.cache.snapshot()
+        """Add or change a tenant. It is refused exactly if its guarantee or its limit cannot be met now."""
+        before, seen = Ownership.of(self.cache), self.cache.snapshot()
         planned = {**self.promises, tenant.id: tenant}
         held = len(before.protected[tenant.id])
         reference = replace(self.reference(before), promises=planned)
@@ -463,7 +469,7 @@ class World:
             counts.setdefault(tenant.id, 0)
         too_many = sum(each.guaranteed_blocks for each in planned.values()) > NUM_BLOCKS
         too_low = tenant.limit is not None and held > tenant.limit
-        refused = too_many or too_low or not reference.keeps_its_word
+        refused = too_many or too_low or not reference.meets_all_guarantees
         try:
             self.cache.add_tenant(tenant)
         except ArgumentError:
@@ -471,7 +477,7 @@ class World:
             return
         assert not refused
         self.promises[tenant.id] = tenant
-        after, used = Books.of(self.cache), len(before.used[tenant.id])
+        after, used = Ownership.of(self.cache), len(before.used[tenant.id])
         expected = used if tenant.limit is None else min(used, tenant.limit)
         assert len(after.used[tenant.id]) == expected
         assert all(after.used[each] == before.used[each] for each in TENANTS if each != tenant.id)
@@ -491,22 +497,22 @@ class World:
             self.lent += block_ids.tolist()
 
     def lease(self, tenant: str, prompt: tuple[int, ...]) -> None:
-        """What is matched can be leased if and only if everyone's guarantee can be met without it."""
+        """Lease a match. It is refused exactly if a guarantee could not be met without these blocks."""
         match = self.cache.match(Namespace(tenant, "m"), prompt)
-        before, seen = Books.of(self.cache), self.cache.snapshot()
+        before, seen = Ownership.of(self.cache), self.cache.snapshot()
         path = set(match.block_ids.tolist()) - before.protected[tenant]
         reference = self.reference(before, path)
         try:
             self.leases.append(self.cache.lease(match))
         except OutOfBlocks as error:
             self.refusals += 1
-            assert not reference.keeps_its_word and same(seen, self.cache)
-            self.is_its_own(error, tenant, len(path), before, path)
+            assert not reference.meets_all_guarantees and same(seen, self.cache)
+            self.check_refusal(error, tenant, len(path), before, path)
         else:
-            assert reference.keeps_its_word
+            assert reference.meets_all_guarantees
 
     def serve(self, tenant: str, prompt: tuple[int, ...]) -> None:
-        """A whole request: what it computed can be evicted after."""
+        """Make a whole request. Its blocks can be evicted afterwards."""
         running = len(self.running)
         self.open(tenant, prompt, len(prompt))
         if len(self.running) > running:
@@ -549,10 +555,10 @@ class World:
         self.running.pop(which % len(self.running))[1].release()
 
     def check(self) -> None:
-        """After each step: the laws, the law of guarantees, and nobody above its limit."""
+        """After each step, check the laws, the guarantees and the limits."""
         audit.check(self.cache)
-        reference = self.reference(Books.of(self.cache))
-        assert reference.keeps_its_word
+        reference = self.reference(Ownership.of(self.cache))
+        assert reference.meets_all_guarantees
         assert all(reference.used[tenant] <= reference.limit(tenant) for tenant in self.promises)
 
 
@@ -573,8 +579,8 @@ ops = st.tuples(st.integers(0, 23), st.sampled_from(TENANTS), prompts, st.intege
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_rule_is_what_the_reference_says(policy: str) -> None:
-    """Some forty lives for each policy; and they come to refusals."""
+def test_every_rule_matches_the_reference(policy: str) -> None:
+    """About forty lives for each policy, which must include refusals."""
     refused = 0
 
     @settings(max_examples=40, deadline=None, database=None, derandomize=True)
@@ -592,8 +598,11 @@ def test_every_rule_is_what_the_reference_says(policy: str) -> None:
     assert refused > 10
 
 
-def test_removed_under_the_default_limit() -> None:
-    """What isn't added has the default's limit: more in use refuses the removal, more resident is evicted by it."""
+def test_a_removed_tenant_gets_the_default_limit() -> None:
+    """A tenant that is removed gets the default's limit.
+
+    If it holds more, the removal is refused; resident blocks above it are evicted.
+    """
     cache = PrefixCache(
         CacheConfig(num_blocks=16, block_size=4, default_tenant=Tenant("anybody", max_blocks=4))
     )
@@ -610,8 +619,8 @@ def test_removed_under_the_default_limit() -> None:
     audit.check(cache)
 
 
-def test_weights_at_their_bounds_still_give_back_in_their_order() -> None:
-    """Who weighs next to nothing is furthest above its share; no quotient or product of a weight overflows."""
+def test_extreme_weights_keep_the_order_of_eviction() -> None:
+    """The tenant with the smallest weight is furthest above its share. No quotient or product of a weight overflows."""
     cache = make_cache(32)
     weights = {"feather": MIN_WEIGHT, "plain": 1.0, "anvil": MAX_WEIGHT}
     for tenant, weight in weights.items():
@@ -624,7 +633,7 @@ def test_weights_at_their_bounds_still_give_back_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["acme/keys", "/", "a/", ".", "..", ""])
-def test_an_id_that_would_name_another_path_is_no_tenants(wrong: str) -> None:
+def test_an_id_that_would_name_another_path_is_refused(wrong: str) -> None:
     fine = Namespace("a", "m")
     for make in (lambda: Tenant(wrong), lambda: Namespace(wrong, "m"), lambda: fine._replace(tenant=wrong)):
         with pytest.raises(NamespaceError, match="tenant"):

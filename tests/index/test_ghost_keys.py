@@ -1,4 +1,4 @@
-"""Keys of segments: of what is before them and nothing else, however it was committed."""
+"""Keys of segments depend only on the tokens before the segment's end, not on how they were committed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ NAMESPACE = Namespace("t", "m")
 SEED = xxh3_64_intdigest(NAMESPACE.framed())
 
 
-def test_keys_are_of_the_prefix_alone() -> None:
-    """Prompt and tail of any length, committed in any steps, the first of them after what was resident already."""
+def test_keys_depend_on_the_prefix_alone() -> None:
+    """Prompts and tails of any length, committed in any steps.
+
+    The first step starts after the tokens that were already resident.
+    """
     rng = random.Random(0)
     for _ in range(500):
         key = rng.randbytes(BLOCK * rng.randrange(80))

@@ -1,4 +1,4 @@
-"""Calls from callbacks get a named error; releases from finalisers are done by the next call; nothing hangs."""
+"""Calls from callbacks raise a named error. Releases by finalisers are done by the next call. Nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NS = Namespace("a", "m")
 
 
 class Journal:
-    """Calls back whenever something becomes resident."""
+    """Calls back whenever a range becomes resident, or leaves."""
 
     grain_tokens = 4
 
@@ -93,7 +93,7 @@ def _prepared() -> tuple[PrefixCache, Journal, Sequence]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", list(calls(_prepared()[0], _prepared()[2])))
 def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
-    """At once, whatever it calls; the call that it interrupts goes on if the callback handles it."""
+    """The error comes at once, for every call. If the callback handles it, the interrupted call continues."""
     cache, journal, sequence = _prepared()
     call = calls(cache, sequence)[name]
     errors: list[Exception] = []
@@ -116,7 +116,7 @@ def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_callback_that_does_not_handle_the_error() -> None:
-    """It ends the call, as any error of a callback does; the cache is whole."""
+    """The error ends the call, like any error of a callback. The cache stays intact."""
     cache, journal, bystander = _prepared()
     journal.action = cache.stats
     running = cache.open(NS, range(20, 28))
@@ -129,8 +129,8 @@ def test_a_callback_that_does_not_handle_the_error() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("which", ["clock", "scrub_blocks"])
-def test_other_callbacks(which: str) -> None:
-    """A clock and ``scrub_blocks`` that call the cache."""
+def test_a_clock_or_scrub_callback_gets_the_named_error(which: str) -> None:
+    """A clock or ``scrub_blocks`` that calls the cache."""
     errors: list[Exception] = []
     caches: list[PrefixCache] = []
 
@@ -157,7 +157,7 @@ def test_other_callbacks(which: str) -> None:
 
 
 class Owner:
-    """Releases what it holds when it is collected."""
+    """Releases its object when it is collected."""
 
     def __init__(self, held: Any) -> None:
         self.held, self.me = held, self
@@ -167,14 +167,14 @@ class Owner:
 
 
 def generator(held: Any) -> Iterator[None]:
-    """Releases what it holds when it is closed."""
+    """Releases its object when it is closed."""
     with held:
         yield
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """The collector runs where a test says."""
+    """Garbage is collected only where a test does it."""
     gc.collect()
     gc.disable()
     yield
@@ -188,7 +188,10 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["__del__", "generator", "finalize"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_release_by_a_finaliser(kind: str, how: str, inside: bool) -> None:
-    """In the middle of a call the next call does it; between calls it is done at once. Never an error or a warning."""
+    """During a call, the next call does the release.
+
+    Between calls it happens at once. There is never an error or a warning.
+    """
     cache, journal, first = _prepared()
     held: Any = first if kind == "sequence" else cache.lease(cache.match(NS, range(8)))
     if how == "__del__":
@@ -210,7 +213,7 @@ def test_a_release_by_a_finaliser(kind: str, how: str, inside: bool) -> None:
     if inside:
         with cache.open(NS, range(20, 28)) as running:
             running.commit(8)
-            assert state._is_open, "it is not released in the middle of a call"
+            assert state._is_open, "the object was released in the middle of a call"
     else:
         gc.collect()
     journal.action = lambda: None
@@ -222,14 +225,14 @@ def test_a_release_by_a_finaliser(kind: str, how: str, inside: bool) -> None:
 
 
 class Gone:
-    """Something that is collected."""
+    """An object that is collected."""
 
     me: Gone
 
 
 @pytest.mark.timeout(60)
 def test_a_finaliser_in_another_thread_waits() -> None:
-    """It releases as soon as the call that holds the lock has ended."""
+    """The finaliser releases as soon as the call that holds the lock has ended."""
     cache, journal, sequence = _prepared()
     began, ended = threading.Event(), threading.Event()
 

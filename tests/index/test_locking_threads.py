@@ -1,4 +1,4 @@
-"""Eight threads on one cache, the audit beside them: every law holds all the time, every byte is right."""
+"""Eight threads use one cache while the audit runs. Every law holds at all times, and every byte is right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_OPS = 250
 
 
 class Worker(threading.Thread):
-    """Requests at random in two shared namespaces, each write and read checked against the oracle's KV."""
+    """Makes random requests in two shared namespaces. Each read and write is compared with the oracle's KV."""
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
         super().__init__(daemon=True)
@@ -38,7 +38,7 @@ class Worker(threading.Thread):
             for _ in range(NUM_OPS):
                 self._request()
                 self.num_done += 1
-        except Exception as error:  # noqa: BLE001 - raised by the test
+        except Exception as error:  # noqa: BLE001 - the test raises it
             self.error = error
 
     def _request(self) -> None:
@@ -116,7 +116,7 @@ class Worker(threading.Thread):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_eight_threads_and_the_audit(policy: str, _eager_switches: None) -> None:
-    """Nothing breaks, nobody reads a wrong byte, nothing is left over."""
+    """Nothing breaks, every read byte is right, and nothing is left over."""
     cache = PrefixCache(CacheConfig(num_blocks=60, block_size=2, layout=LAYOUT, policy=policy))
     workers = [Worker(cache, seed) for seed in range(NUM_THREADS)]
     for worker in workers:

@@ -1,4 +1,4 @@
-"""The thread in which policies learn: there for policies that do, for as long as their cache."""
+"""The thread in which policies learn. It exists only for policies that learn, and only as long as their cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def threads() -> set[threading.Thread]:
 
 
 @pytest.mark.parametrize("policy", LEARNING)
-def test_it_ends_with_its_cache(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nothing collects garbage: no cycle keeps the cache."""
+def test_the_maintenance_thread_ends_with_its_cache(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends without a garbage collection: no reference cycle keeps the cache alive."""
     monkeypatch.setattr(maintenance, "PERIOD_S", 0.01)
     before = threads()
     cache = PrefixCache(CacheConfig(num_blocks=8, policy=policy))
@@ -31,20 +31,20 @@ def test_it_ends_with_its_cache(policy: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not thread.is_alive()
 
 
-def test_lru_has_none() -> None:
+def test_lru_has_no_maintenance_thread() -> None:
     before = threads()
     cache = PrefixCache(CacheConfig(num_blocks=8))
     assert threads() <= before and cache.stats().free_blocks == 8
 
 
 class Failing(LRU):
-    """It can't learn."""
+    """A policy that cannot learn."""
 
     def maintain(self) -> None:
         raise RuntimeError("no more room for what it learns")
 
 
-def test_a_policy_that_fails_stops_nobody_elses_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_policy_does_not_stop_the_maintenance_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[threading.ExceptHookArgs] = []
     learned: list[str] = []
 
@@ -64,13 +64,13 @@ def test_a_policy_that_fails_stops_nobody_elses_upkeep(monkeypatch: pytest.Monke
     until = time.monotonic() + 60
     while (cache.stats().num_pins or len(told) < 2 or len(learned) < 2) and time.monotonic() < until:
         time.sleep(0.01)
-    assert cache.stats().num_pins == 0 and len(learned) > 1, "pins end, and others learn"
-    assert len(told) > 1 and {each.exc_type for each in told} == {RuntimeError}, "and it is told each time"
+    assert cache.stats().num_pins == 0 and len(learned) > 1, "pins end, and the other policy learns"
+    assert len(told) > 1 and {each.exc_type for each in told} == {RuntimeError}, "each failure is reported"
     with pytest.raises(RuntimeError, match="no more room"):
         cache.maintain()
     (thread,) = threads() - before
     del cache, sequence
     while thread.is_alive() and time.monotonic() < until:
-        told.clear()  # what was told holds who failed
+        told.clear()  # a recorded error keeps the failed policy's cache alive
         thread.join(0.1)
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""Pins: what is pinned stays for its time, within the budget, and never at the cost of what others are guaranteed."""
+"""Pins stay resident for their time, within the budget, and never at the cost of other tenants' guarantees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OTHER = Namespace("b", "m")
 
 
 def make(num_blocks: int = 16, *tenants: Tenant, policy: str = "lru", **default: Any) -> PrefixCache:
-    """A cache on a clock of its own; without tenants everybody may pin up to 8 blocks."""
+    """A cache with its own clock. Without tenants, every tenant may pin up to 8 blocks."""
     held_to = Tenant("default", **{"max_pinned_blocks": 8, **default})
     config = CacheConfig(num_blocks, 4, policy=policy, default_tenant=held_to, segment_tokens=4)
     cache = PrefixCache(config, clock=ManualClock(), scrub_blocks=lambda block_ids: None)
@@ -67,12 +67,12 @@ def matched(cache: PrefixCache, ids: Any, namespace: Namespace = NS) -> int:
 
 
 def flood(cache: PrefixCache, namespace: Namespace = NS, times: int = 30) -> None:
-    """Requests that nothing is kept for."""
+    """Make requests that keep no blocks."""
     for at in range(times):
         compute(cache, [100 + at] * 8, namespace)
 
 
-def test_what_is_pinned_stays_and_goes_when_its_time_is_over() -> None:
+def test_a_pin_holds_until_its_time_ends() -> None:
     cache = make()
     compute(cache, range(16))
     pin = cache.pin(NS, range(11), 60)
@@ -93,7 +93,7 @@ def test_what_is_pinned_stays_and_goes_when_its_time_is_over() -> None:
     audit.check(cache)
 
 
-def test_unpin_ends_it_once() -> None:
+def test_a_pin_can_be_ended_once() -> None:
     cache = make()
     compute(cache, range(8))
     pin = cache.pin(NS, range(8), 60)
@@ -114,7 +114,7 @@ def test_unpin_ends_it_once() -> None:
     audit.check(cache)
 
 
-def test_a_pin_of_another_cache_ends_none() -> None:
+def test_a_pin_of_another_cache_cannot_be_ended() -> None:
     here, there = make(), make()
     for cache, num_tokens in ((here, 8), (there, 4)):
         compute(cache, range(8))
@@ -124,8 +124,8 @@ def test_a_pin_of_another_cache_ends_none() -> None:
     assert len(here.pins()) == len(there.pins()) == 1
 
 
-def test_pinned_again_its_time_begins_anew() -> None:
-    """Longer or shorter; it is one pin, and counted once."""
+def test_a_repeated_pin_restarts_its_time() -> None:
+    """The new time may be longer or shorter. It stays one pin and is counted once."""
     cache = make()
     compute(cache, range(8))
     first = cache.pin(NS, range(8), 10)
@@ -140,11 +140,11 @@ def test_pinned_again_its_time_begins_anew() -> None:
     assert cache.stats().num_pins == 0
     for _ in range(1_000):
         cache.pin(NS, range(8), 1_000)
-    assert len(cache._pins.tenants["a"]._due) < 100, "ends that were set anew are forgotten"
+    assert len(cache._pins.tenants["a"]._due) < 100, "replaced expiry entries are dropped"
     audit.check(cache)
 
 
-def test_only_what_is_resident_as_a_whole() -> None:
+def test_only_a_fully_resident_prefix_can_be_pinned() -> None:
     cache = make()
     compute(cache, range(8))
     before = cache.snapshot()
@@ -163,7 +163,7 @@ def test_only_what_is_resident_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, math.nan, math.inf, MAX_TTL_S * 2, True, "60", None, 10**400])
-def test_a_time_that_is_none(ttl_s: Any) -> None:
+def test_an_invalid_time_is_refused(ttl_s: Any) -> None:
     cache = make()
     compute(cache, range(8))
     before = cache.snapshot()
@@ -172,7 +172,7 @@ def test_a_time_that_is_none(ttl_s: Any) -> None:
     assert same(before, cache)
 
 
-def test_arguments_that_are_none() -> None:
+def test_invalid_arguments_of_pin_are_refused() -> None:
     cache = make()
     compute(cache, range(8))
     with pytest.raises(ArgumentError, match="one block"):
@@ -184,7 +184,7 @@ def test_arguments_that_are_none() -> None:
     audit.check(cache)
 
 
-def test_the_budget_is_named_and_what_is_shared_counts_once() -> None:
+def test_the_budget_counts_shared_blocks_once() -> None:
     cache = make(32, max_pinned_blocks=5)
     for tail in (1, 2, 3):
         compute(cache, [0] * 12 + [tail] * 4)
@@ -201,7 +201,7 @@ def test_the_budget_is_named_and_what_is_shared_counts_once() -> None:
     cache.pin(NS, [0] * 12 + [3] * 4, 60)
     advance(cache, 60)
     compute(cache, [9] * 12)
-    assert cache.pin(NS, [9] * 12, 60).num_blocks == 3, "what is over doesn't count"
+    assert cache.pin(NS, [9] * 12, 60).num_blocks == 3, "an expired pin does not count"
     audit.check(cache)
 
 
@@ -229,8 +229,8 @@ def test_the_budget_is_the_guarantee_unless_it_is_set() -> None:
     ("default", "budget"),
     [(Tenant("any"), 4), (Tenant("any", max_blocks=6), 3), (Tenant("any", max_pinned_blocks=0), 0)],
 )
-def test_whom_nobody_added_may_pin_half_of_what_it_may_use(default: Tenant, budget: int) -> None:
-    """A cache that was told of no tenants is its user's own."""
+def test_a_tenant_that_was_never_added_may_pin_half_of_its_limit(default: Tenant, budget: int) -> None:
+    """A cache that was given no tenants belongs to its user."""
     cache = PrefixCache(CacheConfig(8, 4, default_tenant=default))
     compute(cache, range(20))
     for pinned in range(1, budget + 1):
@@ -247,7 +247,7 @@ def test_whom_nobody_added_may_pin_half_of_what_it_may_use(default: Tenant, budg
     audit.check(cache)
 
 
-def test_a_budget_that_is_lowered_takes_nothing_back() -> None:
+def test_a_lower_budget_ends_no_pin() -> None:
     cache = make(16, Tenant("a", guaranteed_blocks=4))
     compute(cache, range(16))
     compute(cache, [7] * 4)
@@ -259,7 +259,7 @@ def test_a_budget_that_is_lowered_takes_nothing_back() -> None:
     audit.check(cache)
 
 
-def test_a_split_below_and_above_leaves_it() -> None:
+def test_a_pin_survives_splits() -> None:
     cache = make(32)
     compute(cache, range(16))
     cache.pin(NS, range(12), 60)
@@ -270,8 +270,8 @@ def test_a_split_below_and_above_leaves_it() -> None:
     assert cache.stats().pinned_blocks == 3
 
 
-def test_a_clear_or_a_purge_ends_it() -> None:
-    """Also so many that they end in slices; a running sequence keeps what it holds, not what is pinned."""
+def test_a_clear_or_a_purge_ends_pins() -> None:
+    """This includes so many pins that they end in slices. A running sequence keeps only its own blocks."""
     num_pins = 2 * SLICE_NODES // PIN_NODES + 1
     for forget in (lambda cache: cache.clear(NS), lambda cache: cache.purge("a")):
         cache = make(64, max_pinned_blocks=64)
@@ -302,8 +302,8 @@ def test_removing_a_tenant_ends_its_pins() -> None:
     audit.check(cache)
 
 
-def test_the_law_of_guarantees() -> None:
-    """Borrowed blocks can be pinned only as far as others can still have what they are guaranteed."""
+def test_pins_leave_room_for_guarantees() -> None:
+    """Borrowed blocks can be pinned only while the other tenants' guarantees can still be met."""
     cache = make(16, Tenant("a", max_pinned_blocks=16), Tenant("b", guaranteed_blocks=10))
     for first in (1, 2):
         compute(cache, [first] * 12 + [3] * 4)
@@ -327,8 +327,11 @@ def test_the_law_of_guarantees() -> None:
 @pytest.mark.parametrize(
     "call", ["open", "extend", "append", "lease", "insert", "allocate", "evict", "add_tenant"]
 )
-def test_nobody_is_refused_for_a_pin_whose_time_is_over(call: str) -> None:
-    """Without any upkeep: who needs the room ends what is due; a moment before, it is refused, or gets less."""
+def test_an_expired_pin_never_causes_a_refusal(call: str) -> None:
+    """Without maintenance, a request that needs the blocks ends expired pins.
+
+    A moment earlier it is refused or gets fewer blocks.
+    """
     cache = make(8, Tenant("a", max_pinned_blocks=8))
     compute(cache, range(24))
     running, leased = cache.open(OTHER, range(8)), cache.match(NS, range(4))
@@ -368,7 +371,7 @@ def test_nobody_is_refused_for_a_pin_whose_time_is_over(call: str) -> None:
 
 
 def test_a_strict_tenant_may_pin_all_that_it_has() -> None:
-    """And is refused within its own limit then, until a pin ends; another's requests don't touch its pins."""
+    """Then its own requests are refused until a pin ends. Another tenant's requests do not touch its pins."""
     cache = make(16, Tenant("a", guaranteed_blocks=4, mode="strict"), Tenant("b"))
     compute(cache, range(16))
     cache.pin(NS, range(16), 60)
@@ -378,15 +381,20 @@ def test_a_strict_tenant_may_pin_all_that_it_has() -> None:
     running = cache.open(OTHER, range(48))
     with pytest.raises(OutOfBlocks):
         cache.open(OTHER, range(4))
-    assert cache.stats().num_pins == 1, "its room is nobody else's: it ends when its tenant needs it"
+    assert cache.stats().num_pins == 1, (
+        "only its own tenant could use the blocks, so the pin has not ended yet"
+    )
     cache.open(NS, [9] * 4).release()
     assert cache.stats().num_pins == 0
     running.release()
     audit.check(cache)
 
 
-def test_a_tenant_has_at_most_so_many_pins() -> None:
-    """Also where a pin takes nothing from the budget; one that ends makes room, and one may be renewed."""
+def test_the_number_of_pins_of_a_tenant_is_limited() -> None:
+    """The limit also applies to pins that use nothing of the budget.
+
+    A pin that ends frees a place, and a pin can be renewed.
+    """
     cache = make(16, max_pins=3)
     compute(cache, range(16))
     pins = [cache.pin(NS, range(4 * blocks), 60) for blocks in (4, 3, 2)]
@@ -399,7 +407,7 @@ def test_a_tenant_has_at_most_so_many_pins() -> None:
         cache.pin(NS, range(50, 54), 60)
     assert cache.pin(NS, range(8), 60) == pins[2]
     compute(cache, range(4), OTHER)
-    assert cache.pin(OTHER, range(4), 60).id == 1, "each tenant has its own"
+    assert cache.pin(OTHER, range(4), 60).id == 1, "each tenant has its own numbers"
     cache.unpin(pins[0])
     cache.pin(NS, range(4), 5)
     with pytest.raises(PinLimitExceeded):
@@ -410,7 +418,7 @@ def test_a_tenant_has_at_most_so_many_pins() -> None:
     audit.check(cache)
 
 
-def test_the_number_of_pins_is_the_tenants_own() -> None:
+def test_each_tenant_has_its_own_limit_of_pins() -> None:
     assert Tenant("a").max_pins == MAX_PINS == 1_024
     for wrong in (-1, True, 1.5, "1", None):
         with pytest.raises(ArgumentError, match="max_pins"):
@@ -419,7 +427,7 @@ def test_the_number_of_pins_is_the_tenants_own() -> None:
     compute(cache, range(16))
     pins = [cache.pin(NS, range(size), 60) for size in (4, 8)]
     cache.add_tenant(Tenant("a", guaranteed_blocks=4, max_pins=1))
-    assert cache.pins() == pins, "a limit that is lowered takes nothing back"
+    assert cache.pins() == pins, "a lower limit ends no pin"
     with pytest.raises(PinLimitExceeded, match="2 of the tenant's 1 pins"):
         cache.pin(NS, range(16), 60)
     compute(cache, range(4), OTHER)
@@ -439,14 +447,16 @@ def test_pins_are_listed_in_parts() -> None:
     assert cache.pins("a", after=8) == [] == cache.pins("a", limit=0) == cache.pins("c", limit=9)
     advance(cache, 5)
     cache.unpin(pins[4])
-    assert [pin.id for pin in cache.pins("a", after=1, limit=3)] == [2, 4, 7], "of those that hold"
+    assert [pin.id for pin in cache.pins("a", after=1, limit=3)] == [2, 4, 7], (
+        "only pins that have not ended are listed"
+    )
     for wrong in ({"after": -1}, {"after": "1"}, {"limit": -1}, {"limit": 1.5}):
         with pytest.raises(ArgumentError):
             cache.pins("a", **wrong)  # type: ignore[arg-type]
 
 
 def test_pins_of_the_same_blocks_keep_one_block_table() -> None:
-    """Readers of a base under several salts: a table of a long prefix is stored once, not once a pin."""
+    """Readers of a base with several salts store the long block table once, not once for each pin."""
     cache = make(16, Tenant("a", guaranteed_blocks=8))
     with cache.publish("base", Namespace("operator", "m"), range(32), ["a"]) as sequence:
         sequence.commit(32)
@@ -461,7 +471,10 @@ def test_pins_of_the_same_blocks_keep_one_block_table() -> None:
 
 
 def num_steps(call: Callable[[], object]) -> int:
-    """How many bytecodes of radixkv's interpreted modules a call runs; ``pins`` is one of them in either build."""
+    """The number of bytecodes that a call runs in interpreted modules of radixkv.
+
+    ``pins`` is interpreted in both builds.
+    """
     found = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -482,7 +495,7 @@ def num_steps(call: Callable[[], object]) -> int:
 
 
 def pinned_in_salts(num_pins: int) -> PrefixCache:
-    """A cache in which a tenant pins a base in as many namespaces, and as much of its own, in one."""
+    """A cache in which a tenant pins a base in many namespaces, and as many of its own prefixes in one."""
     cache = make(num_pins + 8, Tenant("a", guaranteed_blocks=num_pins + 4, max_pins=2 * num_pins))
     with cache.publish("base", Namespace("operator", "m"), [7] * 8, ["a"]) as sequence:
         sequence.commit(8)
@@ -521,7 +534,7 @@ def unpin_all(cache: PrefixCache) -> None:
     ],
     ids=["unpublish", "set_readers", "purge", "remove_tenant", "clear", "expire", "unpin"],
 )
-def test_the_end_of_many_pins_costs_what_ends(end: Callable[[PrefixCache], object]) -> None:
+def test_ending_many_pins_takes_linear_time(end: Callable[[PrefixCache], object]) -> None:
     """Sixteen times as many pins take sixteen times as many steps, not 256 times."""
     few, many = pinned_in_salts(12), pinned_in_salts(192)
     steps = [num_steps(partial(end, cache)) for cache in (few, many)]
@@ -530,8 +543,8 @@ def test_the_end_of_many_pins_costs_what_ends(end: Callable[[PrefixCache], objec
         audit.check(cache)
 
 
-def test_one_pin_among_many_costs_what_it_did() -> None:
-    """A pin, its renewal, a part of the list and an end: no work for each of the others."""
+def test_one_pin_costs_the_same_among_many() -> None:
+    """A pin, its renewal, a part of the list and an end cause no work for the other pins."""
 
     def live(cache: PrefixCache) -> None:
         cache.unpin(cache.pins("a", limit=1)[0])
@@ -543,8 +556,8 @@ def test_one_pin_among_many_costs_what_it_did() -> None:
     assert many < 1.5 * few, (few, many)
 
 
-def test_upkeep_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is given up between them."""
+def test_maintenance_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is released between the slices."""
     cache = make(16, max_pins=300, max_pinned_blocks=16)
     cache.add_tenant(Tenant("a", guaranteed_blocks=8, max_pins=300))
     with cache.publish("base", Namespace("operator", "m"), range(8), ["a"]) as sequence:
@@ -559,13 +572,13 @@ def test_upkeep_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def threads() -> set[threading.Thread]:
-    """Those of upkeep."""
+    """The maintenance threads."""
     return {thread for thread in threading.enumerate() if thread.name == "radixkv-maintenance"}
 
 
 @pytest.mark.parametrize("others", [0, 8])
-def test_when_a_pin_ends_depends_on_nobody_else(others: int) -> None:
-    """Its tenant's next request ends it once its time is over, however much of the pool others are promised."""
+def test_the_end_of_a_pin_does_not_depend_on_other_tenants(others: int) -> None:
+    """The tenant's next request ends an expired pin, however much of the pool is guaranteed to other tenants."""
     clock = ManualClock()
     cache = PrefixCache(CacheConfig(16, 4), clock=clock, scrub_blocks=lambda ids: None)
     cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
@@ -581,8 +594,11 @@ def test_when_a_pin_ends_depends_on_nobody_else(others: int) -> None:
         audit.check(cache)
 
 
-def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the monotonic clock, in its thread, which is there from the first pin on; the cache goes with its last one."""
+def test_maintenance_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread uses the monotonic clock and exists from the first pin on.
+
+    The cache is freed with its last reference.
+    """
     monkeypatch.setattr(maintenance, "PERIOD_S", 0.01)
     before = threads()
     cache = PrefixCache(CacheConfig(8, 4, default_tenant=Tenant("default", max_pinned_blocks=8)))
@@ -615,8 +631,11 @@ ops = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=30)
 @given(ops)
-def test_what_is_pinned_is_never_a_victim(policy: str, lives: list[tuple[int, int, int, int]]) -> None:
-    """Held to a plain list of pins: each is matched as a whole until its time is over, and their union is the count."""
+def test_pinned_blocks_are_never_evicted(policy: str, lives: list[tuple[int, int, int, int]]) -> None:
+    """A plain list of pins is the reference.
+
+    Each pin matches as a whole until it expires, and the count is their union.
+    """
     cache = make(16, policy=policy, max_pinned_blocks=6)
     pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Pin, float]] = {}
     for kind, first, size, seconds in lives:
@@ -663,7 +682,7 @@ def _ends(key: tuple[Namespace, tuple[int, ...]]) -> range:
 
 
 def test_many_pins_are_counted_as_their_union() -> None:
-    """Against a set of blocks, over random trees, pins and ends."""
+    """The count is compared with a set of blocks, over random trees, pins and ends."""
     rng = random.Random(0)
     cache = make(512, max_pinned_blocks=512)
     pins: list[Pin] = []
@@ -683,7 +702,7 @@ def test_many_pins_are_counted_as_their_union() -> None:
     audit.check(cache)
 
 
-def test_a_tenant_nobody_knows_has_no_pins() -> None:
+def test_an_unknown_tenant_has_no_pins() -> None:
     cache = PrefixCache(CacheConfig(8, 4, default_tenant=None))
     with pytest.raises((NotResident, NamespaceError)):
         cache.pin(NS, range(4), 60)

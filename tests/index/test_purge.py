@@ -1,4 +1,7 @@
-"""Purge: a tenant's generation ends. At once for matching; what runs is stale, and gives its blocks back at release."""
+"""A purge ends a tenant's generation.
+
+Matches fail at once. Running sequences are stale and free their blocks at release.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ CALLS: dict[str, Callable[[PrefixCache, Sequence], object]] = {
 
 
 def test_nothing_of_the_old_generation_is_matched() -> None:
-    """All namespaces of the tenant are forgotten, another tenant's stays, and the tenant starts anew."""
+    """All namespaces of the tenant are forgotten and another tenant's stays. The tenant starts again from nothing."""
     cache = make()
     assert cache.purge("a") == 20 and cache.generation("a") == 1 and cache.generation("b") == 0
     assert [cache.match(namespace, IDS).num_tokens for namespace in (A, ALSO_A, B)] == [0, 0, 40]
@@ -58,14 +61,14 @@ def test_nothing_of_the_old_generation_is_matched() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_runs_is_stale(name: str) -> None:
-    """Every call raises StaleGeneration and changes nothing; the first release doesn't raise, a second one does."""
+def test_running_sequences_are_stale(name: str) -> None:
+    """Every call raises StaleGeneration and changes nothing. The first release does not raise, a second one does."""
     cache = make()
     sequence, other = cache.open(A, [*IDS, 7, 8]), cache.open(B, [*IDS, 7])
     cache.purge("a")
     audit.check(cache)
     assert not sequence.is_open and other.is_open
-    assert cache.stats().quarantined_blocks == 10, "what it leases stays until it is released"
+    assert cache.stats().quarantined_blocks == 10, "leased blocks stay until the release"
     before = cache.stats()
     with pytest.raises(StaleGeneration, match="purged"):
         CALLS[name](cache, sequence)
@@ -80,13 +83,13 @@ def test_what_runs_is_stale(name: str) -> None:
     audit.check(cache)
 
 
-def test_leaving_with_releases_what_is_stale() -> None:
-    """The end of a ``with`` after a purge gives the blocks back, quietly; forks too."""
+def test_leaving_with_releases_a_stale_sequence() -> None:
+    """The end of a ``with`` block after a purge releases the blocks without an error, also for forks."""
     cache = make()
     with cache.open(A, [*IDS, 7]) as sequence:
         children = sequence.fork(2)
         cache.purge("a")
-        assert cache.purge("a") == 0, "there is nothing left to forget"
+        assert cache.purge("a") == 0, "nothing is left to forget"
     for child in children:
         child.release()
     assert cache.stats().free_blocks == 54
@@ -94,7 +97,7 @@ def test_leaving_with_releases_what_is_stale() -> None:
 
 
 def test_a_stale_sequence_never_feeds_the_new_generation() -> None:
-    """What the old generation computes is not matched by the new one, which computes the same beside it."""
+    """The new generation matches no block of the old one, even for the same tokens."""
     cache = make()
     old = cache.open(A, np.arange(100, 120))
     cache.purge("a")
@@ -109,7 +112,7 @@ def test_a_stale_sequence_never_feeds_the_new_generation() -> None:
 
 
 def test_leases_and_matches_of_the_old_generation() -> None:
-    """A match can't be leased any more; a lease holds its blocks until it is released."""
+    """An old match can no longer be leased. An old lease holds its blocks until its release."""
     cache = make()
     match = cache.match(A, IDS)
     lease = cache.lease(match)
@@ -122,8 +125,8 @@ def test_leases_and_matches_of_the_old_generation() -> None:
     audit.check(cache)
 
 
-def test_quarantine_is_the_tenants() -> None:
-    """Quarantined blocks count against the tenant's limit; its settings outlive the purge."""
+def test_quarantined_blocks_count_against_the_tenant() -> None:
+    """Quarantined blocks count against the tenant's limit. The tenant's settings survive the purge."""
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=4))
     cache.add_tenant(Tenant("a", max_blocks=12))
     held = cache.open(A, IDS)

@@ -1,10 +1,14 @@
-"""An exception between any two steps of a call: the laws hold, nobody else notices, nothing is lost.
+"""An exception between any two steps of a call: the laws hold, bystanders notice nothing, and nothing is lost.
 
-Every call is made on the same small world again and again, and raises at its first step, its second, and so on
-until it comes through. After each: the lock is free, the audit is clean, sequences and leases that had
-nothing to do with it are as they were and read their KV bit for bit, the journal knows what is resident, what
-matches is no lie; sequences that it worked on are closed, or as they were if nothing had begun. Then life goes on, and
-at the end every block is free.
+Each call is made repeatedly on the same small world. It is interrupted at its first step, then at its second, and so on
+until it completes. After each interruption the test checks the following:
+
+- The lock is free and the audit is clean.
+- Sequences and leases that the call did not use are unchanged and read their KV bit for bit.
+- The journal equals what is resident, and every match is right.
+- Sequences that the call used are closed, or unchanged if the work had not begun.
+
+Then more calls follow, and at the end every block is free.
 """
 
 from __future__ import annotations
@@ -38,22 +42,25 @@ NUM_BLOCKS, BLOCK_SIZE = 40, 2
 ZEROS = (0,) * 12
 
 OPCODES = os.environ.get("INTERRUPT_OPCODES") == "1"
-"""Interrupt between any two bytecode instructions, not only between lines and calls: minutes instead of seconds."""
+"""Interrupt between any two bytecode instructions, not only between lines and calls.
+
+This takes minutes instead of seconds.
+"""
 
 ALL = os.environ.get("INTERRUPT_ALL") == "1"
-"""Interrupt each call at each step under each policy, not at some steps under one of the two."""
+"""Interrupt each call at each step under each policy. By default, one of the two policies gets only some steps."""
 
 
 @dataclass
 class Run:
-    """A sequence, and what it must read."""
+    """A sequence, and the KV that it must read."""
 
     sequence: Sequence
     ids: list[int]
     num_computed: int = 0
 
     def state(self) -> tuple[Any, ...]:
-        """What must not change."""
+        """The state that must not change."""
         sequence = self.sequence
         return (
             sequence.is_open,
@@ -67,7 +74,7 @@ class Run:
 
 @dataclass
 class World:
-    """A small cache in which much is going on: two tenants, forks, copies that wait, leases, lent blocks, a journal."""
+    """A small, busy cache: two tenants, forks, waiting copies, leases, lent blocks and a journal."""
 
     policy: str
     stored: bool = False
@@ -77,8 +84,10 @@ class World:
 
     def __post_init__(self) -> None:
         layout = LAYOUT if self.stored else None
-        everybody = Tenant("default", max_pinned_blocks=10)
-        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, layout, policy=self.policy, default_tenant=everybody)
+        default_tenant = Tenant("default", max_pinned_blocks=10)
+        config = CacheConfig(
+            NUM_BLOCKS, BLOCK_SIZE, layout, policy=self.policy, default_tenant=default_tenant
+        )
         self.journal, self.clock = Recorder(BLOCK_SIZE), ManualClock()
         self.cache = PrefixCache(config, journal=self.journal, clock=self.clock)
         self.engine, self.oracle = Engine(self.cache), Oracle(BLOCK_SIZE)
@@ -97,26 +106,26 @@ class World:
         self.pin(A, (*ZEROS[:6], 1, 0))
 
     def pin(self, namespace: Namespace, ids: tuple[int, ...], ttl_s: float = 60.0) -> Pin:
-        """What must stay."""
+        """Pin a prefix that must stay."""
         pin = self.cache.pin(namespace, ids, ttl_s)
         self.pins.append((pin, ids))
         return pin
 
     def serve(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
-        """A whole request."""
+        """Make a whole request."""
         run = self.open(namespace, ids)
         self.commit(run, len(ids))
         run.sequence.release()
         self.runs.remove(run)
 
     def open(self, namespace: Namespace, ids: tuple[int, ...]) -> Run:
-        """A request that is computed."""
+        """Open a request and compute it."""
         run = self.add(self.cache.open(namespace, ids), list(ids))
         self.write(run, run.sequence.num_cached_tokens)
         return run
 
     def add(self, sequence: Sequence, ids: list[int]) -> Run:
-        """One more that must not notice."""
+        """Add a sequence that must not notice the interruption."""
         self.runs.append(Run(sequence, list(ids), len(ids)))
         return self.runs[-1]
 
@@ -127,24 +136,24 @@ class World:
         run.num_computed = len(states)
 
     def append(self, runs: list[Run], ids: list[int]) -> None:
-        """One id to each."""
+        """Append one id to each sequence."""
         self.cache.append([run.sequence for run in runs], ids)
         for run, token_id in zip(runs, ids, strict=True):
             run.ids.append(token_id)
 
     def commit(self, run: Run, num_tokens: int) -> None:
-        """What is computed may be served."""
+        """Commit tokens. Committed tokens may be matched."""
         self.oracle.commit(run.sequence.namespace, run.ids, num_tokens)
         run.sequence.commit(num_tokens)
 
-    # --- what must hold, whatever happened
+    # --- invariants after any interruption
 
     def check(self) -> None:
-        """The laws, the bystanders, the matches, the journal."""
+        """Check the laws, the bystanders, the matches and the journal."""
         audit.check(self.cache)
         snapshot = self.cache.snapshot()
         held = resident_segments(snapshot, BLOCK_SIZE)
-        assert self.journal.held == held, "the journal says something else"
+        assert self.journal.held == held, "the journal differs from the trees"
         self.engine.settle()
         for run in self.runs:
             assert run.sequence.is_open
@@ -166,13 +175,16 @@ class World:
         return self.engine.holds(table, chain(namespace, ids))
 
     def check_match(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
-        """What matches is no lie and reads right."""
+        """Check that a match is allowed by the oracle and reads right."""
         match = self.cache.match(namespace, ids)
         assert self.oracle.served_lie(namespace, ids, match.num_tokens) is None
         assert self.reads(namespace, match.block_ids, ids[: match.num_tokens])
 
     def go_on(self) -> None:
-        """Everybody writes and commits, requests come, blocks go; at the end all are free."""
+        """All bystanders write and commit, new requests come, and blocks are evicted.
+
+        At the end all blocks are free.
+        """
         for run in self.runs:
             start = run.num_computed
             run.sequence.extend([1, 2, 3])
@@ -207,20 +219,20 @@ class World:
         )
         if self.stored:
             with self.cache.open(Namespace("last", "m"), [0] * (NUM_BLOCKS * BLOCK_SIZE)) as sequence:
-                assert not self.engine.read(sequence.block_table).any(), "another tenant's bytes"
+                assert not self.engine.read(sequence.block_table).any(), "bytes of another tenant"
         audit.check(self.cache)
 
 
 @dataclass
 class Call:
-    """A call, and the sequences that it works on: they may be closed after it."""
+    """A call, and the sequences that it uses. They may be closed after it."""
 
     make: Callable[[], Any]
     involved: list[Run] = field(default_factory=list)
     keep: Callable[[Any], None] = lambda result: None
-    """What to do with its result if it came through."""
+    """Handles the result if the call completed."""
     after: Callable[[], None] = lambda: None
-    """What to look at in any case."""
+    """Runs after the call in any case."""
 
 
 Scenario = Callable[[World], Call]
@@ -249,7 +261,7 @@ def _end(run: Run) -> None:
 
 
 def _on_a_fork(call: Callable[[World, Run], Callable[[], Any]]) -> Scenario:
-    """A call on one of three that share blocks; the others notice nothing."""
+    """A call on one of three sequences that share blocks. The others notice nothing."""
 
     def scenario(world: World) -> Call:
         parent = world.open(A, (*ZEROS[:6], 2, 2, 2))
@@ -262,7 +274,7 @@ def _on_a_fork(call: Callable[[World, Run], Callable[[], Any]]) -> Scenario:
 
 
 def _commit_after_a_twin(world: World) -> Call:
-    """Another sequence committed half of it first."""
+    """Another sequence committed half of the tokens first."""
     run, twin = world.open(A, (2, *ZEROS[:8])), world.open(A, (2, *ZEROS[:8]))
     world.commit(twin, 5)
     world.oracle.commit(A, run.ids, 9)
@@ -271,7 +283,7 @@ def _commit_after_a_twin(world: World) -> Call:
 
 
 def _commit_between_forks(world: World) -> Call:
-    """Parts of what it shares were committed by another, parts are duplicates."""
+    """Another sequence committed some of the shared blocks, and some are duplicates."""
     twin = world.open(A, (2, *ZEROS[:5]))
     parent = world.open(A, (2, *ZEROS[:9]))
     world.commit(twin, 6)
@@ -282,7 +294,7 @@ def _commit_between_forks(world: World) -> Call:
 
 
 def _append(world: World) -> Call:
-    """A batch: two of three that share a tail, one that has room, one that needs a block."""
+    """A batch: two of three sequences that share a tail, one with a free row, and one that needs a block."""
     parent = world.open(A, (2, *ZEROS[:4]))
     children = [world.add(child, parent.ids) for child in parent.sequence.fork(2)]
     batch = [*children, world.open(A, (2, 2, 2)), world.open(B, ZEROS[:8])]
@@ -296,7 +308,7 @@ def _append(world: World) -> Call:
 
 
 def _reorder(world: World) -> Call:
-    """One input goes on twice, one once, one not at all."""
+    """One input continues twice, one once, one not at all."""
     parent = world.open(A, (2, *ZEROS[:4]))
     inputs = [parent, *(world.add(child, parent.ids) for child in parent.sequence.fork(1))]
     inputs.append(world.open(B, (2, 2, 2)))
@@ -344,13 +356,15 @@ def _insert(ids: tuple[int, ...]) -> Scenario:
         world.engine.write(blocks, 0, chain(B, ids[:num_tokens]))
         world.oracle.commit(B, ids, num_tokens)
 
-        return Call(lambda: world.cache.insert(B, ids, blocks), after=lambda: _whose(world, ids, blocks))
+        return Call(
+            lambda: world.cache.insert(B, ids, blocks), after=lambda: _check_ownership(world, ids, blocks)
+        )
 
     return scenario
 
 
-def _whose(world: World, ids: tuple[int, ...], blocks: Any) -> None:
-    """Blocks that were handed in are the tree's, or still the engine's, or were duplicates: then the engine's too."""
+def _check_ownership(world: World, ids: tuple[int, ...], blocks: Any) -> None:
+    """Each inserted block is the tree's or still the engine's. Duplicates are the engine's."""
     lent = set(world.cache.snapshot().lent_ids) & set(blocks.tolist())
     resident = set(world.cache.match(B, ids).block_ids.tolist())
     assert lent | resident >= set(blocks.tolist())
@@ -389,7 +403,7 @@ def _pin(namespace: Namespace, ids: tuple[int, ...]) -> Scenario:
 
 
 def _pin_again(world: World) -> Call:
-    """It stays, with its old end or its new one."""
+    """The pin stays, with its old end or its new one."""
     (pin, ids), *_ = world.pins
     world.pin(B, ZEROS[:4], 10.0)
     return Call(lambda: world.cache.pin(A, ids, 5.0), after=lambda: _ends_in(world, pin, (5.0, 60.0)))
@@ -405,7 +419,7 @@ def _unpin(world: World) -> Call:
     return Call(lambda: world.cache.unpin(pin))
 
 
-def _forget_what_is_pinned(call: Callable[[World], Any]) -> Scenario:
+def _forget_pinned(call: Callable[[World], Any]) -> Scenario:
     def scenario(world: World) -> Call:
         for ids in (ZEROS[:2], ZEROS[:6], (1, 1)):
             world.cache.pin(B, ids, 60.0)
@@ -414,8 +428,8 @@ def _forget_what_is_pinned(call: Callable[[World], Any]) -> Scenario:
     return scenario
 
 
-def _needing_what_was_pinned(call: Callable[[World], Any]) -> Scenario:
-    """Somebody needs room, and pins whose time is over have it."""
+def _needing_pinned(call: Callable[[World], Any]) -> Scenario:
+    """A request needs blocks that only expired pins hold."""
 
     def scenario(world: World) -> Call:
         for ids in (ZEROS[:6], (1, 1, 1, 1, 1, 1)):
@@ -472,11 +486,11 @@ SCENARIOS: dict[str, Scenario] = {
     "pin, splitting a node": _pin(A, ZEROS[:2]),
     "pin again": _pin_again,
     "unpin": _unpin,
-    "clear what is pinned": _forget_what_is_pinned(lambda world: world.cache.clear(B)),
-    "purge what is pinned": _forget_what_is_pinned(lambda world: world.cache.purge("b")),
-    "ending pins, evicting": _needing_what_was_pinned(lambda world: world.cache.evict(3)),
-    "ending pins, in upkeep": _needing_what_was_pinned(lambda world: world.cache.maintain()),
-    "ending pins, counting": _needing_what_was_pinned(lambda world: world.cache.tenant_stats("b")),
+    "clear what is pinned": _forget_pinned(lambda world: world.cache.clear(B)),
+    "purge what is pinned": _forget_pinned(lambda world: world.cache.purge("b")),
+    "ending pins, evicting": _needing_pinned(lambda world: world.cache.evict(3)),
+    "ending pins, in upkeep": _needing_pinned(lambda world: world.cache.maintain()),
+    "ending pins, counting": _needing_pinned(lambda world: world.cache.tenant_stats("b")),
 }
 
 
@@ -488,7 +502,7 @@ def _twice(run: Run) -> Callable[[], None]:
 def _steps(
     scenario: Scenario, policy: str, stored: bool, stride: int = 1, first: int = 1, make: type[World] = World
 ) -> Iterator[tuple[World, Call, Stepper]]:
-    """The world after each interruption, until the call comes through."""
+    """Yield the world after each interruption, until the call completes."""
     for stop in range(first, 1_000_000, stride):
         world = make(policy, stored)
         call = scenario(world)
@@ -512,9 +526,9 @@ def _steps(
 
 
 def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> None:
-    """It can't be used any more, and says why; or the exception came before anything had begun."""
+    """The sequence is closed and its errors say why, or nothing had begun and it is unchanged."""
     if run.sequence.is_open:
-        grown = world.stored and run.sequence.num_tokens > before[1]  # it needed no copy, and others did
+        grown = world.stored and run.sequence.num_tokens > before[1]  # it needed no copy, while others did
         assert grown or run.state() == before
         return
     world.runs.remove(run)
@@ -530,7 +544,7 @@ STRIDE = 7
 
 
 def _number(name: str) -> int:
-    """A number that a scenario has for good: which policy it gets, and at which step it starts."""
+    """A fixed number of a scenario. It decides its policy and its first step."""
     return zlib.crc32(name.encode())
 
 
@@ -539,7 +553,7 @@ def _number(name: str) -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
-    """Each call, at each of its steps under one policy, and at every seventh under the other."""
+    """Each call is interrupted at each of its steps under one policy, and at every seventh under the other."""
     at_each = ALL or POLICIES[_number(name) % 2] == policy
     stride, first = (1, 1) if at_each else (STRIDE, 1 + _number(name) % STRIDE)
     steps = _steps(SCENARIOS[name], policy, stored=False, stride=stride, first=first)
@@ -552,8 +566,8 @@ def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize("name", ["append", "extend, copying", "fork", "reorder", "release what is shared"])
-def test_with_storage(name: str) -> None:
-    """The same where copies are launched at once: a batch may have grown, then who needs no copy stays open."""
+def test_an_exception_between_any_two_steps_with_storage(name: str) -> None:
+    """With storage, copies are launched at once. A batch may have grown; sequences that need no copy then stay open."""
     for world, call, stepper in _steps(SCENARIOS[name], "lru", stored=True):
         for run in call.involved:
             if run in world.runs:
@@ -564,8 +578,10 @@ def test_with_storage(name: str) -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["open, evicting", "extend, evicting", "evict", "clear what is in use"])
-def test_in_slices(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for calls so long that they give up the lock on the way."""
+def test_an_exception_between_any_two_steps_in_slices(
+    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for calls so long that they release the lock on the way."""
     monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
     for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS"):
         monkeypatch.setattr(requests, slices, 2)
@@ -587,8 +603,8 @@ def _holds(world: World, stepper: Stepper, goes_on: bool = True) -> None:
 @pytest.mark.parametrize(
     "name", ["open, splitting a node", "commit between forks", "append", "clear", "evict"]
 )
-def test_interrupted_while_it_mends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second exception, anywhere in ``mend``: it starts once more, and the second one goes on."""
+def test_an_exception_during_a_repair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second exception strikes inside ``mend``. The repair starts again, and the second exception is raised."""
     rng = random.Random(name)
     original = recovery._mend
     second: list[Stepper] = []
@@ -620,30 +636,33 @@ def test_interrupted_while_it_mends(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Mended(Recorded):
-    """A cache that is mended for no reason at all before each snapshot that is taken of it."""
+    """A cache that is repaired before each snapshot, although nothing is broken."""
 
     def snapshot(self) -> Any:
-        """What remains of it."""
+        """Repair, then take the snapshot."""
         with self._lock:
             recovery.mend(self, KeyboardInterrupt())
         return super().snapshot()
 
     def snapshot_in_slices(self, pause: Any = None) -> Any:
-        """The same."""
+        """Repair, then take the snapshot in slices."""
         self.snapshot()
         return super().snapshot_in_slices(pause)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_mending_what_is_whole() -> None:
-    """It changes nothing: over random lives every law holds, every byte is right, copies are as many as before."""
+def test_repairing_an_intact_cache_changes_nothing() -> None:
+    """Such a repair changes nothing.
+
+    Over random lives every law holds, every byte is right, and the number of copies is equal.
+    """
     report = properties.run(Mended, 100, 40, machine=JournalMachine)
     assert report.ok, report.failure
 
 
-def test_the_order_survives() -> None:
-    """Under LRU a cache that is mended after every request evicts what one does that never was."""
+def test_the_eviction_order_survives_repairs() -> None:
+    """Under LRU, a cache that is repaired after every request evicts the same blocks as one that never is."""
     rng = random.Random(0)
     caches = [PrefixCache(CacheConfig(24, 2)) for _ in range(2)]
     for _ in range(400):
@@ -659,8 +678,8 @@ def test_the_order_survives() -> None:
 
 
 @pytest.mark.pure
-def test_waiters_wake() -> None:
-    """A commit that is interrupted gives up its prefix: who waits for it computes it himself."""
+def test_an_interrupted_commit_wakes_waiters() -> None:
+    """An interrupted commit gives up its prefix. A request that waits for it then computes it itself."""
     cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK_SIZE))
     running = cache.open(A, ZEROS)
     opened: list[Sequence] = []
@@ -679,7 +698,7 @@ def test_waiters_wake() -> None:
 
 
 class Fails:
-    """A policy or a journal of which one method fails once, at its n-th call."""
+    """Wraps a policy or a journal so that one method fails once, at its n-th call."""
 
     def __init__(self, owner: Any, at: int) -> None:
         self.left = at
@@ -689,7 +708,7 @@ class Fails:
                 setattr(owner, name, functools.partial(self.call, method))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Before or after the method did its work, in turn."""
+        """Fail before or after the method did its work, in turn."""
         self.left -= 1
         if self.left == 0:
             raise MemoryError
@@ -707,7 +726,7 @@ class Fails:
     "who", ["journal", *(pytest.param(f"policy {tenant}", marks=pytest.mark.pure) for tenant in "ab")]
 )
 def test_a_policy_or_a_journal_that_fails(who: str, name: str) -> None:
-    """At each of its calls: the error goes on, and the laws hold."""
+    """The policy or journal fails at each of its calls. The error is raised, and the laws hold."""
     for at in range(1, 100):
         world = World("lfu")
         call = SCENARIOS[name](world)
@@ -734,7 +753,10 @@ def test_a_policy_or_a_journal_that_fails(who: str, name: str) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """An exception that strikes in its callbacks (Hypothesis has one), or as it finalizes, never gets out of there."""
+    """Without the collector.
+
+    An exception inside its callbacks (Hypothesis has one) or in a finaliser never reaches the test.
+    """
     gc.collect()
     gc.disable()
     yield
@@ -745,9 +767,9 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_real_signals() -> None:
-    """A timer's signal handler raises wherever the interpreter lets it: the lock is free and the laws hold.
+    """A timer's signal handler raises wherever the interpreter allows it. The lock is free and the laws hold.
 
-    Python reports an exception in a finaliser, such as that of a handle, as unraisable and goes on.
+    Python reports an exception in a finaliser, such as that of a handle, as unraisable and continues.
     """
     rng = random.Random(1)
     armed = [False]
@@ -773,7 +795,7 @@ def test_real_signals() -> None:
                 armed[0] = False
             assert not cache._lock.locked()
             audit.check(cache)
-            # a sequence that was handed over at the very moment of the signal was forgotten, and is released
+            # a sequence that was returned at the very moment of the signal was dropped, and is released
             assert cache.stats().num_sequences == 0
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

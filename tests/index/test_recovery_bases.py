@@ -1,4 +1,4 @@
-"""An exception between any two steps of a call that has to do with a base; as ``test_recovery``, which see."""
+"""An exception between any two steps of a call that concerns a base. See ``test_recovery``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BEHIND = (*BASE, 0, 0, 0)
 
 
 class BasedWorld(World):
-    """The world, with a base, a prefix that its account computed twice, and its reader's requests behind it."""
+    """The world with a base, a prefix that its account computed twice, and its reader's requests behind it."""
 
     def __post_init__(self) -> None:
-        self.blocks: list[list[int]] = []  # of bases
+        self.blocks: list[list[int]] = []  # the blocks of each base
         super().__post_init__()
         self.publish("base", BASE, ["r"])
         parent = self.open_behind(BEHIND)
@@ -38,7 +38,7 @@ class BasedWorld(World):
         self.leased: Any = self.cache.lease(self.cache.match(R, BASE[:4]))
 
     def publish(self, base_id: str, ids: tuple[int, ...], readers: list[str]) -> None:
-        """A base that is computed."""
+        """Publish a base and compute it."""
         with self.cache.publish(base_id, OP, ids, readers) as sequence:
             self.blocks.append(sequence.block_table.tolist())
             self.engine.write(sequence.block_table, 0, chain(OP, ids))
@@ -46,14 +46,14 @@ class BasedWorld(World):
             sequence.commit(len(ids))
 
     def open_behind(self, ids: tuple[int, ...]) -> Run:
-        """A request of the reader's that is computed."""
+        """Open a request of the reader and compute it."""
         run = self.add(self.cache.open(R, ids), list(ids))
         start = run.sequence.num_cached_tokens
         self.engine.write(run.sequence.block_table, start, chain(R, ids)[start:])
         return run
 
     def reads(self, namespace: Namespace, table: Any, ids: Any) -> bool:
-        """The same, with the account's KV where a base's blocks are."""
+        """Like the parent's method, with the account's KV in the base's blocks."""
         states, at = chain(namespace, ids), 0
         for blocks in self.blocks if namespace == R else ():
             same = 0
@@ -63,7 +63,7 @@ class BasedWorld(World):
         return self.engine.holds(table, [*chain(OP, ids[:at]), *states[at:]][: len(states)])
 
     def check(self) -> None:
-        """Also of the base, its reader and its account."""
+        """Also check the base, its reader and its account."""
         super().check()
         if self.leased is not None:
             assert self.leased.is_open and self.reads(R, self.leased.block_ids, BASE[:4])
@@ -74,7 +74,7 @@ class BasedWorld(World):
             assert not info.is_readable or self.cache.match(OP, BASE).num_tokens == 6
 
     def go_on(self) -> None:
-        """Also the lease; the account's namespace is cleared at the end, and the base with it."""
+        """Also release the lease. At the end the account's namespace is cleared, which ends the base."""
         self.cache.open(R, BEHIND).release()
         self.leased.release()
         self.leased = None
@@ -99,7 +99,7 @@ def _publish(ids: tuple[int, ...]) -> Scenario:
 
 
 def _complete(ids: tuple[int, ...]) -> Scenario:
-    """The commit that makes it readable, of a sequence that goes on; its reader has had the prefix already."""
+    """The commit that makes a base readable, of a sequence that continues. Its reader already had the prefix."""
 
     def scenario(world: World) -> Call:
         assert isinstance(world, BasedWorld)
@@ -114,7 +114,7 @@ def _complete(ids: tuple[int, ...]) -> Scenario:
 
 
 def _last_behind(world: World) -> Call:
-    """The last release behind a base that is unpublished."""
+    """The last release behind an unpublished base."""
     assert isinstance(world, BasedWorld)
     world.publish("new", (2, 2, 2, 2), ["r"])
     world.oracle.commit(R, (2, 2, 2, 2), 4)
@@ -186,7 +186,7 @@ EACH_STEP = ("publish", "complete a longer one", "unpublish", "strike a reader",
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
-    """Calls that change a base, at each of their steps; others, and those of its readers, at some."""
+    """Calls that change a base are interrupted at each step. Other calls, and those of its readers, at some steps."""
     policy = "lfu" if "commit" in name else "lru"
     for at, (world, _, stepper) in enumerate(
         _steps(SCENARIOS[name], policy, stored=False, stride=1 if name in EACH_STEP else 5, make=BasedWorld)
@@ -196,29 +196,29 @@ def test_an_exception_between_any_two_steps(name: str) -> None:
 
 
 class Mended(PrefixCache):
-    """A cache that is mended for no reason at all before each snapshot that is taken of it."""
+    """A cache that is repaired before each snapshot, although nothing is broken."""
 
     def snapshot(self) -> Any:
-        """What remains of it."""
+        """Repair, then take the snapshot."""
         with self._lock:
             recovery.mend(self, KeyboardInterrupt())
         return super().snapshot()
 
 
 class MendedMachine(BaseMachine):
-    """The machine of ``test_bases`` over that."""
+    """The machine of ``test_bases_lives`` over a cache that is repaired."""
 
     def cache_of(self, config: CacheConfig) -> PrefixCache:
-        """One that is mended."""
+        """A cache that is repaired."""
         return Mended(config)
 
 
-TestMendingWhatIsWhole = MendedMachine.TestCase
-TestMendingWhatIsWhole.settings = BaseMachine.TestCase.settings
+TestRepairsOfAnIntactCache = MendedMachine.TestCase
+TestRepairsOfAnIntactCache.settings = BaseMachine.TestCase.settings
 
 
-def test_the_same_goes_on() -> None:
-    """A cache with bases that is mended after every call evicts what one does that never was."""
+def test_repairs_do_not_change_evictions_with_bases() -> None:
+    """A cache with bases that is repaired after every call evicts the same blocks as one that never is."""
     rng = random.Random(0)
     caches = [PrefixCache(CacheConfig(28, 2)) for _ in range(2)]
     for at in range(300):

@@ -1,4 +1,4 @@
-"""An exception between any two steps of a call while beams are lent to the device; see ``test_recovery``."""
+"""An exception between any two steps of a call while beams are lent to the device. See ``test_recovery``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.index.test_recovery import ZEROS, A, Call, Scenario, World, _holds, _
 
 
 class BeamWorld(World):
-    """The world, with three beams on the device that went two steps, and share blocks with who stays on the host."""
+    """The world with three beams that made two steps on the device, and share blocks with a sequence on the host."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,7 +26,7 @@ class BeamWorld(World):
         step(self.beams, self.engine, self.ids, [2, 0, 0], [2, 2, 1])
 
     def check(self) -> None:
-        """Also of the beams: lent, and what they were on the device; or sequences that are it; or closed, all."""
+        """Also check the beams: lent and equal to the device's state, or sequences with these tokens, or all closed."""
         super().check()
         if self.beams is None:
             return
@@ -45,12 +45,12 @@ class BeamWorld(World):
         )
 
     def go_on(self) -> None:
-        """Also the beams, which come back."""
+        """Also take the beams back."""
         self.come_back()
         super().go_on()
 
     def come_back(self) -> None:
-        """The beams go a step more, if they still can; then they are taken back, read, and released."""
+        """Make one more step if the beams still can. Then take them back, read them and release them."""
         if self.beams is None:
             return
         beams, self.beams = self.beams, None
@@ -64,7 +64,7 @@ class BeamWorld(World):
 
 
 def _lend(world: World) -> Call:
-    """Some that share a tail, and one that shares nothing."""
+    """Some sequences that share a tail, and one that shares nothing."""
     parent = world.open(A, (2, *ZEROS[:4]))
     children = [world.add(child, parent.ids) for child in parent.sequence.fork(1)]
     runs = [parent, *children, world.open(A, (2, 2, 2))]
@@ -77,7 +77,7 @@ def _lend(world: World) -> Call:
 
 
 def _with_beams(call: Callable[[LentBeams], Callable[[], Any]]) -> Scenario:
-    """A call on the world's own beams: afterwards each is lent, taken back or closed, and the same for all."""
+    """A call on the world's own beams. Afterwards all are lent, all are taken back, or all are closed."""
 
     def scenario(world: World) -> Call:
         assert isinstance(world, BeamWorld) and world.beams is not None
@@ -115,7 +115,7 @@ CALLS: dict[str, Scenario] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
-    """Of the calls that have to do with beams."""
+    """Calls that concern beams."""
     for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=True, make=BeamWorld)):
         _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
@@ -127,7 +127,7 @@ def test_an_exception_between_any_two_steps(name: str) -> None:
     "name", ["open, evicting", "commit between forks", "append", "fork", "reorder", "evict", "clear"]
 )
 def test_beams_are_bystanders(name: str) -> None:
-    """Of calls that have nothing to do with them: they stay lent, and don't notice."""
+    """Calls that do not concern beams: the beams stay lent and notice nothing."""
     for world, call, stepper in _steps(OTHERS[name], "lfu", stored=True, stride=5, make=BeamWorld):
         for run in call.involved:
             if run in world.runs:

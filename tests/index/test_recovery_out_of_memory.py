@@ -1,6 +1,6 @@
-"""MemoryErrors at any allocation, one or many, also while the cache is repaired: no call is done on a broken cache.
+"""MemoryErrors at any allocation, one or many, also during a repair. No call is done on a broken cache.
 
-The lives are in ``lives_without_memory``. ``OOM_LIVES`` sets how many.
+The lives are in ``lives_without_memory``. ``OOM_LIVES`` sets their number.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from radixkv.index.recovery import MAX_FAILED_REPAIRS
 pytest.importorskip("_testcapi")
 
 LIVES = int(os.environ.get("OOM_LIVES", "60"))
-"""Of each kind."""
+"""The number of lives of each kind."""
 
 WINDOWS = (1, 2, 5, 20, 100, 1_000)
-"""Allocations in a row that fail."""
+"""The numbers of consecutive allocations that fail."""
 
 NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
 
@@ -31,8 +31,8 @@ NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
 @pytest.mark.pure
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_memory_that_runs_out(window: int) -> None:
-    """At most one in twenty ends in a dead cache; here none does."""
+def test_a_cache_survives_out_of_memory(window: int) -> None:
+    """At most one life in twenty may end in a dead cache. In practice none does."""
     command = [sys.executable, "-m", "tests.index.lives_without_memory", str(window), str(LIVES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
@@ -43,7 +43,7 @@ def test_memory_that_runs_out(window: int) -> None:
 
 
 class Fails:
-    """Stands for ``recovery._mend`` and fails so many times."""
+    """Replaces ``recovery._mend`` and fails the first ``times`` times."""
 
     def __init__(self, times: int) -> None:
         self.left, self.original = times, recovery._mend
@@ -58,7 +58,7 @@ class Fails:
 def _interrupted(
     monkeypatch: pytest.MonkeyPatch, times: int
 ) -> tuple[PrefixCache, Sequence, Sequence, Fails]:
-    """A cache, a sequence whose commit was interrupted, a bystander; mending fails so many times."""
+    """A cache, a sequence with an interrupted commit, and a bystander. The repair fails ``times`` times."""
     fails = Fails(0)
 
     class Journal:
@@ -82,8 +82,8 @@ def _interrupted(
     return cache, one, other, fails
 
 
-def test_mending_that_fails_is_made_good_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it does anything."""
+def test_the_next_call_repairs_a_cache_after_a_failed_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call repairs the cache before it does anything else."""
     cache, one, other, fails = _interrupted(monkeypatch, recovery.ATTEMPTS + 1)
     assert cache.is_broken and not cache.is_dead
     assert cache.stats().num_sequences == 1 and not cache.is_broken and not fails.left
@@ -95,7 +95,7 @@ def test_mending_that_fails_is_made_good_by_the_next_call(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_dead_cache_refuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call raises IntegrityError, and says what to do; leaving a ``with`` does not hide another error."""
+    """Every call raises IntegrityError and says what to do. Leaving a ``with`` block does not hide another error."""
     cache, one, other, _ = _interrupted(monkeypatch, 1_000_000)
     calls: list[Callable[[], object]] = [
         cache.stats,

@@ -1,4 +1,4 @@
-"""The life of a request: match, open, commit, grow, roll back, release; and what each refuses."""
+"""The life of a request: match, open, commit, grow, roll back, release, and the refusals of each call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.index.support import NS, compute, make_cache, same
 
 
 def test_match_is_pure() -> None:
-    """Matches of every kind, inside nodes and beyond them, change nothing; nor does the policy hear of them."""
+    """Matches of every kind, inside nodes and beyond them, change nothing. They do not reach the policy."""
     cache = make_cache(8)
     compute(cache, range(16))
     compute(cache, [*range(8), 99, 98, 97, 96])
@@ -33,7 +33,7 @@ def test_match_is_pure() -> None:
         cache.match(NS, ids)
     assert same(before, cache)
     assert cache.stats().requests == 2
-    # The oldest is what was used first, however often it was looked up since.
+    # The oldest block is the one that was used first, however often it was looked up since.
     for _ in range(10):
         cache.match(NS, range(16))
     cache.evict(1)
@@ -45,7 +45,7 @@ def test_match_is_pure() -> None:
     "num_ids, matched", [(0, 0), (3, 0), (4, 4), (5, 4), (11, 8), (12, 12), (13, 12), (40, 12)]
 )
 def test_match_returns_every_whole_block(num_ids: int, matched: int) -> None:
-    """As many whole blocks as are resident, in order, as read-only int32."""
+    """A match returns all whole resident blocks, in order, as read-only int32."""
     cache = make_cache()
     with cache.open(NS, range(14)) as sequence:
         sequence.commit(14)
@@ -61,7 +61,7 @@ def test_match_returns_every_whole_block(num_ids: int, matched: int) -> None:
     "num_ids, cached", [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (30, 12)]
 )
 def test_open_leaves_one_token(num_ids: int, cached: int) -> None:
-    """``(n − 1) // block_size`` blocks at most, and a block for every token."""
+    """At most ``(n − 1) // block_size`` blocks are cached, and there is a block for every token."""
     cache = make_cache()
     compute(cache, range(14))
     with cache.open(NS, range(num_ids)) as sequence:
@@ -76,7 +76,7 @@ def test_open_leaves_one_token(num_ids: int, cached: int) -> None:
 
 
 def test_only_committed_blocks_match() -> None:
-    """Chunk by chunk; a request cancelled half way leaves what was committed."""
+    """The prompt is committed chunk by chunk. A request cancelled half way leaves the committed blocks."""
     cache = make_cache()
     sequence = cache.open(NS, range(14))
     for stop in range(15):
@@ -94,7 +94,10 @@ def test_only_committed_blocks_match() -> None:
 
 
 def test_the_last_whole_block_of_a_prompt_is_kept() -> None:
-    """All blocks of a prompt of a multiple of the block size are resident after, and match, though one isn't used."""
+    """If the prompt length is a multiple of the block size, all blocks are resident afterwards and match.
+
+    The next request uses all but one.
+    """
     cache = make_cache()
     assert [compute(cache, range(8)) for _ in range(3)] == [0, 4, 4]
     assert cache.match(NS, range(8)).num_tokens == 8
@@ -103,7 +106,10 @@ def test_the_last_whole_block_of_a_prompt_is_kept() -> None:
 
 
 def test_a_commit_never_changes_a_block_table() -> None:
-    """A block computed twice stays private until release; the first committer's is the one that matches."""
+    """A block that was computed twice stays private until release.
+
+    The block of the first commit is the one that matches.
+    """
     cache = make_cache()
     first, second = cache.open(NS, range(9)), cache.open(NS, range(9))
     tables = first.block_table, second.block_table
@@ -126,7 +132,7 @@ def test_a_commit_never_changes_a_block_table() -> None:
 
 
 def test_growing_and_rolling_back() -> None:
-    """``append`` and ``extend`` make room, ``truncate`` gives back what was never committed."""
+    """``append`` and ``extend`` take blocks. ``truncate`` gives uncommitted blocks back."""
     cache = make_cache(8, 4)
     sequence = cache.open(NS, range(6))
     sequence.commit(5)
@@ -151,7 +157,7 @@ def test_growing_and_rolling_back() -> None:
 
 
 def test_a_snapshot_of_a_block_table() -> None:
-    """A table handed out is read-only, and later calls don't change it."""
+    """A returned table is read-only, and later calls do not change it."""
     cache = make_cache(8, 2)
     sequence = cache.open(NS, range(5))
     table = sequence.block_table
@@ -164,8 +170,8 @@ def test_a_snapshot_of_a_block_table() -> None:
     sequence.release()
 
 
-def test_released_once() -> None:
-    """A second release is an error; leaving ``with`` after one isn't; every other call is refused too."""
+def test_a_sequence_is_released_once() -> None:
+    """A second release is an error, but leaving ``with`` after a release is not. Every other call is refused too."""
     cache = make_cache()
     with cache.open(NS, range(9)) as sequence:
         sequence.commit(9)
@@ -189,8 +195,8 @@ def test_released_once() -> None:
     audit.check(cache)
 
 
-def test_an_exception_releases() -> None:
-    """``with`` gives everything back when its body fails."""
+def test_an_exception_releases_the_sequence() -> None:
+    """``with`` releases everything when its body fails."""
     cache = make_cache()
     with pytest.raises(ZeroDivisionError), cache.open(NS, range(9)) as sequence:
         sequence.commit(4)
@@ -199,9 +205,12 @@ def test_an_exception_releases() -> None:
     audit.check(cache)
 
 
-def test_open_refuses_with_facts() -> None:
-    """``OutOfBlocks`` says what is needed, what the tenant's limit leaves and what it could evict beside the request's
-    own path: nothing of the pool's, of which another tenant holds some. Nothing changes."""
+def test_out_of_blocks_reports_the_tenants_own_numbers() -> None:
+    """``OutOfBlocks`` reports the needed blocks, the rest of the tenant's limit, and its evictable blocks.
+
+    Blocks on the request's own path do not count as evictable. The error has no number about the pool, of which another
+    tenant holds a part. Nothing changes.
+    """
     cache = make_cache(6, 4)
     compute(cache, range(12))
     running = cache.open(Namespace("b", "m"), [7] * 8)
@@ -221,7 +230,7 @@ def test_open_refuses_with_facts() -> None:
 
 
 def test_a_refused_request_leaves_no_namespace() -> None:
-    """An open that can't be leaves no tree, tenant or count behind."""
+    """A refused open leaves no tree, tenant or count behind."""
     cache = make_cache(2, 4)
     with pytest.raises(OutOfBlocks):
         cache.open(NS, range(9))
@@ -231,7 +240,10 @@ def test_a_refused_request_leaves_no_namespace() -> None:
 
 
 def test_clear_under_running_sequences() -> None:
-    """At once for matching; who runs goes on, and what it holds or commits later never matches and is freed."""
+    """Matches fail at once.
+
+    Running sequences continue. Blocks that they hold or commit later never match, and are freed at the end.
+    """
     cache = make_cache(16, 4)
     compute(cache, [5] * 12)
     running = cache.open(NS, range(13))
@@ -256,14 +268,14 @@ def test_clear_under_running_sequences() -> None:
     fork.commit(14)
     running.release()
     fork.release()
-    cache.flush()  # copies that wait hold their blocks until then
+    cache.flush()  # waiting copies hold their blocks until then
     stats = cache.stats()
     assert (stats.quarantined_blocks, stats.resident_blocks, stats.free_blocks) == (0, 3, 13)
     audit.check(cache)
 
 
 def test_namespaces_come_and_go() -> None:
-    """A namespace is listed while it holds something or something runs in it."""
+    """A namespace is listed while it holds blocks or runs sequences."""
     cache = make_cache()
     other = Namespace("b", "m", "lora", "x")
     with cache.open(NS, [1]), cache.open(other, range(5)) as sequence:
@@ -291,8 +303,8 @@ def test_namespaces_come_and_go() -> None:
         ("\ud800", "m"),
     ],
 )
-def test_what_is_no_namespace(fields: tuple[Any, ...]) -> None:
-    """Wrong types, empty where something must be, too long, not encodable."""
+def test_an_invalid_namespace_is_refused(fields: tuple[Any, ...]) -> None:
+    """Wrong types, empty or overlong strings, and strings that cannot be encoded."""
     with pytest.raises(NamespaceError):
         Namespace(*fields)
 
@@ -311,7 +323,7 @@ def test_what_is_no_namespace(fields: tuple[Any, ...]) -> None:
     ],
 )
 def test_settings_are_validated_when_made(settings: dict[str, Any], named: str) -> None:
-    """A ConfigError names the setting, its value and what is allowed."""
+    """A ConfigError names the setting, its value and the allowed values."""
     with pytest.raises(ConfigError) as error:
         CacheConfig(**settings)
     assert error.value.setting == named and error.value.value == settings[named] and error.value.allowed
@@ -319,7 +331,7 @@ def test_settings_are_validated_when_made(settings: dict[str, Any], named: str) 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_a_long_prompt(block_size: int) -> None:
-    """100,000 tokens: committed in chunks, matched whole, one id off, evicted in pieces."""
+    """100,000 tokens are committed in chunks, matched whole and with one wrong id, and evicted in pieces."""
     num_tokens = 100_000
     ids = np.random.default_rng(0).integers(0, 2**31, num_tokens)
     cache = make_cache(3 * num_tokens // block_size, block_size)
@@ -342,7 +354,7 @@ def test_a_long_prompt(block_size: int) -> None:
 
 
 def test_many_children_of_one_node() -> None:
-    """A thousand prompts that part after one block, and after the first id."""
+    """A thousand prompts diverge after one block, and after the first id."""
     cache = make_cache(4_000, 2)
     for at in range(1_000):
         compute(cache, [1, 1, at, at])
@@ -354,8 +366,8 @@ def test_many_children_of_one_node() -> None:
     audit.check(cache)
 
 
-def test_a_staircase() -> None:
-    """Each prompt one block longer, then one block shorter, then each with another end."""
+def test_prompts_of_growing_and_shrinking_lengths() -> None:
+    """Each prompt is one block longer, then one block shorter, then each has another end."""
     cache = make_cache(400, 2)
     for size in [*range(2, 62, 2), *range(62, 0, -2)]:
         compute(cache, range(size))
@@ -367,7 +379,7 @@ def test_a_staircase() -> None:
 
 
 def test_a_cache_of_one_block() -> None:
-    """The smallest pool there is."""
+    """The smallest possible pool."""
     cache = PrefixCache(CacheConfig(num_blocks=1, block_size=1))
     for token_id in (1, 2, 1, 2):
         assert compute(cache, [token_id]) == 0

@@ -1,4 +1,4 @@
-"""Who computes a prefix, and who waits for it: ``on_pending``."""
+"""``on_pending``: which request computes a prefix, and which ones wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.index.support import NS, make_cache, same
 
 
 class Waiter(threading.Thread):
-    """Opens with ``on_pending="wait"`` in a thread of its own; ``result`` is the sequence or the error."""
+    """Opens with ``on_pending="wait"`` in its own thread. ``result`` is the sequence or the error."""
 
     def __init__(self, cache: PrefixCache, ids: Any, timeout_s: float | None = 60.0) -> None:
         super().__init__(daemon=True)
@@ -36,33 +36,33 @@ class Waiter(threading.Thread):
         return self.result
 
     def waits(self) -> bool:
-        """Whether it is still waiting after a moment."""
+        """Whether the thread still waits after a moment."""
         time.sleep(0.05)
         return self.is_alive()
 
 
 def test_compute_never_waits() -> None:
-    """The default: two compute the same, each in blocks of its own."""
+    """By default two requests compute the same prefix, each in its own blocks."""
     cache = make_cache()
     one, two = cache.open(NS, range(9)), cache.open(NS, range(9))
     assert two.num_cached_tokens == 0 and not set(one.block_table) & set(two.block_table)
     audit.check(cache)
 
 
-def test_raise_if_somebody_computes_the_next_block() -> None:
-    """Only if it is the same block, in the same namespace, and not committed yet."""
+def test_raise_if_another_request_computes_the_next_block() -> None:
+    """PendingError is raised only for the same uncommitted block in the same namespace."""
     cache = make_cache(32)
     running = cache.open(NS, range(13))
     before = cache.snapshot()
     with pytest.raises(PendingError):
         cache.open(NS, range(9), on_pending="raise")
     assert same(before, cache) and cache.stats().requests == 1
-    cache.open(NS, range(4), on_pending="raise").release()  # nothing of it could be used
+    cache.open(NS, range(4), on_pending="raise").release()  # the request could use none of it
     cache.open(NS, [*range(3), 99, 5], on_pending="raise").release()  # another first block
     cache.open(Namespace("b", "m"), range(9), on_pending="raise").release()
     cache.open(NS._replace(salt="x"), range(9), on_pending="raise").release()
     running.commit(4)
-    cache.open(NS, range(5), on_pending="raise").release()  # that block is there
+    cache.open(NS, range(5), on_pending="raise").release()  # this block is committed
     with pytest.raises(PendingError):
         cache.open(NS, range(9), on_pending="raise")
     cache.open(NS, [*range(4), 9, 9, 9, 9, 9], on_pending="raise").release()
@@ -75,8 +75,8 @@ def test_raise_if_somebody_computes_the_next_block() -> None:
     audit.check(cache)
 
 
-def test_what_was_appended_is_not_pending() -> None:
-    """Only prompts are: another request can't want what a model is yet to say."""
+def test_appended_tokens_are_not_pending() -> None:
+    """Only prompts are pending: no other request can depend on tokens that the model has yet to produce."""
     cache = make_cache()
     running = cache.open(NS, range(5))
     running.commit(5)
@@ -87,7 +87,7 @@ def test_what_was_appended_is_not_pending() -> None:
 
 
 def test_a_wait_ends_with_the_commit() -> None:
-    """The waiter gets what it waited for, as cached tokens."""
+    """The waiter gets the committed tokens as cached tokens."""
     cache = make_cache()
     running = cache.open(NS, range(9))
     waiter = Waiter(cache, range(9))
@@ -97,8 +97,8 @@ def test_a_wait_ends_with_the_commit() -> None:
     audit.check(cache)
 
 
-def test_a_wait_goes_on_over_partial_commits() -> None:
-    """Chunk by chunk, until nobody computes the next block that the waiter could use."""
+def test_a_wait_continues_over_partial_commits() -> None:
+    """The wait continues over partial commits, until no request computes the next block that the waiter could use."""
     cache = make_cache()
     running = cache.open(NS, range(13))
     waiter = Waiter(cache, range(13))
@@ -110,8 +110,11 @@ def test_a_wait_goes_on_over_partial_commits() -> None:
 
 
 @pytest.mark.parametrize("end", ["release", "with", "reorder away", "truncate", "clear"])
-def test_the_death_of_who_computes_wakes(end: str) -> None:
-    """Released, failed, dropped by a beam step, rolled back, forgotten: the waiter computes the rest itself."""
+def test_the_end_of_the_computing_request_wakes_waiters(end: str) -> None:
+    """The computing request is released, fails, is dropped by a beam step, is rolled back or forgotten.
+
+    The waiter then computes the rest.
+    """
     cache = make_cache()
     running = cache.open(NS, range(13))
     running.commit(4)
@@ -134,8 +137,8 @@ def _fail_in(sequence: Sequence) -> None:
         raise ZeroDivisionError
 
 
-def test_the_second_one_who_computes() -> None:
-    """Two compute, one dies: the prefix is still pending, for the other goes on."""
+def test_a_prefix_stays_pending_while_a_second_request_computes_it() -> None:
+    """Two requests compute and one ends. The prefix stays pending, as the other continues."""
     cache = make_cache()
     first, second = cache.open(NS, range(9)), cache.open(NS, range(9))
     first.release()
@@ -145,8 +148,11 @@ def test_the_second_one_who_computes() -> None:
     assert cache.open(NS, range(9), on_pending="raise").num_cached_tokens == 8
 
 
-def test_many_wait_and_take_turns_after_a_death() -> None:
-    """The one who computes dies: all wait on, one computes, all others find what it committed."""
+def test_waiters_take_turns_after_the_computing_request_ends() -> None:
+    """The computing request ends.
+
+    All waiters stay waiting, one of them computes, and the others find the blocks that it committed.
+    """
     cache = make_cache(64)
     running = cache.open(NS, range(9))
     done: queue.Queue[int] = queue.Queue()
@@ -170,7 +176,7 @@ def test_many_wait_and_take_turns_after_a_death() -> None:
 
 
 def test_a_wait_times_out() -> None:
-    """PendingError, and nothing changed; a timeout of nothing doesn't wait."""
+    """The wait ends with PendingError and changes nothing. A timeout of zero does not wait."""
     cache = make_cache()
     running = cache.open(NS, range(9))
     before = cache.snapshot()
@@ -186,8 +192,8 @@ def test_a_wait_times_out() -> None:
     audit.check(cache)
 
 
-def test_a_waiter_holds_up_nobody() -> None:
-    """While one waits others match, open, commit and release."""
+def test_a_waiter_delays_no_other_request() -> None:
+    """While one request waits, others match, open, commit and release."""
     cache = make_cache(64)
     running = cache.open(NS, range(9))
     waiter = Waiter(cache, range(9))
@@ -201,14 +207,14 @@ def test_a_waiter_holds_up_nobody() -> None:
     audit.check(cache)
 
 
-def test_a_mode_that_is_none() -> None:
-    """An ArgumentError that says what is allowed."""
+def test_an_invalid_on_pending_is_refused() -> None:
+    """An ArgumentError names the allowed values."""
     with pytest.raises(ArgumentError, match="compute"):
         make_cache().open(NS, [1], on_pending="later")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, 10**400, 366 * 86_400.0])
-def test_a_wait_may_be_as_long_as_anybody_likes(timeout_s: float) -> None:
+def test_a_timeout_may_be_arbitrarily_long(timeout_s: float) -> None:
     cache = make_cache()
     running = cache.open(NS, range(9))
     waiter = Waiter(cache, range(9), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Refusals cost nothing and change nothing: no block, no count, no place in the order, no word to the journal."""
+"""Refusals change nothing: no block, no count, no place in the eviction order, and no entry of the journal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_BLOCKS = 16
 
 
 class Full:
-    """A pool without a free block: some evictable, some leased, some shared by forks, some lent."""
+    """A pool without a free block: some blocks are evictable, some leased, some shared by forks, some lent."""
 
     def __init__(self, policy: str) -> None:
         self.journal = Recorder(4)
@@ -169,7 +169,7 @@ CASES = [
 def test_a_refusal_changes_nothing(
     kind: type[RadixKVError], name: str, call: Refused, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three times over: the same snapshot, counts and journal, no recovery, and the same blocks go afterwards."""
+    """After three refusals the snapshot, counts and journal are equal, no repair ran, and later evictions are equal."""
 
     def never(*_: Any) -> None:
         raise AssertionError("a refusal was mended")
@@ -203,11 +203,11 @@ BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", BY_TENANT)
-def test_what_is_no_tenants_id_is_refused_by_name(name: str) -> None:
-    """A purge of a namespace, say, would otherwise forget nothing and not say so."""
+def test_an_invalid_tenant_id_is_named(name: str) -> None:
+    """Otherwise a purge of a namespace, for example, would silently forget nothing."""
     full = Full("lru")
     before = _all_of(full)
-    for wrong in NOT_A_TENANT[name in ("pins", "namespaces") :]:  # None stands for all
+    for wrong in NOT_A_TENANT[name in ("pins", "namespaces") :]:  # for these two, None means all tenants
         with pytest.raises(
             ArgumentError, match=r"tenant=.* is not allowed; allowed: the id of a tenant, a string"
         ) as told:
@@ -234,7 +234,7 @@ NOT_A_LIST: dict[str, Refused] = {
 
 
 @pytest.mark.parametrize("name", NOT_A_LIST)
-def test_arguments_of_another_form_are_refused_by_name(name: str) -> None:
+def test_arguments_of_a_wrong_form_are_named(name: str) -> None:
     full = Full("lru")
     before = _all_of(full)
     with pytest.raises(ArgumentError) as told:
@@ -243,7 +243,7 @@ def test_arguments_of_another_form_are_refused_by_name(name: str) -> None:
     assert same(before[0], full.cache) and _all_of(full)[1:] == before[1:]
 
 
-def test_what_no_cache_can_be_made_of_is_refused_by_name() -> None:
+def test_invalid_arguments_of_a_cache_are_named() -> None:
     config = CacheConfig(8, 4)
     with pytest.raises(ConfigError, match=r"config=8 is not allowed; allowed: a CacheConfig"):
         PrefixCache(8)  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def test_what_no_cache_can_be_made_of_is_refused_by_name() -> None:
         audit.check(8)  # type: ignore[arg-type]
 
 
-def test_messages_show_a_value_at_most_in_part() -> None:
+def test_messages_shorten_long_values() -> None:
     cache = PrefixCache(CacheConfig(8, 4))
     with pytest.raises(ArgumentError, match=r"num_blocks=a negative integer of 16610 bits is not allowed"):
         cache.evict(-(10**5000))
@@ -274,7 +274,10 @@ def test_messages_show_a_value_at_most_in_part() -> None:
 
 
 def _crowded() -> PrefixCache:
-    """A pool full of leaves of one block, so that room for a long prompt is made in slices; one base, ``b``."""
+    """A pool full of leaves of one block, so that eviction for a long prompt works in slices.
+
+    It has one base, ``b``.
+    """
     cache = PrefixCache(CacheConfig(3_500, 1))
     cache.publish("b", NEW, [1, 2], ["reader"]).commit(2)
     for number in range(3_495):
@@ -317,39 +320,40 @@ def test_a_long_prompt_that_another_computes_evicts_nothing() -> None:
     cache.open(NEW, range(2_800), on_pending="raise").release()
 
 
-def told_by(call: Callable[[], object]) -> str:
+def message_of(call: Callable[[], object]) -> str:
     with pytest.raises((ArgumentError, ConfigError)) as error:
         call()
     return str(error.value)
 
 
-def test_messages_name_what_was_wrong_its_value_and_what_is_allowed() -> None:
-    """The item of a list, not the list; how many there are, not a text that nobody passed; no argument that isn't."""
+def test_messages_name_the_argument_its_value_and_the_allowed_values() -> None:
+    """A message names the item and not its list, a count and not a text, and only arguments that exist."""
     cache = PrefixCache(CacheConfig(num_blocks=16, block_size=2))
     a, b = (cache.open(NEW, [1, 2, number]) for number in (3, 4))
-    assert told_by(lambda: cache.reorder([a, b], [0, 9])) == (
+    assert message_of(lambda: cache.reorder([a, b], [0, 9])) == (
         "parents[1]=9 is not allowed; allowed: an integer from 0 to 1"
     )
     assert (
-        told_by(lambda: cache.append([a, b], [1])) == "ids has 1 item; allowed: one for each of 2 sequences"
+        message_of(lambda: cache.append([a, b], [1]))
+        == "ids has 1 item; allowed: one for each of 2 sequences"
     )
     assert (
-        told_by(lambda: cache.pin(NEW, [1], 5.0))
+        message_of(lambda: cache.pin(NEW, [1], 5.0))
         == "ids has 1 item; allowed: at least 2 token ids, one block"
     )
-    assert told_by(lambda: cache.publish("b", NEW, [1], ["d"])) == (
+    assert message_of(lambda: cache.publish("b", NEW, [1], ["d"])) == (
         "ids has 1 item; allowed: at least 2 token ids, one block"
     )
-    assert told_by(lambda: cache.insert(NEW, range(4), [1])) == (
+    assert message_of(lambda: cache.insert(NEW, range(4), [1])) == (
         "block_ids has 1 item; allowed: 2, one for each whole block of ids"
     )
-    assert told_by(lambda: cache.append([a, a], [1, 2])) == (
+    assert message_of(lambda: cache.append([a, a], [1, 2])) == (
         "sequences has one of them twice; allowed: each sequence once"
     )
-    said = told_by(lambda: cache.lend([a], 4))
+    said = message_of(lambda: cache.lend([a], 4))
     assert (
         said.startswith("cache has no storage, where lend ") and "storage=" not in said and "layout" in said
     )
-    assert told_by(lambda: CacheConfig(num_blocks=0)) == (
+    assert message_of(lambda: CacheConfig(num_blocks=0)) == (
         "num_blocks=0 is not allowed; allowed: an integer from 1 to 2147483647"
     )

@@ -1,4 +1,4 @@
-"""Forks: what is shared, what is copied and how often, who reads what after; reorder as a beam step."""
+"""Forks: shared blocks, the number of copies, and the KV that each sequence reads; reorder as a beam step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _reads_its_own(engine: Engine, sequence: Sequence) -> bool:
 
 
 def test_a_fork_shares_everything() -> None:
-    """Same table, same ids, same committed; no block taken, nothing copied; the parent stays open."""
+    """Table, ids and committed tokens are equal. A fork takes no block and copies nothing. The parent stays open."""
     cache = make_cache(8)
     parent = cache.open(NS, range(10))
     parent.commit(5)
@@ -55,7 +55,7 @@ def test_a_fork_shares_everything() -> None:
 @pytest.mark.parametrize("num_children", range(1, 5))
 @pytest.mark.parametrize("num_tokens", [8, 9, 11])
 def test_copies_if_every_owner_writes(num_tokens: int, num_children: int) -> None:
-    """A partial tail: writers − 1, the last writes in place. A whole one: none."""
+    """A shared partial tail costs writers − 1 copies, as the last writes in place. A shared whole block costs none."""
     cache, engine = _stored()
     parent = cache.open(NS, range(num_tokens))
     _write_all(engine, parent)
@@ -72,7 +72,7 @@ def test_copies_if_every_owner_writes(num_tokens: int, num_children: int) -> Non
 
 
 def test_copies_if_not_every_owner_writes() -> None:
-    """Writers, for who doesn't write keeps the block as it was."""
+    """Then each writer copies, as the other owners keep the block."""
     cache, engine = _stored()
     parent = cache.open(NS, range(6))
     _write_all(engine, parent)
@@ -88,7 +88,7 @@ def test_copies_if_not_every_owner_writes() -> None:
 
 
 def test_several_tails_in_one_launch() -> None:
-    """Σ over the shared partial tails of a batch, and one launch for all of them."""
+    """The copies of all shared partial tails in a batch run in one launch."""
     cache, engine = _stored(64)
     families = []
     for first in range(3):
@@ -106,7 +106,7 @@ def test_several_tails_in_one_launch() -> None:
 
 
 def test_a_tail_that_a_sibling_committed() -> None:
-    """A shared block goes to the tree; a child that rolls back into it and writes gets a copy of its own."""
+    """A shared block goes to the tree. A child that rolls back into it and writes gets its own copy."""
     cache, engine = _stored()
     parent = cache.open(NS, range(8))
     _write_all(engine, parent)
@@ -126,7 +126,7 @@ def test_a_tail_that_a_sibling_committed() -> None:
 
 
 def test_a_rolled_back_child_writes_into_a_whole_shared_block() -> None:
-    """The parent goes on beyond where the child cuts off: their blocks part there."""
+    """The parent continues beyond the point where the child was cut. Their blocks diverge there."""
     cache, engine = _stored()
     parent = cache.open(NS, range(11))
     _write_all(engine, parent)
@@ -143,10 +143,10 @@ def test_a_rolled_back_child_writes_into_a_whole_shared_block() -> None:
     assert cache.stats().free_blocks == 32
 
 
-def test_all_or_nothing() -> None:
-    """A batch for which there is no room leaves every sequence, block and copy as it was."""
+def test_a_batch_grows_completely_or_not_at_all() -> None:
+    """A batch without enough blocks leaves every sequence, block and copy as it was."""
     cache = make_cache(6, 2)
-    parent = cache.open(NS, range(7))  # four blocks, two free
+    parent = cache.open(NS, range(7))  # four blocks used, two free
     children = parent.fork(3)
     before = cache.snapshot()
     with pytest.raises(OutOfBlocks) as error:
@@ -161,7 +161,7 @@ def test_all_or_nothing() -> None:
 
 
 def test_a_batch_is_validated_before_anything_changes() -> None:
-    """One id that is none, one sequence twice, one released, one of another cache, lengths that differ."""
+    """Refused: an invalid id, a sequence twice, a released one, one of another cache, lists of unequal lengths."""
     cache, other = make_cache(), make_cache()
     one, two, gone = (cache.open(NS, range(5)) for _ in range(3))
     gone.release()
@@ -187,7 +187,10 @@ def test_a_batch_is_validated_before_anything_changes() -> None:
 
 
 def test_reorder_consumes_its_inputs() -> None:
-    """Chosen once, twice and not at all; the inputs are closed, leaving ``with`` is fine, a release isn't."""
+    """Inputs chosen once, twice or not at all are all closed.
+
+    Leaving ``with`` is allowed afterwards, a release is not.
+    """
     cache = make_cache(16, 4)
     beams = [cache.open(NS, [beam, *range(9)]) for beam in range(3)]
     ids = [beam.token_ids.tolist() for beam in beams]
@@ -200,7 +203,7 @@ def test_reorder_consumes_its_inputs() -> None:
         assert cache.stats().sequence_blocks == 6  # of the first and the third
         audit.check(cache)
     cache.append(results, range(4))
-    assert cache.stats().copied_blocks == 2  # three share a tail and all write
+    assert cache.stats().copied_blocks == 2  # three share a tail, and all of them write
     for result in results:
         result.release()
     cache.flush()
@@ -208,8 +211,8 @@ def test_reorder_consumes_its_inputs() -> None:
     audit.check(cache)
 
 
-def test_reorder_refuses() -> None:
-    """A parent that isn't there, an input twice, a consumed input: nothing is consumed then."""
+def test_reorder_refuses_invalid_arguments() -> None:
+    """A parent that does not exist, an input twice or a consumed input is refused. Nothing is consumed then."""
     cache = make_cache()
     one, two = cache.open(NS, range(5)), cache.open(NS, range(6))
     before = cache.snapshot()
@@ -234,7 +237,9 @@ def test_reorder_refuses() -> None:
 
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_a_beam_search(num_beams: int) -> None:
-    """Random beam steps against plain lists: ids, bytes, the copy formula at every step, far fewer blocks."""
+    """Random beam steps are compared with plain lists: ids, bytes, the copy formula at every step, and far fewer
+    blocks.
+    """
     block_size, rng = 4, np.random.default_rng(num_beams)
     cache, engine = _stored(400, block_size)
     prompt = list(range(300))
@@ -274,8 +279,10 @@ def test_a_beam_search(num_beams: int) -> None:
     writers=st.integers(1, 6),
     block_size=st.sampled_from([1, 2, 3, 4, 8]),
 )
-def test_the_formula(num_tokens: int, owners: int, writers: int, block_size: int) -> None:
-    """Copies of a step: for a shared partial tail, writers − 1 if every owner writes, otherwise writers."""
+def test_the_number_of_copies_matches_the_formula(
+    num_tokens: int, owners: int, writers: int, block_size: int
+) -> None:
+    """The copies of a step: for a shared partial tail, writers − 1 if every owner writes, otherwise writers."""
     writers = min(writers, owners)
     cache = make_cache(64, block_size)
     family = [cache.open(NS, range(num_tokens))]
@@ -290,7 +297,7 @@ def test_the_formula(num_tokens: int, owners: int, writers: int, block_size: int
 
 
 def test_a_deep_line_of_forks() -> None:
-    """A child of a child, a thousand times, each writing, the older ones released on the way."""
+    """A child of a child, a thousand times. Each one writes, and older ones are released on the way."""
     cache = make_cache(64, 4)
     sequence = cache.open(NS, [0])
     for at in range(1, 1_000):
@@ -310,7 +317,7 @@ def test_a_deep_line_of_forks() -> None:
 
 
 def test_forks_commit_what_they_share_once() -> None:
-    """Parent and children commit the same block: it is resident once, and theirs."""
+    """Parent and children commit the same block. It becomes resident once, and they keep it."""
     cache = make_cache(16, 4)
     parent = cache.open(NS, range(10))
     children = parent.fork(2)

@@ -1,4 +1,4 @@
-"""Blocks that change tenant are zeroed: nobody reads what another wrote, however the blocks come round."""
+"""Blocks that change their tenant are zeroed. No tenant reads what another wrote, whichever way the blocks take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPACES = (A, B, C, Namespace("a", "other"))
 
 
 class Blocks:
-    """A cache whose blocks' bytes are at hand: the storage's, or those of an engine that owns them."""
+    """A cache with access to its blocks' bytes: the storage's, or those of an engine that owns them."""
 
     def __init__(self, *, owned: bool, num_blocks: int = NUM_BLOCKS, **settings: Any) -> None:
         config = CacheConfig(num_blocks, BLOCK, None if owned else LAYOUT, **settings)
@@ -45,17 +45,17 @@ class Blocks:
         self.rows[ids] = 0
 
     def settle(self) -> None:
-        """Execute the copies that wait, as an engine that owns its blocks does."""
+        """Execute the waiting copies, as an engine that owns its blocks does."""
         for source, target, rows in self.cache.flush():
             self.rows[target, :rows] = self.rows[source, :rows]
 
     def seen(self, block_ids: NDArray[np.int32]) -> set[float]:
-        """What lies in these blocks, but for zeros."""
+        """The non-zero values in these blocks."""
         return set(self.rows[block_ids].ravel().tolist()) - {0.0}
 
 
 class Tenants:
-    """Tenants that write their canary into every block they get, before and after they look what is in it."""
+    """Tenants that write their canary value into every block that they get, after they check its content."""
 
     def __init__(self, blocks: Blocks, seed: int) -> None:
         self.blocks, self.cache, self.draw = blocks, blocks.cache, random.Random(seed)
@@ -66,9 +66,9 @@ class Tenants:
         self.canary = {"a": 1.0, "b": 2.0, "c": 3.0}
 
     def look_and_write(self, sequence: Any, start: int) -> None:
-        """Nothing but its own may be in the tenant's blocks from position ``start`` on."""
+        """From position ``start`` on, the blocks may hold only the tenant's own values. Then write them."""
         mine, fresh = self.canary[sequence.namespace.tenant], sequence.block_table[start:]
-        assert self.blocks.seen(fresh) <= {mine}, "the bytes of another"
+        assert self.blocks.seen(fresh) <= {mine}, "bytes of another tenant"
         self.blocks.rows[fresh] = mine
         self.hand_overs += len(fresh)
 
@@ -124,7 +124,7 @@ class Tenants:
             for sequence in [each for each in self.running if each.namespace.tenant == tenant]:
                 sequence.release()
                 self.running.remove(sequence)
-            self.canary[tenant] += 3  # what it had before is not its own any more
+            self.canary[tenant] += 3  # its data from before the purge is no longer its own
         elif not any(each.namespace.tenant == "b" for each in self.running):
             self.cache.add_tenant(
                 Tenant("b", guaranteed_blocks=4, mode=self.draw.choice(("burst", "strict")))
@@ -132,7 +132,7 @@ class Tenants:
 
     def lend(self) -> None:
         lent = self.cache.allocate(self.draw.randrange(1, 4))
-        assert not self.blocks.seen(lent), "the engine may fill them for anybody"
+        assert not self.blocks.seen(lent), "the engine may fill lent blocks for any tenant"
         self.blocks.rows[lent] = 100.0
         self.hand_overs += len(lent)
         self.cache.free(lent)
@@ -140,8 +140,8 @@ class Tenants:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("owned", [False, True])
-def test_no_canary_of_another_over_ten_thousand_hand_overs(policy: str, owned: bool) -> None:
-    """Together well over 10,000; for each policy some 600, with storage and without."""
+def test_no_tenant_reads_anothers_canary_in_ten_thousand_hand_overs(policy: str, owned: bool) -> None:
+    """About 600 hand-overs for each policy, with storage and without; more than 10,000 together."""
     blocks = Blocks(owned=owned, policy=policy, segment_tokens=BLOCK)
     tenants = Tenants(blocks, seed=len(policy))
     while tenants.hand_overs < 600:
@@ -150,18 +150,18 @@ def test_no_canary_of_another_over_ten_thousand_hand_overs(policy: str, owned: b
     assert sum(map(len, blocks.calls)) == blocks.cache.stats().scrubbed_blocks > 50
 
 
-def test_the_canaries_are_found_where_nothing_is_scrubbed() -> None:
-    """The test above would see them."""
+def test_canaries_are_found_without_scrubbing() -> None:
+    """A positive control: without scrubbing, the test above finds foreign values."""
     blocks = Blocks(owned=True, scrub="cross-tenant")
     tenants = Tenants(blocks, seed=1)
     blocks.cache._scrubber._zero = lambda ids: None
-    with pytest.raises(AssertionError, match=r"another|anybody"):
+    with pytest.raises(AssertionError, match=r"another|any tenant"):
         for _ in range(1000):
             tenants.step()
 
 
 def written(blocks: Blocks, space: Namespace, ids: range, *, commit: bool) -> NDArray[np.int32]:
-    """A request that writes, and is over; its blocks."""
+    """The blocks of a request that wrote them and ended."""
     with blocks.cache.open(space, ids) as sequence:
         table = sequence.block_table
         blocks.rows[table] = 7.0
@@ -171,19 +171,19 @@ def written(blocks: Blocks, space: Namespace, ids: range, *, commit: bool) -> ND
 
 
 @pytest.mark.parametrize("owned", [False, True])
-def test_what_a_strict_tenant_frees_is_zeroed_at_once(owned: bool) -> None:
+def test_blocks_freed_by_a_strict_tenant_are_zeroed_at_once(owned: bool) -> None:
     blocks = Blocks(owned=owned)
     cache = blocks.cache
     cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
     table = written(blocks, A, range(12), commit=False)
-    assert not blocks.seen(table) and blocks.calls == [table.tolist()], "released: one call"
+    assert not blocks.seen(table) and blocks.calls == [table.tolist()], "a release zeroes in one call"
     table = written(blocks, A, range(12), commit=True)
-    assert blocks.seen(table) == {7.0}, "resident"
+    assert blocks.seen(table) == {7.0}, "resident blocks keep their bytes"
     cache.evict(2)
     assert len(blocks.calls) == 2 and sorted(blocks.calls[1]) == sorted(table[-2:].tolist())
     assert not blocks.seen(table[-2:])
     cache.clear(A)
-    assert not blocks.seen(table) and len(blocks.calls) == 3, "cleared: one call"
+    assert not blocks.seen(table) and len(blocks.calls) == 3, "a clear zeroes in one call"
     table = written(blocks, A, range(12), commit=True)
     cache.purge("a")
     assert not blocks.seen(table)
@@ -194,22 +194,24 @@ def test_what_a_strict_tenant_frees_is_zeroed_at_once(owned: bool) -> None:
         assert not blocks.seen(last)
         cache.purge("a")
         held = sequence.block_table
-        assert blocks.seen(held) == {7.0}, "quarantined"
-    assert not blocks.seen(held), "and zeroed by the release"
+        assert blocks.seen(held) == {7.0}, "quarantined blocks keep their bytes"
+    assert not blocks.seen(held), "the release zeroes quarantined blocks"
 
 
 @pytest.mark.parametrize("owned", [False, True])
-def test_what_a_borrower_frees_is_zeroed_when_another_gets_it(owned: bool) -> None:
+def test_other_blocks_are_zeroed_when_another_tenant_gets_them(owned: bool) -> None:
     blocks = Blocks(owned=owned, num_blocks=4)
     table = written(blocks, A, range(8), commit=True)
     with blocks.cache.open(A, range(100, 108)) as sequence:
-        assert blocks.seen(sequence.block_table) == {7.0} and not blocks.calls, "its own"
+        assert blocks.seen(sequence.block_table) == {7.0} and not blocks.calls, (
+            "blocks of its own tenant are not zeroed"
+        )
     with blocks.cache.open(B, range(8)) as sequence:
         assert sorted(sequence.block_table) == sorted(table)
         assert not blocks.seen(sequence.block_table) and len(blocks.calls) == 1
 
 
-def test_a_purged_tenant_does_not_read_what_it_was() -> None:
+def test_a_purged_tenant_does_not_read_its_old_data() -> None:
     blocks = Blocks(owned=True, num_blocks=4)
     written(blocks, A, range(8), commit=True)
     blocks.cache.purge("a")
@@ -218,8 +220,8 @@ def test_a_purged_tenant_does_not_read_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("owned", [False, True])
-def test_always(owned: bool) -> None:
-    """Zeroed when freed, also if the tenant's next request takes it at once."""
+def test_scrub_always(owned: bool) -> None:
+    """Blocks are zeroed when freed, even if the tenant's next request takes them at once."""
     blocks = Blocks(owned=owned, num_blocks=4, scrub="always")
     written(blocks, A, range(4), commit=False)
     assert not blocks.rows.any()
@@ -228,7 +230,7 @@ def test_always(owned: bool) -> None:
         assert not blocks.seen(sequence.block_table)
 
 
-def test_never() -> None:
+def test_scrub_never() -> None:
     blocks = Blocks(owned=False, num_blocks=4, scrub="never")
     written(blocks, A, range(8), commit=True)
     with blocks.cache.open(B, range(8)) as sequence:
@@ -243,7 +245,7 @@ def test_never() -> None:
         PrefixCache(CacheConfig(4, layout=LAYOUT, scrub="never")),
         PrefixCache(CacheConfig(4, scrub="never"), scrub_blocks=print),
     ],
-    ids=["nobody can", "never", "never, though the engine could"],
+    ids=["no scrubber", "never", "never, though the engine could"],
 )
 def test_a_strict_tenant_needs_scrubbing(cache: PrefixCache) -> None:
     with pytest.raises(ConfigError, match=r"mode='strict' .* a strict tenant's blocks are zeroed"):
@@ -251,7 +253,7 @@ def test_a_strict_tenant_needs_scrubbing(cache: PrefixCache) -> None:
     assert cache.tenant("a") is None
 
 
-def test_settings_that_cannot_work() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="scrub='sometimes' is not allowed; allowed: 'cross-tenant', 'always' or 'never'"
     ):
@@ -264,7 +266,7 @@ def test_settings_that_cannot_work() -> None:
         PrefixCache(CacheConfig(4), scrub_blocks="zero")  # type: ignore[arg-type]
 
 
-def test_if_scrubbing_fails_nobody_gets_the_blocks() -> None:
+def test_blocks_are_not_handed_out_if_scrubbing_fails() -> None:
     blocks = Blocks(owned=True, num_blocks=4)
     table = written(blocks, A, range(8), commit=True)
     zero = blocks.cache._scrubber._zero
@@ -283,7 +285,7 @@ def test_if_scrubbing_fails_nobody_gets_the_blocks() -> None:
     audit.check(blocks.cache)
 
 
-def test_what_the_engine_inserts_is_the_tenants() -> None:
+def test_inserted_blocks_belong_to_the_tenant() -> None:
     blocks = Blocks(owned=True, num_blocks=4)
     lent = blocks.cache.allocate(4)
     blocks.rows[lent] = 7.0

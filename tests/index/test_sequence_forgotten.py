@@ -1,4 +1,4 @@
-"""What is collected before it was released gives a ResourceWarning, and the next call releases it."""
+"""A handle that is collected before its release gives a ResourceWarning. The next call releases it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SECRET = 31_337
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> None:
-    """Collects what other tests left: their warnings would count here."""
+    """Collect what other tests left, as their warnings would count here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
 
 
-def test_a_forgotten_sequence() -> None:
-    """The warning names tenant and tokens, and no token id; the blocks are free again."""
+def test_a_forgotten_sequence_warns_and_is_released() -> None:
+    """The warning names the tenant and the number of tokens, but no token id. The blocks are free again."""
     cache = make_cache()
     sequence = cache.open(Namespace("acme", "m"), [SECRET] * 9)
     with pytest.warns(ResourceWarning, match="sequence of tenant 'acme' with 9 tokens in 3 blocks") as warned:
@@ -36,8 +36,8 @@ def test_a_forgotten_sequence() -> None:
     audit.check(cache)
 
 
-def test_what_a_forgotten_sequence_committed_stays() -> None:
-    """It is released as ``release`` would."""
+def test_committed_blocks_of_a_forgotten_sequence_stay() -> None:
+    """The sequence is released as by ``release``."""
     cache = make_cache()
     sequence = cache.open(NS, range(9))
     sequence.commit(9)
@@ -47,8 +47,8 @@ def test_what_a_forgotten_sequence_committed_stays() -> None:
     assert cache.stats().free_blocks == 16
 
 
-def test_forks_and_the_results_of_reorder() -> None:
-    """Each is its own: those that are kept go on."""
+def test_forgotten_forks_and_results_of_reorder() -> None:
+    """Each sequence is separate: those that are kept continue."""
     cache = make_cache()
     sequence = cache.open(NS, range(6))
     children = sequence.fork(3)
@@ -61,8 +61,8 @@ def test_forks_and_the_results_of_reorder() -> None:
     audit.check(cache)
 
 
-def test_in_a_cycle_and_with_the_next_call_short_of_blocks() -> None:
-    """The call that needs the blocks gets them."""
+def test_a_sequence_forgotten_in_a_cycle_frees_blocks_for_the_next_call() -> None:
+    """The next call needs these blocks and gets them."""
     cache = make_cache()
     cycle = [cache.open(NS, range(60))]
     cycle.append(cycle)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_in_a_cycle_and_with_the_next_call_short_of_blocks() -> None:
 
 
 def test_a_forgotten_lease() -> None:
-    """Its blocks can be evicted again."""
+    """The lease's blocks can be evicted again."""
     cache = make_cache()
     with cache.open(NS, range(8)) as sequence:
         sequence.commit(8)
@@ -85,7 +85,7 @@ def test_a_forgotten_lease() -> None:
 
 
 def test_a_stale_sequence_that_is_forgotten() -> None:
-    """Its quarantined blocks are freed."""
+    """The sequence's quarantined blocks are freed."""
     cache = make_cache()
     sequence = cache.open(NS, range(8))
     cache.purge("a")
@@ -97,8 +97,8 @@ def test_a_stale_sequence_that_is_forgotten() -> None:
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
-def test_what_was_released_is_silent() -> None:
-    """Released, left, or consumed: no warning."""
+def test_a_released_handle_gives_no_warning() -> None:
+    """A sequence that was released, left or consumed gives no warning."""
     cache = make_cache()
     sequence = cache.open(NS, range(8))
     heirs = cache.reorder([sequence], [0, 0])
@@ -113,8 +113,8 @@ def test_what_was_released_is_silent() -> None:
     assert cache.stats().num_sequences == 0
 
 
-def test_a_forgotten_sequence_wakes_who_waits_for_it() -> None:
-    """A request that waits for its prefix computes it, within about a second."""
+def test_a_forgotten_sequence_wakes_waiters() -> None:
+    """A request that waits for the prefix computes it, within about a second."""
     cache = make_cache()
     sequence = cache.open(NS, range(8))
     caught: list[PrefixCache] = []
@@ -134,8 +134,8 @@ def test_a_forgotten_sequence_wakes_who_waits_for_it() -> None:
     assert caught
 
 
-def test_at_the_end_of_the_interpreter() -> None:
-    """No noise, no crash."""
+def test_the_end_of_the_interpreter_gives_no_warning() -> None:
+    """There is no output and no crash."""
     code = (
         "from radixkv import *\n"
         "cache = PrefixCache(CacheConfig(16, 4))\n"
@@ -148,7 +148,7 @@ def test_at_the_end_of_the_interpreter() -> None:
 
 
 def test_the_block_table_of_a_sequence_that_has_no_blocks() -> None:
-    """It raises what the other calls raise; what was read before stays what it was."""
+    """The property raises the same error as the calls. A table that was read before stays as it was."""
     cache = make_cache()
     released, left, consumed, stale = (cache.open(NS, [at] * 6) for at in range(4))
     before = released.block_table
@@ -162,7 +162,7 @@ def test_the_block_table_of_a_sequence_that_has_no_blocks() -> None:
         assert sequence.num_tokens == 6 and sequence.num_blocks == 2
     assert len(before) == len(heir.block_table) == 2
     cache.purge("a")
-    assert len(stale.block_table) == 2, "quarantined: its own until it is released"
+    assert len(stale.block_table) == 2, "quarantined blocks stay its own until the release"
     stale.release()
     heir.release()
     for sequence in (stale, heir):
@@ -171,7 +171,7 @@ def test_the_block_table_of_a_sequence_that_has_no_blocks() -> None:
 
 
 def test_the_blocks_of_a_lease_that_is_released() -> None:
-    """They may be another's."""
+    """Its blocks may already belong to another owner."""
     cache = make_cache()
     with cache.open(NS, range(8)) as sequence:
         sequence.commit(8)

@@ -1,4 +1,4 @@
-"""Snapshots in slices: whatever happens between the slices, what comes out is what one hold at the end finds."""
+"""Snapshots in slices. Any calls may run between the slices: the result equals a snapshot under one hold at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 60, 20)
 
 
 def plain(snapshot: Snapshot) -> Any:
-    """A snapshot without the order of a tree's nodes: each is called by its whole key."""
+    """A snapshot without the order of a tree's nodes: each node is named by its whole key."""
     paths = [_paths(tree.nodes) for tree in snapshot.trees]
     trees = []
     for tree, path in zip(snapshot.trees, paths, strict=True):
@@ -66,12 +66,12 @@ def _facts(node: Any) -> tuple[Any, ...]:
 
 
 class SlowlyRead(properties.CacheMachine):
-    """The machine, while two gatherings read its cache: a slice of one after each step, of the other after some."""
+    """The machine while two gatherings read its cache, one a slice after each step, the other after some steps."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     def laws(self) -> None:
-        """The laws at once; and what a gathering says at its end is what one hold says then."""
+        """Check the laws at once. When a gathering ends, compare it with a snapshot under one hold."""
         audit.check(self.cache, at_once=True)
         self._ages = getattr(self, "_ages", 0) + 1
         self._readers: list[Gathering | None] = getattr(self, "_readers", [None, None])
@@ -93,7 +93,7 @@ class SlowlyRead(properties.CacheMachine):
         self.seen["evictions"] += self.cache.stats().evicted_blocks > 0
 
     def teardown(self) -> None:
-        """Whoever reads stops; the policies have their hooks back."""
+        """Close the gatherings. The policies must have their hooks back."""
         for reader in getattr(self, "_readers", []):
             if reader is not None:
                 reader.close()
@@ -122,10 +122,10 @@ def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(3))
 def test_a_snapshot_in_slices_is_one_of_its_last_moment(part: int, _tiny_slices: None) -> None:
-    """Random lives of every policy go on between slices of two nodes; each end is compared, field by field."""
+    """Random lives of every policy continue between slices of two nodes. Each result is compared field by field."""
     SlowlyRead.seen = Counter()
     wanted = ("recorded", "ends", "late ends", "evictions")
-    for seed in range(part, 30, 3):  # until all that matters has happened
+    for seed in range(part, 30, 3):  # until all relevant events have occurred
         report = properties.run(
             PrefixCache, EXAMPLES, 50, seed=seed, machine=SlowlyRead, policies=tuple(POLICIES)[part::3]
         )
@@ -136,7 +136,7 @@ def test_a_snapshot_in_slices_is_one_of_its_last_moment(part: int, _tiny_slices:
 
 
 def busy(policy: str = "lru") -> PrefixCache:
-    """Many nodes, two tenants, a few running sequences."""
+    """A cache with many nodes, two tenants and no running sequence."""
     cache = PrefixCache(CacheConfig(num_blocks=600, block_size=1, policy=policy))
     for at in range(500):
         with cache.open(Namespace("ab"[at % 2], "m"), [at % 7, at, 1]) as sequence:
@@ -145,8 +145,8 @@ def busy(policy: str = "lru") -> PrefixCache:
 
 
 @pytest.mark.usefixtures("_tiny_slices")
-def test_mending_makes_it_begin_anew() -> None:
-    """An interrupted call between two slices: nothing that was read before counts."""
+def test_a_repair_restarts_a_snapshot_in_slices() -> None:
+    """A call is interrupted between two slices. Then nothing that was read before counts."""
     cache, paused = busy(), Counter[str]()
     kept = [cache.open(NS, [at, at, at]) for at in range(5)]
 
@@ -186,7 +186,7 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
 
 @pytest.mark.parametrize("num_slices", [1, 100])
 def test_a_tree_that_is_a_circle_is_reported(num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reader goes round and round in it."""
+    """A reader does not loop forever in it."""
     monkeypatch.setattr(snapshot_module, "SLICE_NODES", 200 // num_slices)
     cache = PrefixCache(CacheConfig(num_blocks=300, block_size=1))
     for at in range(100):
@@ -200,8 +200,8 @@ def test_a_tree_that_is_a_circle_is_reported(num_slices: int, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hold changes the hooks of more than SLICE_TENANTS of them."""
+def test_many_tenants_are_recorded_and_released_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hold changes the hooks of more than SLICE_TENANTS tenants."""
     cache = PrefixCache(CacheConfig(num_blocks=600, block_size=1))
     for at in range(500):
         with cache.open(Namespace(f"t{at}", "m"), [at]) as sequence:
@@ -241,8 +241,8 @@ def test_a_pause_that_raises_leaves_nothing_behind() -> None:
     assert hooks_are_the_policys(cache._tenants["a"]) and not cache._recorder._heard_by
 
 
-def test_what_fits_into_a_slice_is_read_under_one_hold() -> None:
-    """Nothing is told, nobody pauses."""
+def test_a_small_cache_is_read_under_one_hold() -> None:
+    """Nothing is recorded, and the reader does not pause."""
     cache = PrefixCache(CacheConfig(num_blocks=200, block_size=1))
     for at in range(200):
         with cache.open(NS, [at]) as sequence:
@@ -254,8 +254,8 @@ def test_what_fits_into_a_slice_is_read_under_one_hold() -> None:
     assert not told
 
 
-def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in nodes, not in seconds: a slice, the parents of its nodes, and at last what is held."""
+def test_no_hold_reads_more_than_a_slice_and_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count is in nodes, not in seconds: a slice, the parents of its nodes, and finally what sequences hold."""
     holds: list[int] = []
     ends = [False]
     read, step = Gathering._read, Gathering.step
@@ -290,8 +290,11 @@ def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.pure
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_call_that_is_interrupted_while_somebody_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any call, at every seventeenth step: the reader begins anew or goes on, and in the end reads what is there."""
+def test_a_call_interrupted_during_a_snapshot_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any call, interrupted at every seventeenth step.
+
+    The reader starts again or continues, and its result is right.
+    """
     monkeypatch.setattr(snapshot_module, "SLICE_NODES", 1)
     num_interrupted = 0
     for stop in range(1, 10_000, 17):
@@ -314,7 +317,7 @@ def test_a_call_that_is_interrupted_while_somebody_reads(name: str, monkeypatch:
 
 
 class Hammer(threading.Thread):
-    """Requests, forks, evictions and clears, as fast as they go, until told to stop."""
+    """Makes requests, forks, evictions and clears without a pause, until the event is set."""
 
     def __init__(self, cache: PrefixCache, seed: int, over: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -326,7 +329,7 @@ class Hammer(threading.Thread):
             while not self.over.is_set():
                 self._request()
                 self.num_done += 1
-        except BaseException as error:  # noqa: BLE001 - raised by the test
+        except BaseException as error:  # noqa: BLE001 - the test raises it
             self.error: Any = error
 
     def _request(self) -> None:
@@ -353,7 +356,7 @@ class Hammer(threading.Thread):
 def test_no_false_alarm_while_threads_hammer(
     policy: str, monkeypatch: pytest.MonkeyPatch, _eager_switches: None
 ) -> None:
-    """What the slices alone say is sound each time; nothing had to be looked at once more."""
+    """The slices alone give a sound result each time, without a second look."""
     monkeypatch.setattr(snapshot_module, "SLICE_NODES", 50)
     cache, over = PrefixCache(CacheConfig(num_blocks=400, block_size=1, policy=policy)), threading.Event()
     hammers = [Hammer(cache, seed, over) for seed in range(3)]
@@ -378,15 +381,15 @@ def test_no_false_alarm_while_threads_hammer(
 
 
 class MisreadOnce(PrefixCache):
-    """A cache whose slices lose a block; nothing is wrong with it."""
+    """A cache that loses a block when it is read in slices, although nothing is broken."""
 
     def snapshot_in_slices(self, pause: Any = None) -> Snapshot:
         found = super().snapshot_in_slices(pause)
         return replace(found, free_ids=found.free_ids[1:])
 
 
-def test_what_slices_find_is_looked_for_once_more() -> None:
-    """A mistake of the reading is no alarm; a broken law is one, either way."""
+def test_a_violation_found_in_slices_is_checked_again() -> None:
+    """A reading mistake raises no alarm. A broken law does, in either mode."""
     cache = MisreadOnce(CacheConfig(num_blocks=8, block_size=1))
     assert audit.check(cache).ok
     cache._pool.take(4, bytearray())

@@ -1,4 +1,4 @@
-"""Token ids in every form: the same key from each, and an error that names the index from what can't be one."""
+"""Token ids in every form give the same key. Invalid ids raise an error that names the index."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_key(form: str) -> None:
-    """Whatever holds the ids."""
+    """Any container of ids gives the same key."""
     ids = FORMS[form]()
     assert encode(ids) == KEY
     assert decode(KEY).tolist() == IDS
@@ -68,7 +68,7 @@ def test_every_form_gives_the_same_key(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cache_takes_every_form(form: str) -> None:
-    """Opened with a list, matched with any form, extended with any form."""
+    """Open with a list, match with any form, extend with any form."""
     cache, ns = PrefixCache(CacheConfig(num_blocks=16, block_size=2)), Namespace("a", "m")
     with cache.open(ns, IDS) as sequence:
         sequence.commit(5)
@@ -78,8 +78,8 @@ def test_a_cache_takes_every_form(form: str) -> None:
     audit.check(cache)
 
 
-def test_a_range_and_nothing() -> None:
-    """Ranges, and no ids in every form."""
+def test_ranges_and_empty_inputs() -> None:
+    """Ranges, and empty input in every form."""
     assert encode(range(3)) == encode([0, 1, 2])
     for nothing in (
         [],
@@ -140,8 +140,11 @@ WRONG: dict[str, tuple[Callable[[], Any], int | None]] = {
 
 
 @pytest.mark.parametrize("form", WRONG)
-def test_what_cannot_be_ids_is_refused(form: str) -> None:
-    """A TokenError, a ValueError too, with the index of the first bad id if one is to blame; nothing changes."""
+def test_invalid_ids_are_refused(form: str) -> None:
+    """A TokenError, which is also a ValueError, has the index of the first bad id, if an id is to blame.
+
+    Nothing changes.
+    """
     make, index = WRONG[form]
     with pytest.raises(TokenError) as error:
         encode(make())
@@ -160,8 +163,8 @@ def test_what_cannot_be_ids_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, BIG, 1.0, "1", None])
-def test_one_id(wrong: Any) -> None:
-    """``append`` takes what a list takes."""
+def test_append_accepts_what_a_list_accepts(wrong: Any) -> None:
+    """``append`` accepts the same ids as a list."""
     assert encode_one(BIG - 1) == encode([BIG - 1]) == b"\xff\xff\xff\xff"
     assert encode_one(np.int64(3)) == encode([3])
     with pytest.raises(TokenError):
@@ -172,7 +175,7 @@ def test_one_id(wrong: Any) -> None:
     "item", [10**5000, -(10**5000), "x" * 100_000], ids=["huge", "hugely negative", "text"]
 )
 def test_a_long_message_is_cut(item: Any) -> None:
-    """An error stays short and is a TokenError, even for an integer with more digits than Python prints."""
+    """The message stays short, also for an integer with more digits than Python prints, and is a TokenError."""
     with pytest.raises(TokenError) as error:
         encode([0, item])
     assert len(str(error.value)) < 300
@@ -180,7 +183,7 @@ def test_a_long_message_is_cut(item: Any) -> None:
 
 @given(st.lists(st.integers(0, BIG - 1)))
 def test_round_trip(ids: list[int]) -> None:
-    """Every list of ids comes back from its key, which is 4 bytes an id, and prefixes of ids are prefixes of keys."""
+    """Ids survive the round trip through their key of 4 bytes an id. Prefixes of ids are prefixes of keys."""
     key = encode(ids)
     assert decode(key).tolist() == ids and len(key) == 4 * len(ids)
     assert key.startswith(encode(ids[: len(ids) // 2]))
@@ -189,7 +192,7 @@ def test_round_trip(ids: list[int]) -> None:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1))
 def test_any_int64(ids: list[int]) -> None:
-    """Either every id fits and all forms agree, or all forms name the same first bad one."""
+    """Either every id is valid and all forms agree, or all forms name the same first bad index."""
     bad = [at for at, token_id in enumerate(ids) if not 0 <= token_id < BIG]
     outcomes = set()
     for form in (
@@ -210,8 +213,8 @@ def test_any_int64(ids: list[int]) -> None:
 @pytest.mark.parametrize(
     "wide", [lambda ids: array("q", ids.tobytes()), lambda ids: ids, lambda ids: ids[::-1]]
 )
-def test_long_ids_by_way_of_the_buffer(wide: Callable[[Any], Any]) -> None:
-    """Whatever was converted before, and longer: each key is that of its own ids, also from several threads."""
+def test_long_ids_that_use_the_shared_buffer(wide: Callable[[Any], Any]) -> None:
+    """Each key is that of its own ids, after any earlier conversions, and from several threads at once."""
     sizes = [MAX_BUFFERED, MIN_BUFFERED, MAX_BUFFERED + 1, MIN_BUFFERED - 1, 5_000, 4_999] * 8
 
     def is_right(at: int) -> bool:
@@ -224,7 +227,7 @@ def test_long_ids_by_way_of_the_buffer(wide: Callable[[Any], Any]) -> None:
         assert all(threads.map(is_right, range(len(sizes))))
 
 
-def test_a_long_prompt_with_an_id_that_is_none_is_refused_and_leaves_nothing_behind() -> None:
+def test_a_long_prompt_with_an_invalid_id_leaves_nothing_behind() -> None:
     good = np.arange(MIN_BUFFERED + 5)
     bad = good.copy()
     bad[-1] = -1

@@ -1,7 +1,7 @@
-"""Shapes made to hurt: wide, deep and split trees, equal prompts, tiny and large blocks, a million tokens.
+"""Difficult shapes: wide, deep and split trees, equal prompts, tiny and large blocks, a million tokens.
 
-What a call costs is not timed but counted: ``lines`` of Python that it runs in the library, which grow with the
-nodes on its path and never with tokens, and ``peak`` bytes that it allocates beyond what there was.
+The cost of a call is counted, not timed. ``lines`` is the number of Python lines that the library runs. It grows with
+the nodes on the call's path and never with tokens. ``peak`` is the most extra memory that the call allocates, in bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINES_A_NODE = 40
 
 
 def lines(call: Callable[[], object]) -> int:
-    """Lines of Python that the library runs during a call."""
+    """The number of Python lines that the library runs during a call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -50,7 +50,7 @@ def lines(call: Callable[[], object]) -> int:
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Most bytes that a call has allocated at once."""
+    """The most bytes that a call has allocated at once."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -61,7 +61,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 def serve(cache: PrefixCache, requests: Iterable[Request]) -> list[int]:
-    """Open, commit, extend, commit and release each; cached tokens of each."""
+    """Open, commit, extend, commit and release each request. Return the cached tokens of each."""
     return [_serve(cache, request) for request in requests]
 
 
@@ -75,7 +75,7 @@ def _serve(cache: PrefixCache, request: Request) -> int:
 
 
 def evict_all(cache: PrefixCache) -> None:
-    """Every block goes by eviction, in parts, and nothing is left."""
+    """Evict every block, in two parts. Nothing must be left."""
     resident = cache.stats().resident_blocks
     assert cache.evict(resident // 3) == resident // 3
     audit.check(cache)
@@ -86,7 +86,7 @@ def evict_all(cache: PrefixCache) -> None:
 
 
 def longest_label(cache: PrefixCache) -> int:
-    """Bytes of the longest label in any tree."""
+    """The length of the longest label in any tree, in bytes."""
     return max(len(node.label) for tree in cache.snapshot().trees for node in tree.nodes)
 
 
@@ -95,7 +95,7 @@ def longest_label(cache: PrefixCache) -> int:
 
 @pytest.mark.pure
 def test_a_tenant_that_diverges_at_every_block_of_one_path() -> None:
-    """Each request finds all that it shares, and adds a node for what it splits and one for what it adds."""
+    """Each request finds all that it shares. It adds a node for a split and one for its own tokens."""
     size = 300
     cache = make_cache(3 * size + 4, 16)
     hits = serve(cache, shapes.diverging(0, size, 16))
@@ -109,7 +109,7 @@ def test_a_tenant_that_diverges_at_every_block_of_one_path() -> None:
 
 @pytest.mark.pure
 def test_a_hundred_thousand_children_under_one_node() -> None:
-    """A child more or less costs nothing: match, open and release run the same lines as under ten children."""
+    """More children cost nothing: match, open and release run the same lines as with ten children."""
     cache, small, children = make_cache(100_004, 16), make_cache(20, 16), 100_000
     for each, count in ((cache, children), (small, 10)):
         hits = serve(each, shapes.wide(count))
@@ -130,7 +130,10 @@ def test_a_hundred_thousand_children_under_one_node() -> None:
 
 @pytest.mark.pure
 def test_a_path_of_ten_thousand_nodes() -> None:
-    """Nothing recurses; a walk, a lease and a release cost a constant a node; an eviction does not see the path."""
+    """Nothing recurses.
+
+    A walk, a lease and a release cost a constant for each node. An eviction does not visit the path.
+    """
     size = 10_000
     cache, namespace = make_cache(2 * size + 100, 1), Namespace("tenant-0", "m")
     serve(cache, shapes.splits(0, size))
@@ -148,7 +151,7 @@ def test_a_path_of_ten_thousand_nodes() -> None:
     audit.check(cache)
     sequence.release()
     assert lines(lambda: cache.evict(1)) < 200
-    with pytest.raises(radixkv.OutOfBlocks):  # beams protect the path, and only that
+    with pytest.raises(radixkv.OutOfBlocks):  # the beams protect the path, and only the path
         cache.allocate(size + 200)
     assert cache.clear(namespace) > size
     audit.check(cache)
@@ -163,7 +166,7 @@ def test_all_prompts_are_equal_one_after_the_other() -> None:
 
 
 def test_all_prompts_are_equal_at_once() -> None:
-    """Each has computed a copy of its own; one copy stays, the others go at release."""
+    """Each sequence has computed its own copy. One copy stays, and the others are freed at release."""
     (request,) = shapes.equal(0, 1)
     cache = make_cache(50 * 256, 16)
     running = [cache.open(NS, request.full) for _ in range(50)]
@@ -182,7 +185,7 @@ def test_all_prompts_are_equal_at_once() -> None:
 
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 40_000), (256, 300)])
 def test_blocks_of_one_token_and_of_256(block_size: int, num_blocks: int) -> None:
-    """Hits are those of a dict of tokens, in whole blocks."""
+    """Hits equal those of a dict of tokens, in whole blocks."""
     cache = make_cache(num_blocks, block_size)
     requests = list(workloads.chat(0, tenants=2, conversations=4, turns=3))
     seen: set[tuple[str, bytes]] = set()
@@ -207,7 +210,7 @@ def ids() -> array[int]:
 
 @pytest.fixture
 def cache() -> Iterator[PrefixCache]:
-    """Room for the prompt twice; clean when the test is over, with nothing running."""
+    """A pool for the prompt twice. After the test it must have no running sequence and pass the audit."""
     made = make_cache(2 * MILLION // 16 + 64, 16)
     yield made
     assert made.stats().num_sequences == made.stats().sequence_blocks == 0
@@ -216,7 +219,7 @@ def cache() -> Iterator[PrefixCache]:
 
 @pytest.mark.pure
 def test_a_million_tokens_at_once(cache: PrefixCache, ids: array[int]) -> None:
-    """Opened, committed, found again and evicted in as few lines as there are nodes."""
+    """The prompt is opened, committed, found again and evicted. The number of lines grows only with the nodes."""
     namespace, whole = NS, MILLION // 16 * 16
     with cache.open(namespace, ids) as sequence:
         assert sequence.num_blocks == -(-MILLION // 16)
@@ -237,7 +240,7 @@ def test_a_million_tokens_at_once(cache: PrefixCache, ids: array[int]) -> None:
 
 @pytest.mark.pure
 def test_a_million_tokens_chunk_by_chunk(cache: PrefixCache, ids: array[int]) -> None:
-    """A chunk costs the same at the end as at the beginning, in lines and in bytes; labels stay short."""
+    """A chunk costs as many lines and bytes at the end as at the start. Labels stay short."""
     with cache.open(NS, ids[:1]) as sequence:
         early = _step(sequence, ids, 1, 100)
         for start in range(sequence.num_tokens, MILLION - 60_000, 5_000):
@@ -252,7 +255,7 @@ def test_a_million_tokens_chunk_by_chunk(cache: PrefixCache, ids: array[int]) ->
 
 
 def _step(sequence: Sequence, ids: array[int], start: int, chunks: int) -> tuple[int, int]:
-    """Lines and median peak bytes of chunks of 512 tokens, extended and committed."""
+    """The lines, and the median of peak bytes, of chunks of 512 tokens that are extended and committed."""
 
     def chunk(at: int) -> None:
         sequence.extend(ids[at : at + 512])
@@ -266,7 +269,7 @@ def _step(sequence: Sequence, ids: array[int], start: int, chunks: int) -> tuple
 
 @pytest.mark.pure
 def test_a_million_tokens_forked(cache: PrefixCache, ids: array[int]) -> None:
-    """Children share every block; a beam step runs as many lines as over a short prompt, and copies a block each."""
+    """Children share every block. A beam step runs as many lines as for a short prompt, and copies one block each."""
     counts = []
     for size in (1_003, MILLION):
         with cache.open(NS, ids[:size]) as sequence:
@@ -298,7 +301,7 @@ def test_a_million_tokens_forked(cache: PrefixCache, ids: array[int]) -> None:
     ],
 )
 def test_a_million_tokens_trimmed(cache: PrefixCache, ids: array[int], what: str) -> None:
-    """Rolled back chunk by chunk, each in as few lines and bytes as near the beginning."""
+    """Tokens are rolled back chunk by chunk. Each step costs as few lines and bytes as near the start."""
     with _long(cache, ids, what) as sequence:
         lates = [_trim(sequence) for _ in range(20)]
         sequence.truncate(30_000)
@@ -311,7 +314,7 @@ def test_a_million_tokens_trimmed(cache: PrefixCache, ids: array[int], what: str
 
 
 def _long(cache: PrefixCache, ids: array[int], what: str) -> Sequence:
-    """A million tokens, none committed: of a prompt, appended to one, or of a child whose parent is gone."""
+    """A million uncommitted tokens: of a prompt, appended to one, or of a child after its parent's release."""
     if what == "a prompt":
         return cache.open(NS, ids)
     sequence = cache.open(NS, ids[:1])

@@ -1,4 +1,4 @@
-"""What 400 random lives of a cache came to, as JSON: how often each thing was seen.
+"""What 400 random lives of a cache reached, as JSON: how often each state was seen.
 
 python -m tests.isolation.reached
 """
@@ -18,12 +18,12 @@ SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 
 
 class Reached(properties.CacheMachine):
-    """The machine, counting what its lives came to."""
+    """The machine, which also counts the states that its lives reached."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     def laws(self) -> None:
-        """The laws, and what there is to see."""
+        """Check the laws, and count the states."""
         super().laws()
         stats, snapshot = self.cache.stats(), self.cache.snapshot()
         self.seen.update(
@@ -55,13 +55,13 @@ class Reached(properties.CacheMachine):
         )
 
     def _is_private(self, run: properties.Mirror) -> bool:
-        """Whether its first block was computed twice: the tree's is another one."""
+        """Whether the first block was computed twice, so that the tree has another one."""
         first = self.cache.match(run.namespace, run.ids[: self.block_size]).block_ids
         return len(first) > 0 and first[0] != run.sequence.block_table[0]
 
 
 def main() -> None:
-    """Run the lives and print the counts. Exit code 1 if a life breaks a law."""
+    """Run the lives and print the counts. The exit code is 1 if a life breaks a law."""
     report = properties.run(PrefixCache, 400, 50, seed=SEED, machine=Reached)
     if not report.ok:
         sys.exit(str(report.failure))

@@ -1,4 +1,4 @@
-"""The machine that lends beams to the device: it finds nothing, and its lives come to something."""
+"""The state machine that lends beams to the device finds nothing, and its lives reach all interesting states."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SEED = 20_261_122
 
 
 class Reached(properties.BeamMachine):
-    """The machine, counting what its lives came to."""
+    """The machine, which also counts the states that its lives reached."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     def laws(self) -> None:
-        """The laws, and what there is to see."""
+        """Check the laws, and count the states."""
         super().laws()
         for lent in self.lendings:
             books = lent.beams._device.books.read()
@@ -46,8 +46,8 @@ class Reached(properties.BeamMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_lives_with_beams() -> None:
-    """Every law, every beam's KV, and what the host says of it, over lives in which all of that happened."""
+def test_random_lives_with_beams_find_nothing() -> None:
+    """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
     Reached.seen = Counter()
     report = properties.run(PrefixCache, 250, 50, seed=SEED, machine=Reached, with_storage=[True])
     assert report.ok, report.failure
@@ -57,7 +57,7 @@ def test_lives_with_beams() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_mended_while_beams_are_lent() -> None:
-    """A cache that is mended again and again: nothing that is lent notices."""
+def test_repairs_while_beams_are_lent_find_nothing() -> None:
+    """The cache is repaired again and again, and lent beams notice nothing."""
     report = properties.run(Mended, 60, 40, seed=SEED, machine=properties.BeamMachine, with_storage=[True])
     assert report.ok, report.failure

@@ -1,4 +1,4 @@
-"""Namespaces that look alike: whatever their fields are made of, no two share a frame, a digest or a match."""
+"""Similar namespaces: no two share a frame, a digest or a match, for any content of their fields."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PIECES = (
     "str:", "none:0:", ":str:1:a", "tenant:str:1:a", "model:str:1:m", "adapter:none:0:", "salt:str:0:",
     "s" + (1).to_bytes(8, "little").decode(), "\0\0\0\0\0\0\0\1", "\1\0\0\0\0\0\0\0",
 )  # fmt: skip
-"""Beginnings of each other, separators, the frames' own words, one character in several forms."""
+"""Prefixes of each other, separators, words of the frames, and one character in several forms."""
 
 text = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join)
 ids = text.map(lambda each: each.replace("/", "|"))
-"""Of tenants, which have no slash."""
+"""Text for tenants, which must not contain a slash."""
 spaces = st.builds(Namespace, ids, text, st.none() | text, st.just("") | text)
 
 
 def cut_anew(fields: str, cuts: tuple[int, int, int]) -> Namespace | None:
-    """One text cut into four fields; None if one is empty that may not be."""
+    """A text cut into four fields, or None if a required field is empty."""
     a, b, c = sorted(min(cut, len(fields)) for cut in cuts)
     tenant, model, adapter, salt = fields[:a], fields[a:b], fields[b:c], fields[c:]
     return Namespace(tenant, model, adapter or None, salt) if tenant and model and "/" not in tenant else None
@@ -44,7 +44,7 @@ cuts = st.tuples(*[st.integers(0, 12)] * 3)
 
 
 def parsed(framed: bytes) -> Namespace:
-    """The namespace of a frame: who can read it back has proved that no two have the same."""
+    """The namespace of a frame. If every frame can be parsed back, no two namespaces have the same one."""
     fields: list[str | None] = []
     for name in Namespace._fields:
         begin = framed.index(b":") + 1
@@ -57,7 +57,7 @@ def parsed(framed: bytes) -> Namespace:
 
 
 def named(namespace: Namespace, generation: int) -> dict[str, bytes]:
-    """All that stands for a namespace outside the process."""
+    """All digests that represent a namespace outside the process."""
     key = b"\0" * 1024
     return {
         "namespace": KEYS.namespace(namespace, generation),
@@ -85,7 +85,7 @@ def test_no_two_namespaces_share_a_frame_or_a_digest(found: list[Namespace]) -> 
 
 
 @given(text, cuts, cuts)
-def test_moving_a_boundary_between_fields_makes_another_namespace(
+def test_moving_a_boundary_between_fields_gives_another_namespace(
     fields: str, one: tuple[int, int, int], other: tuple[int, int, int]
 ) -> None:
     first, second = cut_anew(fields, one), cut_anew(fields, other)
@@ -106,14 +106,14 @@ def test_look_alikes_never_match_each_other(found: list[Namespace]) -> None:
 
 
 @given(ids, st.sampled_from(("NFC", "NFD", "NFKC", "NFKD")))
-def test_text_is_taken_as_it_is_and_in_no_other_form(tenant: str, form: Any) -> None:
+def test_text_is_not_normalized(tenant: str, form: Any) -> None:
     other = unicodedata.normalize(form, tenant)
     same = Namespace(tenant, "m") == Namespace(other, "m")
     assert same == (tenant == other) == (KEYS.tenant(tenant) == KEYS.tenant(other))
 
 
 def test_a_digest_is_an_hmac_of_the_frame_and_the_generation() -> None:
-    """Nobody without the secret can make one; a purge changes all of them."""
+    """A digest cannot be computed without the secret. A purge changes all digests."""
     namespace = Namespace("acme", "m", None, "s")
     for generation in (0, 7):
         assert KEYS.namespace(namespace, generation) == mac(
@@ -127,12 +127,10 @@ def test_a_digest_is_an_hmac_of_the_frame_and_the_generation() -> None:
 @pytest.mark.parametrize("field", Namespace._fields)
 @pytest.mark.parametrize("letter", ["a", "é", "\0"])
 def test_a_field_that_is_too_long_is_refused_with_its_limit(field: str, size: int, letter: str) -> None:
-    """In bytes of its UTF-8 form; one of just the limit is taken."""
+    """The limit is in bytes of the UTF-8 form. A field of exactly the limit is accepted."""
     width = len(letter.encode())
     fields = {"tenant": "a", "model": "m", field: letter * -(-size // width)}
-    with pytest.raises(
-        NamespaceError, match=f"field {field} has .* bytes: allowed are at most 1024"
-    ) as error:
+    with pytest.raises(NamespaceError, match=f"field {field} has .* bytes; allowed: at most 1024") as error:
         Namespace(**fields)
     assert len(str(error.value)) < 200
     fits = Namespace(**{**fields, field: letter * (MAX_FIELD_BYTES // width)})

@@ -1,6 +1,6 @@
-"""The state machine over the whole library: 400 lives of up to 50 calls, and nothing is found.
+"""The state machine over the whole library: 200 lives of up to 50 calls find nothing.
 
-``RADIXKV_EXAMPLES`` changes the number of examples (``make lives`` has 2,000), ``RADIXKV_SEED`` the seed of them all.
+``RADIXKV_EXAMPLES`` changes the number of lives (``make lives`` uses 2,000), and ``RADIXKV_SEED`` their seed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from radixkv.audit import properties
 from radixkv.index import holders, purge, requests, tree
 from radixkv_policies import POLICIES
 
-EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "200"))
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 PARTS = 8
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_nothing_is_found(part: int) -> None:
-    """Every policy, with storage and without, in parts that end well within a timeout."""
+def test_random_lives_find_nothing(part: int) -> None:
+    """Every policy, with storage and without, in parts that end well within the timeout."""
     policies, stored = tuple(POLICIES)[part % 4 :: 4], bool(part // 4)
     report = properties.run(
         PrefixCache,
@@ -43,10 +43,10 @@ def test_nothing_is_found(part: int) -> None:
 @pytest.mark.pure
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label_bytes, grown_bytes", [(16, 24), (8, 0)])
-def test_nothing_is_found_at_the_limits(
+def test_random_lives_at_the_limits_find_nothing(
     label_bytes: int, grown_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With limits so small that tiny caches meet them: labels of several nodes, slices of one, folded tails."""
+    """The limits are so small that tiny caches reach them: labels of several nodes, slices of one, folded tails."""
     monkeypatch.setattr(tree, "MAX_LABEL_BYTES", label_bytes)
     monkeypatch.setattr(tree, "MAX_GROWN_LABEL_BYTES", grown_bytes)
     monkeypatch.setattr(holders, "MAX_COPIED_TAIL_BYTES", 8)
@@ -57,24 +57,24 @@ def test_nothing_is_found_at_the_limits(
 
 
 @pytest.mark.slow
-def test_same_arguments_do_the_same() -> None:
-    """A seed names a run."""
+def test_equal_arguments_give_equal_runs() -> None:
+    """A seed determines a run."""
     first, second = (properties.run(PrefixCache, 20, 20, seed=7) for _ in range(2))
     assert (first.examples, first.steps, first.failure) == (second.examples, second.steps, None)
 
 
-def test_progress_is_told() -> None:
-    """Once for each example, counting up."""
+def test_progress_is_reported() -> None:
+    """The callback is called once for each example, with an increasing count."""
     told: list[int] = []
     report = properties.run(PrefixCache, 10, 5, with_storage=[False], progress=told.append)
     assert told == list(range(1, report.examples + 1)) and len(told) >= 10
 
 
 @pytest.mark.slow
-def test_lives_come_to_something() -> None:
-    """Within 400 lives everything that can go wrong had its chance, ten times.
+def test_lives_reach_all_states() -> None:
+    """Within 400 lives, each state in which an error could show occurs at least ten times.
 
-    In a process of its own: Hypothesis also draws the constants of the modules that are loaded.
+    This runs in a process of its own, because Hypothesis also draws constants from the modules that are loaded.
     """
     command = [sys.executable, "-m", "tests.isolation.reached"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,7 @@
-"""Two runs: the same calls of tenant A with and without others give A the same bytes, and with room the same all."""
+"""Two runs: the same calls of tenant A give A the same bytes with and without other tenants.
+
+If the pool is large enough, everything that A observes is the same.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_a_observes_does_not_depend_on_b(stored: bool) -> None:
-    """The two-run machine finds nothing, over both policies."""
+def test_observations_of_a_do_not_depend_on_b(stored: bool) -> None:
+    """The two-run machine finds nothing, for both policies."""
     report = properties.run(
         PrefixCache, EXAMPLES // 2, 50, seed=int(stored), machine=properties.TwoRuns, with_storage=[stored]
     )
@@ -36,8 +39,11 @@ def test_what_a_observes_does_not_depend_on_b(stored: bool) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_strict_tenant_observes_the_same_whatever_others_do(policy: str) -> None:
-    """Step for step, with storage and without: others strict, borrowing or unknown, and changed while they run."""
+def test_a_strict_tenants_observations_do_not_depend_on_others(policy: str) -> None:
+    """Step for step, with storage and without.
+
+    The others are strict, borrowing or unknown, and change while they run.
+    """
     report = properties.run(
         PrefixCache,
         -(-EXAMPLES // len(POLICIES)),
@@ -51,14 +57,14 @@ def test_a_strict_tenant_observes_the_same_whatever_others_do(policy: str) -> No
 
 
 @pytest.mark.slow
-def test_two_runs_come_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call that the machine has is made, and goes through, and is refused where it can be."""
+def test_two_runs_make_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of the machine is made, succeeds, and is refused where that is possible."""
     seen: Counter[str] = Counter()
     for name in CALLS:
         monkeypatch.setattr(CacheAdapter, name, _counted(name, getattr(CacheAdapter, name), seen))
     modes = ["burst", "strict"]
     wanted = CALLS | {"OutOfBlocks", "StaleGeneration"}
-    for seed in range(3, 13):  # until all of it has happened: some of it is rare
+    for seed in range(3, 13):  # until all of it has occurred, as some of it is rare
         report = properties.run(PrefixCache, 120, 50, seed=seed, machine=properties.TwoRuns, modes=modes)
         assert report.ok, report.failure
         if wanted <= seen.keys():
@@ -88,12 +94,12 @@ def _counted(name: str, call: Callable[..., Any], seen: Counter[str]) -> Callabl
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["strict", "burst"])
 def test_a_flood_of_ten_times_the_capacity(policy: str, mode: Mode) -> None:
-    """A strict tenant's hits are exactly what they were; a borrowing one keeps as many blocks as it is guaranteed."""
+    """A strict tenant's hits do not change at all. A borrowing tenant keeps as many blocks as it is guaranteed."""
     hits = {flooded: _hits(policy, mode, flooded) for flooded in (False, True)}
     kept = {"strict": 12 * 4, "burst": 24 * 4}[mode]
     has_a_door = (
         POLICIES[policy].admit is not Policy.admit
-    )  # what it declines is kept by nobody, flood or not
+    )  # declined blocks are never kept, with or without a flood
     assert sum(hits[False]) == kept or (has_a_door and 0 < sum(hits[False]) < kept)
     if mode == "strict":
         assert hits[True] == hits[False]
@@ -102,10 +108,10 @@ def test_a_flood_of_ten_times_the_capacity(policy: str, mode: Mode) -> None:
 
 
 def _hits(policy: str, mode: Mode, flooded: bool) -> list[int]:
-    """How much of each of its prompts A matches; it asked for more than its guarantee."""
+    """The matched tokens of each of A's prompts. A asked for more than its guarantee."""
     cache = make_cache(num_blocks=32, block_size=4, policy=policy, segment_tokens=4)
     cache.add_tenant(Tenant("a", guaranteed_blocks=12, mode=mode))
-    cache.add_tenant(Tenant("b", weight=1e6))  # its share is all that A isn't guaranteed
+    cache.add_tenant(Tenant("b", weight=1e6))  # its share is everything that A is not guaranteed
     prompts = [[at, *range(11)] for at in range(8)]
     for prompt in prompts:
         _serve(cache, "a", prompt)
@@ -122,7 +128,7 @@ def _serve(cache: PrefixCache, tenant: str, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_the_same_prompt_in_two_tenants_never_matches(policy: str) -> None:
-    """B computes a prompt, A asks for it and gets nothing; B asks again and gets it all (or the test is void)."""
+    """B computes a prompt, and A gets nothing of it. B gets all of it again, or the test would be void."""
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=4, policy=policy))
     prompt = list(range(33))
     mine, theirs = Namespace("a", "m"), Namespace("b", "m")
@@ -150,7 +156,7 @@ def test_the_same_prompt_in_two_tenants_never_matches(policy: str) -> None:
     ],
 )
 def test_look_alike_namespaces_never_match(other: Namespace) -> None:
-    """One field's end in another's beginning, case, white space, zero bytes, a None that is a string."""
+    """Fields shifted into each other, case, white space, zero bytes, and a None that is a string."""
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=2))
     with cache.open(Namespace("a", "m"), [1, 2, 3, 4, 5]) as sequence:
         sequence.commit(5)
@@ -160,7 +166,7 @@ def test_look_alike_namespaces_never_match(other: Namespace) -> None:
 
 
 def test_a_flood_of_another_tenant_costs_hits_and_never_bytes() -> None:
-    """B asks for ten times the pool; whatever A still matches afterwards is A's, bit for bit."""
+    """B asks for ten times the pool. All blocks that A still matches afterwards are A's, bit for bit."""
     cache = PrefixCache(CacheConfig(num_blocks=32, block_size=4))
     engine, mine, theirs = Engine(cache), Namespace("a", "m"), Namespace("b", "m")
     prompts = [[tenth, *range(15)] for tenth in range(6)]
@@ -182,8 +188,8 @@ def test_a_flood_of_another_tenant_costs_hits_and_never_bytes() -> None:
     audit.check(cache)
 
 
-def test_tenants_stats_say_nothing_of_others() -> None:
-    """A's counts are the same whatever B does in a pool with room."""
+def test_tenant_stats_show_nothing_of_other_tenants() -> None:
+    """A's counts do not depend on B's calls, in a pool large enough for both."""
     seen = []
     for num_others in (0, 5):
         cache = PrefixCache(CacheConfig(num_blocks=512, block_size=4))
@@ -198,8 +204,8 @@ def test_tenants_stats_say_nothing_of_others() -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_refusal_says_only_counts_of_blocks() -> None:
-    """An error about room names numbers, no tenant, namespace or id."""
+def test_a_refusal_contains_only_counts_of_blocks() -> None:
+    """An OutOfBlocks error contains numbers, but no tenant, namespace or id."""
     cache = PrefixCache(CacheConfig(num_blocks=2, block_size=4))
     with cache.open(Namespace("somebody-else", "m"), np.arange(8)), pytest.raises(OutOfBlocks) as error:
         cache.open(Namespace("a", "m"), [777_777])

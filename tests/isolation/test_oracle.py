@@ -1,4 +1,4 @@
-"""The oracle: it tells a lie from the truth, and its KV tells whose it is."""
+"""The oracle detects false matches, and its KV identifies the owner."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NS = Namespace("a", "m")
 few_ids = st.lists(st.integers(0, 2), max_size=10)
 
 
-def test_what_is_a_lie() -> None:
-    """Never committed, committed elsewhere, half a block, more than was asked for, cleared."""
+def test_the_oracle_detects_false_matches() -> None:
+    """False matches: never committed, committed elsewhere, half a block, more than requested, or cleared."""
     oracle = Oracle(2)
     oracle.commit(NS, [1, 2, 3, 4, 5], 5)
     assert [oracle.served_lie(NS, [1, 2, 3, 4, 5], size) for size in (0, 2, 4)] == [None] * 3
@@ -30,8 +30,8 @@ def test_what_is_a_lie() -> None:
     few_ids,
     st.sampled_from([NS, Namespace("b", "m"), Namespace("a", "m", "s"), NS._replace(salt="s")]),
 )
-def test_kv_tells_whose_it_is(one: list[int], two: list[int], other: Namespace) -> None:
-    """Rows agree exactly as far as namespace and ids do; exact in float64; a chain goes on where it stopped."""
+def test_kv_identifies_namespace_and_ids(one: list[int], two: list[int], other: Namespace) -> None:
+    """Rows agree exactly as far as namespace and ids do. They are exact in float64, and a chain can be continued."""
     common = 0
     while NS == other and common < min(len(one), len(two)) and one[common] == two[common]:
         common += 1

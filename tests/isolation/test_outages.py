@@ -1,8 +1,8 @@
-"""Two replicas of two worlds: the metadata store fails and comes back, and A notices nothing of B.
+"""Two worlds with two replicas each: the metadata store fails and returns, and A notices nothing of B.
 
-Each system is a cache with a coordinator over a store of its own, and a second replica that is asked what it knows of
-A's prompts. The store is switched off, loses everything, and comes back, in both worlds at once; others' requests,
-which flood the queue to it, are in one world only.
+Each world is a cache with a coordinator and its own store, and a second replica that reports its view of A's prompts.
+The store is switched off, loses everything and returns, in both worlds at once. Requests of other tenants, which flood
+the queue to the store, are in one world only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MINE = [namespace for namespace in NAMESPACES if namespace.tenant == "a"]
 
 
 class Replica(CacheAdapter):
-    """A cache, its coordinator, and another replica of the fleet that follows it; nothing runs by itself."""
+    """A cache, its coordinator, and another replica that follows it. Nothing runs by itself."""
 
     def __init__(self, config: CacheConfig, clock: ManualClock, tenants: tuple[Tenant, ...]) -> None:
         self.config, self.clock, self.tenants = config, clock, tenants
@@ -56,16 +56,18 @@ class Replica(CacheAdapter):
         cache, engine = cache_with_engine(factory, self.config, clock=self.clock)
         for tenant in self.tenants:
             cache.add_tenant(tenant)
-        self.one.attach(cache, lambda tenant, generation: None)  # purged before the fleet is told
+        self.one.attach(
+            cache, lambda tenant, generation: None
+        )  # the cache is purged before the fleet hears of the purge
         return cache, engine
 
     def _restart(self) -> None:
-        """The process dies: a new coordinator takes the id."""
+        """The process dies, and a new coordinator takes the id."""
         self.one = self._coordinator("one")
         super()._restart()
 
     def _purge(self, tenant: str) -> int:
-        """Here at once; in the fleet if the store can be reached."""
+        """Purge this cache at once, and the fleet if the store is reachable."""
         forgotten = super()._purge(tenant)
         with suppress(StoreUnavailable):
             self.one.purge(tenant)
@@ -79,7 +81,7 @@ class Replica(CacheAdapter):
                 each.publish()
 
     def stats(self, tenant: str) -> object:
-        """And what the other replica says of the tenant's longest prompts, once it has heard."""
+        """This includes the other replica's view of the tenant's longest prompts, after it has read the store."""
         self.settle()
         ids = [0] * (4 * self.block_size)
         known = [[hint.num_tokens for hint in self.two.hints(each, ids)] for each in MINE]
@@ -88,13 +90,13 @@ class Replica(CacheAdapter):
 
 
 class Outages(properties.TwoRuns):
-    """The two-run machine over such replicas, of strict tenants or with room for all."""
+    """The two-run machine over such replicas, with strict tenants or with blocks for all."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(policy=st.integers(0, 63), is_alone=st.booleans(), mode=st.integers(0, 1), big=st.booleans())
     def make(self, policy: int, is_alone: bool, mode: int, big: bool) -> None:
-        """Blocks of 64 and 128 tokens: segments of 256 are what a store hears of."""
+        """Blocks have 64 or 128 tokens, as a store learns of segments of 256 tokens."""
         cls = type(self)
         size = 128 if big else 64
         self.is_strict = bool(mode)
@@ -108,7 +110,7 @@ class Outages(properties.TwoRuns):
 
     @rule(kind=st.integers(0, 3))
     def store(self, kind: int) -> None:
-        """The store goes, comes back, or comes back with nothing."""
+        """The store goes away, returns, or returns empty."""
         for system in self.systems:
             store = system.store  # type: ignore[attr-defined]
             store.is_reachable = kind > 1
@@ -118,7 +120,7 @@ class Outages(properties.TwoRuns):
 
 
 @pytest.mark.timeout(600)
-def test_what_a_observes_does_not_depend_on_b_while_the_store_comes_and_goes() -> None:
+def test_observations_of_a_do_not_depend_on_b_while_the_store_fails_and_returns() -> None:
     Outages.seen = Counter()
     report = properties.run(PrefixCache, EXAMPLES, 40, seed=SEED, machine=Outages, policies=["lru", "s3fifo"])
     assert report.ok, report.failure

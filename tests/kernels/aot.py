@@ -1,8 +1,8 @@
-"""Compiles the kernels ahead of time and prints one JSON object a (configuration, target) as a line.
+"""Compiles the kernels ahead of time, and prints one JSON object on a line for each configuration and target.
 
-Run by ``test_aot.py`` in a process that doesn't interpret. By hand it is the table of kernels/README.md:
+``test_aot.py`` runs it in a process without the interpreter. Run by hand, it gives the table of kernels/README.md:
 
-    python tests/kernels/aot.py [--only copy/] [--chunk 1024 2048 4096 8192] [--num-warps 4 8]
+  python tests/kernels/aot.py [--only copy/] [--chunk 1024 2048 4096 8192] [--num-warps 4 8]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HAVE_E4M3 = TARGETS[1:3]
 
 
 class Configuration(NamedTuple):
-    """A kernel as a launch would compile it: types of its arguments, constants, warps."""
+    """A kernel as a launch compiles it: the types of its arguments, its constants and its warps."""
 
     name: str
     kernel: Any
@@ -37,20 +37,20 @@ class Configuration(NamedTuple):
     constants: dict[str, object]
     num_warps: int
     wide_bytes: int | None
-    """Bytes that a program must move by 16-byte loads and stores; None where rows are too odd for them."""
+    """The bytes that a program must move with 16-byte loads and stores. None if the rows are too odd for them."""
     targets: list[tuple[str, str | int, int]] | None = None
-    """The only ones that launch it, if not all."""
+    """The targets that launch this kernel, if not all do."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor that has a shape and no bytes, aligned as torch's allocators align."""
+    """A tensor with a shape but no bytes, aligned like torch's allocations."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
-    """Name: source, target, whether all accesses should be wide."""
+    """The source, the target, and whether all accesses should be wide, by name."""
     llama = Pool.of(meta(9, 32, 2, 16, 8, 128))
-    hnd = Pool.of(meta(9, 1, 2, 8, 16, 128))  # the same bytes; strides as of a transposed view
+    hnd = Pool.of(meta(9, 1, 2, 8, 16, 128))  # the same bytes, with the strides of a transposed view
     hnd.geometry = hnd.geometry._replace(block_size=16, num_heads=8, row_stride=256, head_stride=4096)
     latent = Pool.of(meta(9, 61, 1, 16, 1, 576))
     floats = Pool.of(meta(9, 32, 2, 16, 8, 128, dtype=torch.float32))
@@ -129,7 +129,7 @@ def quantisers() -> Iterator[Configuration]:
 
 
 def reorders() -> Iterator[Configuration]:
-    """A step of four beams of a short search, and of 64 beams of 32k tokens, remembered or not."""
+    """A step of four beams of a short search and of 64 beams of 32k tokens, with and without history."""
     pool = Pool.of(meta(9, 32, 2, 16, 8, 128))
     for num_beams, columns, max_steps in ((4, 80, 0), (4, 80, 256), (64, 2064, 0), (64, 2064, 4096)):
         beams = Beams(
@@ -158,14 +158,14 @@ def reorders() -> Iterator[Configuration]:
         ):
             arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
             if "planes" in arguments:
-                arguments["planes"] = "i64"  # of block-major storage
+                arguments["planes"] = "i64"  # for block-major storage
             if max_steps and "token_ids" in arguments:
                 arguments["token_ids"] = "*i64"
             yield Configuration(f"{name}/{shape}", kernel, arguments, constants, warps, wide)
 
 
 def compiled(configuration: Configuration, target: tuple[str, str | int, int], num_warps: int) -> Any:
-    """The kernel as a launch with 16-byte aligned pointers would compile it."""
+    """The kernel as a launch with 16-byte aligned pointers compiles it."""
     arguments, constants = configuration.arguments, configuration.constants
     pointers = [index for index, kind in enumerate(arguments.values()) if kind[0] == "*"]
     source = ASTSource(
@@ -179,7 +179,7 @@ def compiled(configuration: Configuration, target: tuple[str, str | int, int], n
 
 
 def cuda_resources(cubin: bytes) -> dict[str, int] | None:
-    """Registers and bytes of stack and local memory (where spills go); None without triton's cuobjdump."""
+    """The registers, and the bytes of stack and local memory, where spills go. None if triton has no cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return None

@@ -1,4 +1,4 @@
-"""The integer arithmetic of e4m3, over all there is: imported only where Triton can run."""
+"""Exhaustive tests of the integer arithmetic for e4m3. Imported only where Triton can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def decode_all(codes, values, SIZE: tl.constexpr):
 
 
 def count_wrong_codes(device: str) -> int:
-    """Codes that differ from torch's, over every float16 and bfloat16 within ±448 and their neighbours in float32."""
+    """The number of codes that differ from torch's, over every float16 and bfloat16 within ±448 and their float32
+    neighbours.
+    """
     words = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     values = torch.cat([words.view(torch.float16).float(), words.view(torch.bfloat16).float()])
     values = torch.cat([values, values * (1 + 2.0**-23), values * (1 - 2.0**-23)])
@@ -33,7 +35,7 @@ def count_wrong_codes(device: str) -> int:
 
 
 def wrong_values(device: str) -> list[int]:
-    """Codes that come back as another value than torch's."""
+    """The codes that decode to other values than torch's."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
     values = torch.empty(256, device=device)
     decode_all[(1,)](codes, values, 256)

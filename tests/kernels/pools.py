@@ -1,7 +1,8 @@
-"""Pools of every layout with noise in them, and their bytes: what the suites of the kernels share.
+"""Pools of every layout, filled with noise, and access to their bytes, for all kernel tests.
 
-``IS_INTERPRETING`` and ``DEVICES`` say which path this process tests: the torch path on its own, Triton's
-kernels in a process with TRITON_INTERPRET=1 (``test_interpreter.py`` starts one), and CUDA where there is one.
+``IS_INTERPRETING`` and ``DEVICES`` say which path this process tests. By default that is the torch path, and CUDA if
+there is a GPU. With TRITON_INTERPRET=1 it is Triton's kernels in the interpreter; ``test_interpreter.py`` starts such a
+process.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ LAYOUTS = ["block-major", "latent-major", "apart", "together-0", "together-1", "
 
 
 def examples(count: int) -> settings:
-    """So many examples on the torch path, a quarter of them interpreted."""
+    """Settings for ``count`` examples on the torch path, or a quarter of them in the interpreter."""
     few = max(10, count // 4) if IS_INTERPRETING else count
     return settings(max_examples=few, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Shape(NamedTuple):
-    """A pool to be: sizes, how it lies in memory, and the seed of its noise."""
+    """The shape of a pool: its sizes, its memory layout, and the seed of its noise."""
 
     layout: str
     num_blocks: int
@@ -44,7 +45,7 @@ class Shape(NamedTuple):
     seed: int = 0
 
     def pool(self, device: str = "cpu") -> tuple[Pool, list[torch.Tensor]]:
-        """The pool, and the tensors that are its memory: random bytes, so NaNs of every payload."""
+        """The pool, and the tensors that are its memory. They hold random bytes, so NaNs with every payload occur."""
         n, layers, rows, heads, dim = self[1:6]
         shapes = {
             "block-major": [(n, layers, 2, rows, heads, dim)],
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
             "together-0": [(2, n, rows, heads, dim)] * layers,
             "together-1": [(n, 2, rows, heads, dim)] * layers,
             "hnd": [(n, 2, heads, rows, dim)] * layers,
-            "packed": [(n, rows, heads, 2 * dim)] * layers,  # a head's key and value side by side
+            "packed": [(n, rows, heads, 2 * dim)] * layers,  # each head's key and value side by side
             "latent": [(n, rows, dim)] * layers,
         }
         noise = np.random.default_rng(self.seed)
@@ -97,7 +98,7 @@ def shapes(
 
 
 def blocks_of(pool: Pool) -> np.ndarray:
-    """The pool's bytes, ``[num_blocks, num_planes, block_size, heads, head bytes]``, a copy."""
+    """A copy of the pool's bytes, ``[num_blocks, num_planes, block_size, heads, head bytes]``."""
     sides = [
         pool.plane(layer, side).contiguous().view(torch.uint8).cpu().numpy()
         for layer in range(pool.num_layers)
@@ -107,5 +108,5 @@ def blocks_of(pool: Pool) -> np.ndarray:
 
 
 def memory_of(memory: list[torch.Tensor]) -> list[np.ndarray]:
-    """Every byte of the tensors, a copy."""
+    """A copy of every byte of the tensors."""
     return [tensor.contiguous().view(torch.uint8).cpu().numpy().copy() for tensor in memory]

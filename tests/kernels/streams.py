@@ -1,4 +1,4 @@
-"""A device with a clock of its own: streams as GPUs have them, at speeds that nobody knows beforehand."""
+"""A simulated device with its own clock. Its streams behave like those of a GPU, and their speeds vary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """What a stream did, on which blocks, and when."""
+    """Work that a stream did: the blocks that it used, and its times."""
 
     stream: str
     reads: frozenset[int]
@@ -24,10 +24,11 @@ class Work(NamedTuple):
 
 @dataclass
 class Device:
-    """Each stream in order, all side by side.
+    """Each stream runs its work in order, and all streams run in parallel.
 
-    Work takes its time on the device's clock from when its stream is ready, and waits name events that were recorded
-    before, so when it runs is known as soon as it is enqueued. ``now`` is the host's time, ``stream`` is current.
+    Work starts when its stream is ready and takes its time on the device's clock. Waits use only events that were
+    recorded before, so the times of work are known when it is enqueued. ``now`` is the host's time. ``stream`` is the
+    current stream.
     """
 
     now: float = 0.0
@@ -63,7 +64,7 @@ class Device:
         self.done.append(Work(self.stream, reads, writes, start, start + seconds))
 
     def first_race(self) -> tuple[Work, Work] | None:
-        """Work that conflicts with earlier work and didn't wait for its end, with that."""
+        """The first pair of conflicting works in which the later one did not wait for the earlier one's end."""
         races = (
             pair
             for pair in combinations(self.done, 2)

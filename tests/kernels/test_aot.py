@@ -1,4 +1,4 @@
-"""The Triton kernels compile for every target without a GPU, and their machine code is what it should be."""
+"""The Triton kernels compile for every target without a GPU, and the tests check their machine code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 KERNELS = {"few", "copy", "scrub", "quantize", "dequantize", "plan", "permute", "finish"}
 MOST_REGISTERS = 128
-"""With 128 threads a program, four programs of the largest kernel still fit on an SM at once."""
+"""With 128 threads in a program, four programs of the largest kernel fit on an SM at once."""
 Facts = dict[str, object]
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # An empty cache: compiled now, not once upon a time.
+    # The cache is empty, so the kernels are compiled now.
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     run = subprocess.run(
         [sys.executable, SCRIPT],
@@ -40,7 +40,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
 def test_every_configuration_compiles_for_every_target(kernels: list[Facts]) -> None:
     assert {tuple(kernel["target"]) for kernel in kernels} == set(TARGETS)
     names = {kernel["name"] for kernel in kernels}
-    # e4m3 is an instruction on two of them, and made of integers on the other two.
+    # e4m3 is an instruction on two of the targets, and integer arithmetic on the other two.
     in_part = {name for name in names if "fp8" in name}
     assert len(kernels) == len(TARGETS) * len(names) - 2 * len(in_part)
     assert {kernel["name"].partition("/")[0] for kernel in kernels} == KERNELS
@@ -55,11 +55,13 @@ def test_copies_are_16_bytes_wide(kernels: list[Facts]) -> None:
         vectors = kernel["wide_bytes"] // (16 * lanes)
         assert kernel["wide_stores"] >= vectors > 0, kernel
         if not kernel["name"].startswith("scrub"):
-            assert kernel["wide_loads"] >= vectors, kernel  # others load ids by fours, or on gfx942 arguments
+            assert kernel["wide_loads"] >= vectors, (
+                kernel
+            )  # other kernels load ids in fours, or arguments on gfx942
 
 
 def test_nothing_spills_and_registers_are_few(kernels: list[Facts]) -> None:
     for kernel in kernels:
-        assert kernel["spilled"] in (0, None), kernel  # None: this triton brings no cuobjdump
+        assert kernel["spilled"] in (0, None), kernel  # None: this triton has no cuobjdump
         assert kernel["registers"] is None or kernel["registers"] <= MOST_REGISTERS, kernel
     assert all(kernel["spilled"] == 0 for kernel in kernels if kernel["target"][0] == "hip")

@@ -1,7 +1,7 @@
-"""fork_blocks, gather, scatter and scrub over every layout of a pool, against oracles that only know bytes.
+"""fork_blocks, gather, scatter and scrub for every layout of a pool, compared with oracles that know only bytes.
 
-On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_interpreter.py`` runs
-this same file in a process that interprets the Triton kernels.
+On its own this file tests the torch path, and CUDA if there is a GPU. ``test_interpreter.py`` runs the same file in a
+process that interprets the Triton kernels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_gather_stages_blocks_and_scatter_brings_them_back(
 @given(shape=shapes(), data=st.data())
 def test_scrub_zeroes_the_named_blocks_alone(device: str, shape: Shape, data: st.DataObject) -> None:
     pool, memory = shape.pool(device)
-    ids = data.draw(st.lists(st.integers(0, shape.num_blocks - 1), max_size=6))  # one may come twice
+    ids = data.draw(st.lists(st.integers(0, shape.num_blocks - 1), max_size=6))  # an id may occur twice
     want = blocks_of(pool)
     want[ids] = 0
     scrub(pool, ids)
@@ -92,7 +92,7 @@ def test_scrub_zeroes_the_named_blocks_alone(device: str, shape: Shape, data: st
 
 
 def _only_blocks_changed(shape: Shape, memory: list[torch.Tensor], block_ids: list[int]) -> bool:
-    """Whether memory that belongs to other blocks is as it was."""
+    """Whether the memory of all other blocks is unchanged."""
     _, fresh = shape.pool()
     axis = 1 if shape.layout == "together-0" else 0
     others = [block_id for block_id in range(shape.num_blocks) if block_id not in block_ids]
@@ -105,7 +105,8 @@ def _only_blocks_changed(shape: Shape, memory: list[torch.Tensor], block_ids: li
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lanes_longer_than_a_chunk(device: str, layout: str) -> None:
-    # 16 rows of 2 heads of 321 floats: several chunks a lane, the last one ragged, runs of no power of two.
+    # 16 rows of 2 heads of 321 floats: several chunks a lane, a ragged last one, and run lengths that are no power of
+    # two.
     shape = Shape(layout, 4, 1, 16, 2, 321, torch.float32)
     pool, _ = shape.pool(device)
     want = blocks_of(pool)
@@ -124,7 +125,7 @@ def test_lanes_longer_than_a_chunk(device: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["block-major", "hnd"])
 @pytest.mark.parametrize("there", NUMBERS, ids=str)
 @pytest.mark.parametrize("here", NUMBERS, ids=str)
-def test_conversions_are_those_of_torch(
+def test_conversions_equal_those_of_torch(
     device: str, layout: str, here: torch.dtype, there: torch.dtype
 ) -> None:
     pool, memory = Shape(layout, 3, 2, 5, 2, 24, here).pool(device)
@@ -134,7 +135,7 @@ def test_conversions_are_those_of_torch(
     gather(pool, [2, 0], staging)
     want = torch.empty_like(staging)
     reference.gather(pool, [2, 0], want)
-    # Triton's interpreter truncates what it narrows to bfloat16: the neighbour below is allowed there.
+    # Triton's interpreter truncates when it narrows to bfloat16, so the next lower value is allowed there.
     ulps = 1 if IS_INTERPRETING and there == torch.bfloat16 else 0
     assert _most_ulps(staging, want) <= ulps
     twin, _ = Shape(layout, 3, 2, 5, 2, 24, here).pool(device)
@@ -152,7 +153,7 @@ def _most_ulps(left: torch.Tensor, right: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layer_by_layer_is_all_at_once(layout: str) -> None:
+def test_gather_by_layer_equals_gather_at_once(layout: str) -> None:
     pool, _ = Shape(layout, 4, 2, 3, 2, 8).pool()
     whole = torch.zeros((2, *pool.block_shape), dtype=pool.dtype)
     gather(pool, [3, 1], whole)
@@ -163,11 +164,13 @@ def test_layer_by_layer_is_all_at_once(layout: str) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 5, 9])
-def test_more_programs_than_a_grid_may_have_are_several_launches(
+def test_more_programs_than_a_grid_allows_are_several_launches(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MAX_NUM_PROGRAMS", most)
-    step = {1: 4, 5: 4, 9: 8}[most]  # of 4, so that each part of a table on the device is aligned to 16 bytes
+    step = {1: 4, 5: 4, 9: 8}[
+        most
+    ]  # in steps of 4, so that each part of a table on the device is aligned to 16 bytes
     ids = list(range(10))
     assert [ids[part] for part in launch.slices(10, 1)] == [ids[at : at + step] for at in range(0, 10, step)]
     pool, _ = Shape("apart", 21, 1, 1, 1, 4, torch.int8).pool()
@@ -190,14 +193,14 @@ def test_a_hundred_thousand_pairs(device: str) -> None:
 
 
 class Launches:
-    """Stands in for a Triton kernel: notes grids and arguments."""
+    """Replaces a Triton kernel and records grids and arguments."""
 
     def __init__(self, kernel: Any) -> None:
         self.arg_names: list[str] = kernel.arg_names
         self.seen: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
 
     def warmup(self, *_: object, **__: object) -> None:
-        """Nothing to compile."""
+        """Compile nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **_: self.seen.append((grid, arguments))
@@ -206,10 +209,10 @@ class Launches:
 @pytest.mark.parametrize(
     ("num_pairs", "room"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None), (100_000, None)]
 )
-def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
+def test_each_program_has_one_chunk_for_any_number_of_pairs(
     num_pairs: int, room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few pairs are arguments of the launch, which has room for 8 or 32 of them; many are a table."""
+    """A few pairs are arguments of the launch, which holds 8 or 32 of them. More pairs are a table."""
     from radixkv_kernels import copy_triton
 
     few, many = Launches(copy_triton.copy_few_kernel), Launches(copy_triton.copy_kernel)
@@ -217,7 +220,7 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
     monkeypatch.setattr(copy_triton, "copy_kernel", many)
     monkeypatch.setattr(
         copy_triton, "_copier", copy_triton._copier.__wrapped__
-    )  # one for these kernels alone
+    )  # a launcher for these kernels alone
     pool = Pool.of(torch.empty(2, 32, 2, 16, 8, 128, dtype=torch.bfloat16))
     pairs = BlockPairs([0] * num_pairs, [1] * num_pairs, [16] * num_pairs)
     copy_triton.copy(pool, pool, pairs)
@@ -236,7 +239,7 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
 
 
 class Compiled:
-    """Stands in for a Triton kernel that can be compiled: notes what it was shown, and its launches."""
+    """Replaces a Triton kernel that can be compiled. It records the arguments of compilations and launches."""
 
     arg_names = ("here", "SIZE", "there", "KIND")
 
@@ -252,7 +255,7 @@ class Compiled:
         return lambda *arguments: self.seen.append((grid, arguments))
 
 
-def test_a_kernel_is_compiled_once_for_any_numbers_and_launched_with_its_constants_in_order() -> None:
+def test_a_kernel_is_compiled_once_and_launched_with_its_constants_in_order() -> None:
     kernel = Compiled()
     run = launch.Launcher(kernel, {"KIND": "int32", "SIZE": 4}, num_warps=2)
     run((7, 1, 1), "a", (1, 16))
@@ -323,7 +326,7 @@ PLANE = torch.zeros(4, 3, 2, 8)
         pytest.param(lambda: fork_blocks(Pool([PLANE]), [0, 1], [1, 2], [1, 1]), "src[1]", id="chain"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named_and_changes_nothing(make, argument: str) -> None:
+def test_invalid_arguments_are_named_and_change_nothing(make, argument: str) -> None:
     with pytest.raises(InputError) as caught:
         make()
     assert caught.value.argument == argument

@@ -1,4 +1,4 @@
-"""Fences on a device with a clock of its own: what must be in order is, and nothing else is held up."""
+"""Fences on a simulated device: work runs in the required order, and no other work is delayed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STEPS = st.lists(
         st.sampled_from(("work", "join", "aside")),
         st.sampled_from(STREAMS),
         st.floats(0.1, 9),  # seconds on the device
-        st.floats(0, 3),  # seconds that the host takes until the next step
+        st.floats(0, 3),  # seconds of the host until the next step
     ),
     max_size=14,
 )
 
 
 @given(steps=STEPS)
-def test_each_work_starts_as_soon_as_the_rules_allow_and_no_sooner(
+def test_each_work_starts_exactly_when_the_rules_allow(
     steps: list[tuple[str, str, float, float]],
 ) -> None:
     device = Device()
@@ -53,7 +53,7 @@ def test_each_work_starts_as_soon_as_the_rules_allow_and_no_sooner(
         device.now += pause
 
 
-def test_one_stream_and_nothing_aside_costs_no_event() -> None:
+def test_one_stream_without_side_work_needs_no_event() -> None:
     device = Device()
     fences = Fences(device)
     device.num_events = device.num_waits = 0
@@ -65,13 +65,13 @@ def test_one_stream_and_nothing_aside_costs_no_event() -> None:
         device.run(NOTHING, NOTHING, 1)
     assert (device.num_events, device.num_waits) == (2, 1)
     fences.join()
-    assert (device.num_events, device.num_waits) == (2, 2), "it is in flight"
+    assert (device.num_events, device.num_waits) == (2, 2), "the side work is still running"
     device.now = 99
     fences.join()
-    assert (device.num_events, device.num_waits) == (2, 2), "it is done"
+    assert (device.num_events, device.num_waits) == (2, 2), "the side work is done"
 
 
-def test_what_the_pool_was_filled_with_comes_first() -> None:
+def test_earlier_work_on_the_pool_runs_first() -> None:
     device = Device(stream="where it was allocated")
     device.run(NOTHING, NOTHING, 5)
     fences = Fences(device)
@@ -81,7 +81,7 @@ def test_what_the_pool_was_filled_with_comes_first() -> None:
     assert device.done[-1].start == 5
 
 
-def test_a_stream_that_is_named_is_waited_for() -> None:
+def test_work_on_an_added_stream_is_waited_for() -> None:
     device = Device()
     fences = Fences(device)
     fences.add("forward")
@@ -94,7 +94,7 @@ def test_a_stream_that_is_named_is_waited_for() -> None:
     assert [(work.stream, work.start) for work in device.done] == [("forward", 0), ("side", 5), ("engine", 7)]
 
 
-def test_work_aside_that_fails_halfway_is_waited_for() -> None:
+def test_failed_side_work_is_waited_for() -> None:
     device = Device()
     fences = Fences(device)
     with pytest.raises(RuntimeError), fences.aside():
@@ -105,5 +105,5 @@ def test_work_aside_that_fails_halfway_is_waited_for() -> None:
     assert device.done[-1].start == 5
 
 
-def test_a_cpu_needs_none() -> None:
+def test_a_cpu_needs_no_fences() -> None:
     assert Fences.of(torch.device("cpu")) is None

@@ -1,7 +1,7 @@
-"""fork_blocks against an oracle that only knows bytes, on every path of this process.
+"""fork_blocks compared with an oracle that knows only bytes, on every path of this process.
 
-On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_fork_interpreter.py``
-runs this same file in a process that interprets the Triton kernel.
+On its own this file tests the torch path, and CUDA if there is a GPU. ``test_interpreter.py`` runs the same file in a
+process that interprets the Triton kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     pairs: list[tuple[int, int, int]]
 
     def storage(self, device: str) -> torch.Tensor:
-        """Poisoned all over: random bytes, so NaNs of every payload and no two rows alike."""
+        """Storage full of random bytes, so NaNs with every payload occur and no two rows are equal."""
         shape = (*self.shape[:-1], self.shape[-1] * self.dtype.itemsize)
         noise = np.random.default_rng(self.seed).integers(0, 256, shape, dtype=np.uint8)
         return torch.from_numpy(noise).view(self.dtype).to(device)
@@ -60,7 +60,7 @@ def bytes_of(storage: torch.Tensor) -> np.ndarray:
 
 
 def expected(case: Case, before: np.ndarray) -> np.ndarray:
-    """Row by row, on bytes; whatever no pair names stays as it was."""
+    """The expected bytes, row by row. Bytes that no pair names stay as they were."""
     after = before.copy()
     _, num_layers, _, _, _, _ = case.shape
     for source, target, num_rows in case.pairs:
@@ -101,7 +101,7 @@ def test_valid_rows_are_copied_and_nothing_else_changes(device: str, case: Case)
     np.testing.assert_array_equal(bytes_of(storage), want)
 
 
-def test_this_process_has_the_mode_it_was_given() -> None:
+def test_the_process_uses_the_requested_mode() -> None:
     assert IS_INTERPRETING == (os.environ.get("TRITON_INTERPRET") == "1")
     storage = torch.zeros(2, 1, 2, 1, 1, 1)
     storage[0] = 1
@@ -115,7 +115,7 @@ def test_this_process_has_the_mode_it_was_given() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_planes_longer_than_a_chunk(device: str, dtype: torch.dtype) -> None:
-    # 16 rows of 4 x 257 elements: several chunks a plane, the last one ragged, rows of no power of two.
+    # 16 rows of 4 x 257 elements: several chunks a plane, a ragged last one, and row lengths that are no power of two.
     case = Case((4, 2, 2, 16, 4, 257), dtype, 7, [(0, 1, 16), (2, 3, 13)])
     storage = case.storage(device)
     want = expected(case, bytes_of(storage))
@@ -125,8 +125,8 @@ def test_planes_longer_than_a_chunk(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_offsets_beyond_32_bits(device: str) -> None:
-    # Rows of 5 bytes, so words are bytes; a block has 640 and these begin beyond 2**31. Pages that nobody
-    # writes cost no memory on the torch path; the interpreter copies the whole storage onto itself.
+    # Rows of 5 bytes, so words are bytes. A block has 640 bytes, and these blocks start beyond 2**31. On the torch
+    # path, pages that are never written cost no memory. The interpreter copies the whole storage onto itself.
     storage = torch.empty((3_500_000, 1, 2, 64, 1, 5), dtype=torch.int8, device=device)
     source, target, bystander = (
         storage[block_id, 0, :, :3] for block_id in (3_499_999, 3_499_998, 3_499_997)
@@ -193,12 +193,12 @@ def test_nothing_to_copy_launches_nothing(empty, monkeypatch: pytest.MonkeyPatch
     before = bytes_of(storage)
     fork_blocks(storage, empty, empty, empty)
     np.testing.assert_array_equal(bytes_of(storage), before)
-    with pytest.raises(AssertionError, match="launched"):  # the trap itself works
+    with pytest.raises(AssertionError, match="launched"):  # the check itself works
         fork_blocks(storage, [0], [1], [1])
 
 
 BAD_PAIRS = [
-    # src, dst, num_rows, the argument blamed, its value, what the message says is allowed
+    # src, dst, num_rows, the argument named in the error, its value, and the allowed values in the message
     ([0, 6], [1, 2], [1, 1], "src[1]", 6, "0 to num_blocks - 1 = 5"),
     ([-1], [1], [1], "src[0]", -1, "0 to num_blocks"),
     ([0], [6], [1], "dst[0]", 6, "0 to num_blocks"),
@@ -279,7 +279,7 @@ SIX_DIMENSIONS = ("storage.shape", f"{STORAGE_SHAPE}, every dimension at least 1
         pytest.param(np.zeros((4, 2, 2, 4, 1, 8)), "storage", f"a torch.Tensor {STORAGE_SHAPE}", id="numpy"),
     ],
 )
-def test_storage_of_another_form_is_refused(storage, argument: str, allowed: str) -> None:
+def test_storage_of_a_wrong_form_is_refused(storage, argument: str, allowed: str) -> None:
     with pytest.raises(InputError) as caught:
         fork_blocks(storage, [0], [1], [1])
     assert (caught.value.argument, caught.value.allowed) == (argument, allowed)

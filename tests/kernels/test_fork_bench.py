@@ -1,4 +1,4 @@
-"""The fork benchmark: what it reports, and that it measures only what is right. No timing is judged here."""
+"""The fork benchmark: its report, and the check of each variant before it is timed. The tests judge no timing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_reports_every_variant_for_every_number_of_pairs(device: str) -> None:
+def test_the_report_has_every_variant_for_every_number_of_pairs(device: str) -> None:
     progress: list[tuple[int, int]] = []
     report = bench.run(
         device=device,
@@ -60,7 +60,7 @@ def test_reports_every_variant_for_every_number_of_pairs(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ELEMENT_BYTES)
-def test_every_variant_copies_what_the_reference_copies(dtype: str, device: str) -> None:
+def test_every_variant_copies_like_the_reference(dtype: str, device: str) -> None:
     bench.check_variants(KVLayout(3, 2, 5, dtype), 4, device, seed=1)
 
 
@@ -86,7 +86,7 @@ def test_steps_never_share_a_block_and_follow_the_seed() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_what_a_call_takes_above_its_bytes_is_told() -> None:
+def test_the_report_has_the_time_beyond_the_copied_bytes() -> None:
     report = bench.run(num_pairs=(2,), **TINY)
     for result in report["results"]:
         least = result["bytes"] / report["copy_bytes_per_s"]
@@ -95,7 +95,7 @@ def test_what_a_call_takes_above_its_bytes_is_told() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_rows_that_are_named_are_those_of_every_tail(num_rows: int) -> None:
+def test_a_given_number_of_rows_applies_to_every_tail(num_rows: int) -> None:
     report = bench.run(num_pairs=(2,), num_rows=num_rows, **TINY)
     assert report["num_rows"] == num_rows
     assert {result["bytes"] for result in report["results"]} == {2 * 2 * num_rows * 2 * 2 * 8 * 2}
@@ -121,12 +121,12 @@ def test_blocks_of_one_row_work() -> None:
         ("dtype", "float128", ConfigError),
     ],
 )
-def test_arguments_that_cannot_work_are_named(argument: str, value: object, error: type[Exception]) -> None:
+def test_invalid_arguments_are_named(argument: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=argument):
         bench.run(**{**TINY, argument: value})
 
 
-def test_gives_torch_its_threads_back() -> None:
+def test_the_benchmark_restores_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     bench.run(num_threads=2, **TINY)
     assert torch.get_num_threads() == before

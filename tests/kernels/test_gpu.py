@@ -1,4 +1,4 @@
-"""What only a GPU can show of the kernels; their bytes are compared there by the suites of this folder."""
+"""Properties of the kernels that only a GPU can show. The other tests of this folder compare the bytes there too."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.gpu
 def storage() -> torch.Tensor:
     storage = torch.zeros(64, 4, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
     storage[:32].fill_(1)
-    fork_blocks(storage, [0], [63], [1])  # compiled and loaded before anything is watched
+    fork_blocks(storage, [0], [63], [1])  # compile and load the kernel before the test watches it
     return storage
 
 
-def test_takes_the_triton_path(storage: torch.Tensor) -> None:
+def test_cuda_uses_the_triton_path(storage: torch.Tensor) -> None:
     assert backend(storage) == "triton"
 
 
-def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
+def test_fork_never_waits_for_the_device(storage: torch.Tensor) -> None:
     ids = np.arange(16, dtype=np.int32)
     with no_waiting():
         fork_blocks(storage, ids, ids + 32, np.full(16, 7, dtype=np.int32))
@@ -54,15 +54,15 @@ def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("num_pairs", [1, 8, 32, 33, 1000, 4000])
 def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
-    """Whatever way the pairs take: arguments, a table that is sent with the command, one in pinned memory."""
+    """This holds for pairs as arguments, as a table sent with the command, and as a table in pinned memory."""
     storage = torch.zeros(8001, 1, 2, 1, 1, 8, dtype=torch.int32, device="cuda")
     storage[:4000].fill_(1)
     ids = np.arange(num_pairs)
     ones = np.ones(num_pairs, dtype=np.int32)
-    fork_blocks(storage, ids, ids + 4000, ones)  # compiled, and pinned memory is there
+    fork_blocks(storage, ids, ids + 4000, ones)  # compile the kernel and allocate the pinned memory
     storage[4000:].zero_()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # a second
+    torch.cuda._sleep(2_000_000_000)  # one second
     fork_blocks(storage, ids, ids + 4000, ones)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
@@ -73,17 +73,17 @@ def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
     ("num_pairs", "kernel"),
     [(1, "copy_few_kernel"), (8, "copy_few_kernel"), (32, "copy_few_kernel"), (33, "copy_kernel")],
 )
-def test_all_pairs_are_one_launch(storage: torch.Tensor, num_pairs: int, kernel: str) -> None:
+def test_all_pairs_run_in_one_launch(storage: torch.Tensor, num_pairs: int, kernel: str) -> None:
     ids = np.arange(num_pairs, dtype=np.int32)
     rows = np.full(num_pairs, 5, dtype=np.int32)
     assert launches_of(lambda: fork_blocks(storage, ids % 20, ids + 20, rows)) == [kernel]
 
 
 @pytest.mark.parametrize("first", [(0, 1, 1), (16, 32, 16)], ids=["ones", "multiples-of-16"])
-def test_a_kernel_of_few_pairs_is_compiled_for_any(
+def test_a_kernel_for_few_pairs_is_compiled_for_any_numbers(
     storage: torch.Tensor, first: tuple[int, int, int]
 ) -> None:
-    """Whatever the numbers of the first launch are, on which Triton would specialise."""
+    """The numbers of the first launch do not matter, although Triton could specialise on them."""
     from radixkv_kernels import copy_triton
 
     copy_triton._copier.cache_clear()
@@ -96,7 +96,7 @@ def test_a_kernel_of_few_pairs_is_compiled_for_any(
 
 
 def test_few_pairs_are_frozen_in_a_graph(storage: torch.Tensor) -> None:
-    """They are arguments of the launch: a replay reads no memory of the host."""
+    """The pairs are arguments of the launch, so a replay reads no memory of the host."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fork_blocks(storage, [1, 2], [60, 61], [16, 3])
@@ -122,7 +122,10 @@ def test_enqueues_on_the_current_stream(storage: torch.Tensor) -> None:
 
 
 def launches_of(call: Callable[[], object]) -> list[str]:
-    """Our kernels that a call launches, in order. The call is made twice: once where waiting would raise."""
+    """The names of this package's kernels that a call launches, in order.
+
+    The call is made twice, once where waiting raises.
+    """
     with no_waiting():
         call()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profile:
@@ -132,7 +135,7 @@ def launches_of(call: Callable[[], object]) -> list[str]:
 
 
 def every_call(storage: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Each kernel but reorder, on blocks 0 to 23, ready to be called; all compiled."""
+    """A call of each kernel except reorder, on blocks 0 to 23. All kernels are already compiled."""
     ids, targets = list(range(24)), list(range(32, 56))
     staging = torch.zeros((24, *Pool.of(storage).block_shape), dtype=storage.dtype, device="cuda")
     record_bytes = Quantized(Pool.of(storage), "int4").record_bytes
@@ -169,7 +172,7 @@ def test_reorder_replays_in_a_graph_with_other_parents() -> None:
     (storage, beams), (twin_storage, twin) = search(8), search(8)
     twin_storage.copy_(storage)
     parents = torch.zeros(8, dtype=torch.int32, device="cuda")
-    reorder(storage, beams, parents)  # compiled before it is captured
+    reorder(storage, beams, parents)  # compile before the capture
     reference.reorder(twin_storage, twin, parents)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -195,7 +198,7 @@ def test_reorder_is_three_launches_and_waits_for_nothing() -> None:
     assert launches == ["plan_kernel", "permute_kernel", "finish_kernel"]
 
 
-def test_copies_and_scrubs_on_many_streams_end_as_if_in_order() -> None:
+def test_copies_and_scrubs_on_many_streams_have_the_result_of_sequential_execution() -> None:
     rng = np.random.default_rng(0)
     storage = torch.randn(32, 8, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
     want = storage.clone()
@@ -217,7 +220,7 @@ def test_copies_and_scrubs_on_many_streams_end_as_if_in_order() -> None:
     assert torch.equal(storage, want)
 
 
-def test_joins_and_work_aside_wait_for_nothing(storage: torch.Tensor) -> None:
+def test_joins_and_side_work_do_not_wait(storage: torch.Tensor) -> None:
     fences = Fences.of(storage.device)
     scrub(storage, [0])
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The Triton kernels on a machine without a GPU: the suites of this folder through Triton's interpreter.
+"""The Triton kernels on a machine without a GPU: the tests of this folder in Triton's interpreter.
 
-In a process of its own: TRITON_INTERPRET counts when triton is first imported, and other tests import it
-without (transformers does).
+They run in a process of their own. TRITON_INTERPRET is read when triton is first imported, and other tests import
+triton without it (through transformers).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: without a GPU it compares and says that nothing was timed."""
+"""The benchmark of the kernels. Without a GPU it compares results, and reports that nothing was timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixkv.storage import KVLayout
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_compares_every_kernel_and_times_none(dtype: str) -> None:
+def test_without_a_gpu_every_kernel_is_compared_and_none_timed(dtype: str) -> None:
     report = bench.run(dtype=dtype)
     assert json.loads(json.dumps(report)) == report
     assert report["checked"] == list(bench.KERNELS)
@@ -23,7 +23,7 @@ def test_compares_every_kernel_and_times_none(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", bench.KERNELS)
-def test_a_kernel_that_does_nothing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_nothing_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.KERNELS[name]
     idle = {name: lambda ops, work: None if ops is not bench.Reference else real(ops, work)}
     monkeypatch.setattr(bench, "KERNELS", {**bench.KERNELS, **idle})
@@ -32,7 +32,7 @@ def test_a_kernel_that_does_nothing_is_found(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", bench.ALTERNATIVES)
-def test_an_alternative_that_does_something_else_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alternative_with_another_result_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other, _ = bench.ALTERNATIVES[name]
     monkeypatch.setitem(
         bench.ALTERNATIVES, name, (other, lambda work: [each.fill_(7) for each in work.tensors()])
@@ -41,7 +41,7 @@ def test_an_alternative_that_does_something_else_is_found(name: str, monkeypatch
         bench.run(dtype="float16")
 
 
-def test_a_beam_step_has_room_for_all_its_steps_and_stock_beam_search_picks_the_same_beams() -> None:
+def test_all_beam_steps_fit_and_equal_those_of_a_stock_beam_search() -> None:
     beams, calls = bench.beam_step(KVLayout(2, 1, 8, "float16"), 3, 20, 30, torch.device("cpu"), seed=2)
     for _ in range(30):
         for call in calls.values():
@@ -52,7 +52,7 @@ def test_a_beam_step_has_room_for_all_its_steps_and_stock_beam_search_picks_the_
     assert list(calls) == [bench.BEAM_STEP, "instead of beam step"]
 
 
-def test_the_rows_relate_kernels_to_their_alternatives() -> None:
+def test_the_rows_compare_kernels_with_their_alternatives() -> None:
     names = [*bench.KERNELS, bench.COPY, bench.MEMSET, bench.BEAM_STEP]
     seconds = dict.fromkeys(names, Timing(2.0, 3.0, 1.0))
     seconds |= {
@@ -90,6 +90,6 @@ def test_times_every_kernel_on_a_gpu() -> None:
         ("device", "cuda:99", ConfigError),
     ],
 )
-def test_arguments_that_cannot_work_are_named(argument: str, value: int, error: type[Exception]) -> None:
+def test_invalid_arguments_are_named(argument: str, value: int, error: type[Exception]) -> None:
     with pytest.raises(error, match=argument):
         bench.run(**{argument: value})

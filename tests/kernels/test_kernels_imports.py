@@ -1,4 +1,4 @@
-"""What importing radixkv_kernels brings along."""
+"""Which modules an import of radixkv_kernels loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_neither_the_import_nor_the_torch_path_brings_triton() -> None:
+def test_neither_the_import_nor_the_torch_path_loads_triton() -> None:
     run(
         "import sys, torch, radixkv_kernels\n"
         "storage = torch.zeros(2, 1, 2, 1, 1, 1)\n"
@@ -23,7 +23,7 @@ def test_neither_the_import_nor_the_torch_path_brings_triton() -> None:
     )
 
 
-def test_the_reference_can_be_forced_and_nothing_else() -> None:
+def test_only_the_reference_can_be_forced() -> None:
     run(
         "import os\n"
         "os.environ['RADIXKV_KERNELS'] = 'reference'; os.environ['TRITON_INTERPRET'] = '1'\n"

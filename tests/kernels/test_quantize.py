@@ -1,7 +1,7 @@
-"""quantize and dequantize over every layout of a pool: bounds on the error, the format, and the reference's bits.
+"""quantize and dequantize for every layout of a pool: error bounds, the format, and equality with the reference.
 
-On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_interpreter.py`` runs
-this same file in a process that interprets the Triton kernels.
+On its own this file tests the torch path, and CUDA if there is a GPU. ``test_interpreter.py`` runs the same file in a
+process that interprets the Triton kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ EVEN = (2, 6, 8, 16, 34)
 
 
 def finite(shape: Shape, memory: list[torch.Tensor]) -> None:
-    """Values of many sizes, some channels large in every token, some groups constant, some zero."""
+    """Fill the memory with values of many sizes.
+
+    Some channels are large in every token, some groups constant, some zero.
+    """
     noise = torch.Generator().manual_seed(shape.seed)
     for tensor in memory:
         values = torch.randn(tensor.shape, generator=noise) * 10.0 ** (shape.seed % 7 - 4)
@@ -33,7 +36,7 @@ def finite(shape: Shape, memory: list[torch.Tensor]) -> None:
 
 
 def values_of(pool: Pool) -> torch.Tensor:
-    """``[num_blocks, num_layers, planes, block_size, heads, dim]`` in float64."""
+    """The pool's values, ``[num_blocks, num_layers, planes, block_size, heads, dim]``, in float64."""
     sides = [
         pool.plane(layer, side) for layer in range(pool.num_layers) for side in range(pool.planes_per_layer)
     ]
@@ -42,7 +45,7 @@ def values_of(pool: Pool) -> torch.Tensor:
 
 
 def bounds(form: Quantized, values: torch.Tensor) -> torch.Tensor:
-    """The error that is allowed for each value: the format's own, and the rounding of the result."""
+    """The allowed error for each value: the error of the format, plus the rounding of the result."""
     rounding = values.abs() * torch.finfo(form.pool.dtype).eps + reference.smallest_step(form.pool.dtype)
     if form.scheme == "fp8":
         scale = values.abs().amax((3, 5), keepdim=True).clamp(min=reference.LEAST_LARGEST) / 448
@@ -54,7 +57,7 @@ def bounds(form: Quantized, values: torch.Tensor) -> torch.Tensor:
         width = part.amax(axis, keepdim=True) - part.amin(axis, keepdim=True)
         step = width / form.levels * (1 + 4 * torch.finfo(form.pool.dtype).eps)
         steps.append((step / 2 + 2 * reference.smallest_step(form.pool.dtype)).expand_as(part))
-    # float32 arithmetic on the way: a few units in the last place of the larger of value and width.
+    # float32 arithmetic adds an error of a few units in the last place of the larger of value and width.
     return torch.stack(steps, dim=2) * 1.0001 + rounding * 2 + values.abs().amax() * 2.0**-21
 
 
@@ -90,7 +93,7 @@ def test_errors_stay_within_the_stated_bounds(
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("layout", ["block-major", "hnd", "latent"] if IS_INTERPRETING else LAYOUTS)
-def test_the_way_back_is_the_reference_s(device: str, layout: str, scheme: str, dtype: torch.dtype) -> None:
+def test_dequantize_equals_the_reference(device: str, layout: str, scheme: str, dtype: torch.dtype) -> None:
     shape = Shape(layout, 3, 2, 5, 2, 24, dtype, 3)
     (pool, memory), (twin, copies) = shape.pool(device), shape.pool(device)
     finite(shape, memory)
@@ -100,7 +103,7 @@ def test_the_way_back_is_the_reference_s(device: str, layout: str, scheme: str, 
     reference.quantize(form, [2, 0], records)
     dequantize(records, pool, [0, 1], scheme)
     reference.dequantize(Quantized(twin, scheme), [0, 1], records)
-    # Triton's interpreter truncates what it narrows to bfloat16: the neighbour is allowed there.
+    # Triton's interpreter truncates when it narrows to bfloat16, so the next lower value is allowed there.
     ulp = torch.finfo(dtype).eps if IS_INTERPRETING and dtype == torch.bfloat16 else 0
     want = values_of(twin)
     assert ((values_of(pool) - want).abs() <= want.abs() * ulp).all()
@@ -110,7 +113,7 @@ def test_the_way_back_is_the_reference_s(device: str, layout: str, scheme: str, 
     ("scheme", "block_size", "bits"),
     [("fp8", 16, 8.015625), ("int8", 16, 9.125), ("int4", 16, 5.125), ("int4", 64, 4.375)],
 )
-def test_true_bits_a_value(scheme: str, block_size: int, bits: float) -> None:
+def test_the_number_of_bits_for_each_value(scheme: str, block_size: int, bits: float) -> None:
     pool, _ = Shape("block-major", 1, 2, block_size, 2, 128).pool()
     form = Quantized(pool, scheme)
     assert form.bits_per_value == bits
@@ -134,12 +137,12 @@ def test_keys_by_channel_survive_a_channel_that_is_large_everywhere() -> None:
 
 @pytest.mark.parametrize(("scheme", "allowed"), [("fp8", 0.06), ("int8", 0.01), ("int4", 0.15)])
 def test_attention_over_quantised_keys_and_values(scheme: str, allowed: float) -> None:
-    """The output of attention over 256 tokens, 16 a block, changes by so much of its own size."""
+    """The relative change of the attention output over 256 tokens, 16 in a block."""
     noise = torch.Generator().manual_seed(0)
     shape = Shape("block-major", 16, 1, 16, 1, 64, torch.float16)
     pool, memory = shape.pool()
     memory[0].copy_(torch.randn(memory[0].shape, generator=noise))
-    memory[0][:, :, 0, :, :, 3] += 6  # keys have such channels
+    memory[0][:, :, 0, :, :, 3] += 6  # real keys have such channels
     queries = torch.randn(1, 32, 64, generator=noise)
 
     def attention() -> torch.Tensor:
@@ -183,7 +186,7 @@ RECORDS = torch.zeros(1, 96, dtype=torch.uint8)
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named_and_changes_nothing(make, argument: str) -> None:
+def test_invalid_arguments_are_named_and_change_nothing(make, argument: str) -> None:
     with pytest.raises(InputError) as caught:
         make()
     assert caught.value.argument == argument
@@ -194,9 +197,9 @@ if IS_INTERPRETING or ON_CUDA:
     from tests.kernels import e4m3
 
     @pytest.mark.parametrize("device", DEVICES)
-    def test_e4m3_by_integers_is_that_of_torch_for_every_half(device: str) -> None:
+    def test_integer_e4m3_equals_torch_for_every_half(device: str) -> None:
         assert e4m3.count_wrong_codes(device) == 0
 
     @pytest.mark.parametrize("device", DEVICES)
-    def test_e4m3_comes_back_for_every_code(device: str) -> None:
+    def test_every_e4m3_code_decodes_like_torch(device: str) -> None:
         assert e4m3.wrong_values(device) == [0x7F, 0xFF]  # the two NaNs, which are never written

@@ -1,7 +1,7 @@
-"""reorder against a model that only knows what each beam has written, and against the reference's books.
+"""reorder compared with a model of the values that each beam has written, and with the reference's tables and counters.
 
-On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_interpreter.py`` runs
-this same file in a process that interprets the Triton kernels.
+On its own this file tests the torch path, and CUDA if there is a GPU. ``test_interpreter.py`` runs the same file in a
+process that interprets the Triton kernels.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from tests.kernels.pools import DEVICES, IS_INTERPRETING, examples
 
 FIELDS = ("tables", "lengths", "refs", "free", "history")
 COUNTERS = (NUM_FREE, STATUS, NUM_STEPS, NUM_COPIED)
-"""Those that mean something between steps."""
+"""The counters that have a meaning between steps."""
 
 
 class Search:
-    """Beams of some groups over a pool, and what each of them has written: a number a row, all different."""
+    """Beams of several groups over a pool, and the numbers that each beam has written.
+
+    Each row has a different number.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Search:
                 self._write(start + row // block_size, row % block_size, 1000 * start + row)
 
     def step(self, parents: list[int], token_ids: torch.Tensor | None = None) -> None:
-        """reorder, and a row that each beam then writes where it may."""
+        """Call reorder, and then write one row for each beam at its slot."""
         parents_there = torch.tensor(parents, dtype=torch.int32, device=self.beams.device)
         reorder(self.pool, self.beams, parents_there, token_ids)
         books = self.beams.read()
@@ -85,7 +88,7 @@ class Search:
             self._write(table[(length - 1) // self.block_size], (length - 1) % self.block_size, self.last)
 
     def read(self) -> list[list[int]]:
-        """What each beam finds by its table."""
+        """Return the values that each beam reads through its table."""
         books, plane = self.beams.read(), self.pool.plane(0, 0)[:, :, 0, 0].tolist()
         return [
             [value for block_id in table for value in plane[block_id]][:length]
@@ -128,7 +131,7 @@ def test_every_beam_reads_what_it_and_its_ancestors_wrote(
         token_ids = _token_ids(search, data) if search.beams.max_steps else None
         reference.reorder(twin_pool, twin, torch.tensor(parents, dtype=torch.int32), token_ids)
         search.step(parents, token_ids)
-        _assert_same_books(search.beams, twin)
+        _assert_same_state(search.beams, twin)
         status = search.beams.read().status
         search.beams.check()
         assert search.read() == search.written
@@ -140,7 +143,7 @@ def test_every_beam_reads_what_it_and_its_ancestors_wrote(
 
 
 def _token_ids(search: Search, data: st.DataObject) -> torch.Tensor:
-    """One for each beam: of both types, up to the largest."""
+    """One id for each beam, of either type and up to its largest value."""
     dtype = data.draw(st.sampled_from((torch.int32, torch.int64)))
     most = 2**31 - 1 if dtype == torch.int32 else 2**32 - 1
     ids = [data.draw(st.sampled_from((0, 7, most))) for _ in range(search.beams.num_beams)]
@@ -164,7 +167,7 @@ def _differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return {name for name in left if not torch.equal(left[name], right[name])}
 
 
-def _assert_same_books(left: Beams, right: Beams) -> None:
+def _assert_same_state(left: Beams, right: Beams) -> None:
     assert left.read() == right.read()
     assert torch.equal(left.refs, right.refs) and torch.equal(left.history, right.history)
     origins, token_ids = left.lineage()
@@ -173,7 +176,10 @@ def _assert_same_books(left: Beams, right: Beams) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_lineage_of_beams(device: str) -> None:
-    """Which beam each was at first, and what it appended since, ids up to 2³² − 1; what isn't one is refused."""
+    """The lineage gives each beam's original beam and the ids appended since, up to 2³² − 1.
+
+    Invalid ids are refused.
+    """
     search = Search([3], 4, 1, block_size=4, spare=20, columns=4, device=device, max_steps=3)
     written: list[tuple[int, list[int]]] = [(beam, []) for beam in range(3)]
     for parents, new in (([2, 2, 0], [5, 2**32 - 1, 7]), ([1, 0, 0], [2**31, 1, 2]), ([2, 0, 1], [3, 4, 5])):
@@ -196,8 +202,8 @@ def test_the_lineage_of_beams(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_somebody_else_holds_is_neither_written_nor_freed(device: str) -> None:
-    """A held tail is copied by all, a held block that no beam has any more stays out of the free stack."""
+def test_held_blocks_are_neither_written_nor_freed(device: str) -> None:
+    """All beams copy a held tail. A held block that no beam uses any more stays out of the free stack."""
     search = Search([2], 6, 0, block_size=4, spare=8, columns=4, device=device, held=(1,))
     content = search.pool.plane(0, 0)[1].clone()
     for _ in range(4):
@@ -208,7 +214,7 @@ def test_what_somebody_else_holds_is_neither_written_nor_freed(device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_blocks_are_lent_and_closed_books_stay_closed(device: str) -> None:
+def test_blocks_can_be_added_and_closed_beams_stay_closed(device: str) -> None:
     search = Search([2], 4, 0, block_size=4, spare=1, columns=4, device=device)
     search.step([0, 1])
     assert search.beams.read().status == OUT_OF_BLOCKS
@@ -242,7 +248,7 @@ def test_only_one_child_of_a_shared_tail_keeps_it(device: str) -> None:
         9,
         8,
         7,
-    ]  # from the end of the stack, in the beams' order
+    ]  # from the end of the stack, in the order of the beams
     assert search.beams.refs.tolist()[0] == 0
     search.step([2, 2, 2, 2])
     books = search.beams.read()
@@ -266,7 +272,10 @@ def test_many_beams_over_many_columns(device: str) -> None:
 if IS_INTERPRETING:
 
     def test_the_programs_of_a_launch_may_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-        """The interpreter runs them in order, a GPU in any: what one reads, no other of its launch may write."""
+        """The interpreter runs programs in order, a GPU in any order.
+
+        No program may write what another program of its launch reads.
+        """
         from triton.runtime.interpreter import interpreter_builder as builder
 
         in_order = builder.set_grid_idx
@@ -280,19 +289,19 @@ if IS_INTERPRETING:
         monkeypatch.undo()
         for parents in steps:
             searches[1].step(parents)
-        _assert_same_books(searches[0].beams, searches[1].beams)
+        _assert_same_state(searches[0].beams, searches[1].beams)
         assert searches[0].read() == searches[0].written == searches[1].read()
         assert searches[0].beams.read().status == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("parents", [[0, 1, -1], [0, 3, 2], [0, 2, 2], [2**31 - 1, 0, 0]])
-def test_parents_that_are_none_set_a_flag_and_nothing_else(device: str, parents: list[int]) -> None:
+def test_invalid_parents_set_a_flag_and_nothing_else(device: str, parents: list[int]) -> None:
     search = Search([2, 1], 3, 0, block_size=2, spare=6, columns=4, device=device)
     before, content = _snapshot(search.beams), search.pool.plane(0, 0).clone()
     search.step(parents)
     assert search.beams.read().status == BAD_PARENT
-    search.step([0, 1, 2])  # steps after it wait until the host has seen the flag
+    search.step([0, 1, 2])  # later steps wait until the host has seen the flag
     assert _differing(before, _snapshot(search.beams)) == {"counters"}
     assert torch.equal(search.pool.plane(0, 0), content)
     search.beams.clear_status()
@@ -301,7 +310,7 @@ def test_parents_that_are_none_set_a_flag_and_nothing_else(device: str, parents:
     search.beams.check()
 
 
-def test_the_books_notice_a_wrong_count_and_a_block_in_two_places() -> None:
+def test_check_detects_a_wrong_count_and_a_block_in_two_places() -> None:
     def fresh() -> Beams:
         return Search([2], 3, 0, block_size=2, spare=3, columns=4, device="cpu").beams
 
@@ -356,7 +365,7 @@ GOOD = {
         ({"groups": [0, 2**40]}, "groups[1]"),
     ],
 )
-def test_books_that_cannot_be_are_named(changed: dict, argument: str) -> None:
+def test_invalid_beams_are_named(changed: dict, argument: str) -> None:
     Beams(**GOOD).check()
     with pytest.raises(InputError) as caught:
         Beams(**{**GOOD, **changed})
@@ -372,7 +381,7 @@ def test_books_that_cannot_be_are_named(changed: dict, argument: str) -> None:
         (torch.zeros(2, dtype=torch.int32, device="meta"), "devices of parents, beams, pool"),
     ],
 )
-def test_parents_of_another_form_are_named(parents: object, argument: str) -> None:
+def test_parents_of_a_wrong_form_are_named(parents: object, argument: str) -> None:
     with pytest.raises(InputError) as caught:
         reorder(torch.zeros(6, 1, 2, 2, 1, 1), Beams(**GOOD), parents)
     assert caught.value.argument == argument
@@ -390,7 +399,7 @@ def test_parents_of_another_form_are_named(parents: object, argument: str) -> No
         (2, torch.zeros(2, dtype=torch.int64, device="meta"), "token_ids.device"),
     ],
 )
-def test_ids_of_another_form_are_named(max_steps: int, token_ids: object, argument: str) -> None:
+def test_ids_of_a_wrong_form_are_named(max_steps: int, token_ids: object, argument: str) -> None:
     beams = Beams(**GOOD, max_steps=max_steps)
     with pytest.raises(InputError) as caught:
         reorder(torch.zeros(6, 1, 2, 2, 1, 1), beams, torch.zeros(2, dtype=torch.int32), token_ids)

@@ -1,4 +1,4 @@
-"""What a call must not do on a GPU: wait."""
+"""Detects calls that wait for the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Inside, what waits for the device raises RuntimeError, as far as torch knows that it waits."""
+    """In the ``with`` block, a call that waits for the device raises RuntimeError, as far as torch notices the wait."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         torch.cuda.set_sync_debug_mode("error")

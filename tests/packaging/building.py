@@ -1,4 +1,4 @@
-"""Building what is shipped."""
+"""Builds wheels and sdists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def hasty_compiler(folder: Path) -> str:
-    """The C compiler without optimization, which takes a fraction of the time."""
+    """Return the C compiler without optimization, which takes a fraction of the time."""
     script = folder / "cc"
     compiler = sysconfig.get_config_var("CC") or "cc"
     script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
@@ -22,7 +22,7 @@ def hasty_compiler(folder: Path) -> str:
 
 
 def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
-    """Builds with what is installed here, as CI has no index at hand; the one file that comes of it."""
+    """Build with the installed tools, without a package index, and return the one file that results."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The compiled index and policies: their wheel, when they are used and when the sources; what is said if they fail."""
+"""The compiled index and policies: their wheel, when they are used instead of the sources, and errors of the build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.packaging.building import ROOT, build, files_of, hasty_compiler
 
-# A compiler that shares its cores takes minutes.
+# The C compiler takes minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CODE = """
 import radixkv
@@ -33,7 +33,7 @@ print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once, also where several processes run these tests."""
+    """Built once, even if several processes run these tests."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"
     folder.mkdir(exist_ok=True)
@@ -89,14 +89,14 @@ for build in BUILDS:
                     found[f"{module.__name__}.{name}.{attribute}"] = inspect.getdoc(value), signature(value)
 print(json.dumps(found))
 """
-"""Prints docstring and signature of all that is public in the compiled modules, by name."""
+"""Prints docstring and signature of every public name in the compiled modules."""
 
 COMPILED = ("True", *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher")))
 PURE = ("False", "tree.py", "lrfu.py", "publisher.py")
 
 
-def said_by(code: str, site: Path, **environment: str) -> str:
-    """What a fresh process prints that runs ``code`` with what is installed at ``site``."""
+def output_of(code: str, site: Path, **environment: str) -> str:
+    """Return the output of a fresh process that runs ``code`` with the packages installed at ``site``."""
     inherited = {name: value for name, value in os.environ.items() if name != "RADIXKV_PURE"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -111,8 +111,8 @@ def said_by(code: str, site: Path, **environment: str) -> str:
 
 
 def use(site: Path, **environment: str) -> tuple[str, ...]:
-    """Whether a fresh process uses what is compiled there, and a file of each package; it works in any case."""
-    compiled, matched, *files = said_by(CODE, site, **environment).split()
+    """Return whether a fresh process uses the compiled modules, and a file of each package. It works in any case."""
+    compiled, matched, *files = output_of(CODE, site, **environment).split()
     assert matched == "32" and all(file.startswith(str(site)) for file in files)
     return compiled, *(Path(file).name for file in files)
 
@@ -136,7 +136,7 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
         assert {f"{package}/{name}.py" for name in native - {library}} <= files
 
 
-def test_it_is_used(site: Path) -> None:
+def test_the_compiled_modules_are_used(site: Path) -> None:
     assert use(site) == COMPILED
     assert use(site, RADIXKV_PURE="0") == COMPILED
 
@@ -145,9 +145,9 @@ def test_the_sources_are_used_on_request(site: Path) -> None:
     assert use(site, RADIXKV_PURE="1") == PURE
 
 
-def test_it_has_the_docstrings_and_signatures_of_the_sources(site: Path) -> None:
-    """All but annotations, and defaults that are no literals; editors read both in the ``.py`` files beside."""
-    compiled, pure = (json.loads(said_by(HELP, site, RADIXKV_PURE=wish)) for wish in ("0", "1"))
+def test_compiled_modules_have_the_docstrings_and_signatures_of_the_sources(site: Path) -> None:
+    """All but annotations, and defaults that are no literals. Editors read both in the ``.py`` files beside."""
+    compiled, pure = (json.loads(output_of(HELP, site, RADIXKV_PURE=wish)) for wish in ("0", "1"))
     assert (compiled.pop("COMPILED"), pure.pop("COMPILED")) == (True, False)
     assert {name: compiled.get(name) for name in pure} == pure
     doc, signature = compiled["radixkv.index.cache.PrefixCache.open"]
@@ -163,8 +163,11 @@ def test_it_has_the_docstrings_and_signatures_of_the_sources(site: Path) -> None
         "radixkv/coordination/store/wire.py",
     ],
 )
-def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> None:
-    """Also one that is only read for it; the same bytes again, and it is the compiled index again."""
+def test_the_sources_are_used_after_an_edit(site: Path, edited: str) -> None:
+    """This includes a source that the compiler only reads.
+
+    With the same bytes again, the compiled index is used again.
+    """
     source = site / edited
     text = source.read_bytes()
     source.write_bytes(text + b"\n")
@@ -173,18 +176,18 @@ def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> No
     assert use(site) == COMPILED
 
 
-def test_a_build_for_another_interpreter_is_not_touched(site: Path) -> None:
+def test_a_build_for_another_interpreter_is_ignored(site: Path) -> None:
     for file in (site / "radixkv_policies" / "_native").iterdir():
         file.rename(file.with_name(file.name.replace(EXTENSION_SUFFIXES[0], ".cpython-30-other.so")))
     assert use(site) == PURE
 
 
-# --- the hook, on a copy of the tree
+# --- the build hook, on a copy of the source tree
 
 
 @pytest.fixture
 def tree(wheel: Path, tmp_path: Path) -> Path:
-    """What compiling needs of the source tree. All but the index is compiled."""
+    """The part of the source tree that the compiler needs. All but the index is compiled."""
     for script in ("hatch_build.py", "hatch_docstrings.py"):
         shutil.copy(ROOT / script, tmp_path)
     for package in ("radixkv", "policies/radixkv_policies"):
@@ -213,7 +216,7 @@ def compile_in(tree: Path, **environment: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("compiler, why", [("/no/such/cc", "no C compiler"), ("false", "CompileError")])
-def test_without_a_compiler_that_works_one_line_says_so(tree: Path, compiler: str, why: str) -> None:
+def test_without_a_working_compiler_the_build_prints_one_line(tree: Path, compiler: str, why: str) -> None:
     done = compile_in(tree, CC=compiler)
     (line,) = done.stderr.splitlines()
     assert line.startswith("radixkv: the index stays pure Python") and why in line
@@ -223,7 +226,7 @@ def test_without_a_compiler_that_works_one_line_says_so(tree: Path, compiler: st
     assert compile_in(tree, CC=compiler, RADIXKV_COMPILE="0").stderr == ""
 
 
-def test_what_does_not_compile_leaves_what_was_there(tree: Path) -> None:
+def test_a_failed_build_keeps_the_old_libraries(tree: Path) -> None:
     native = tree / "radixkv" / "index" / "_native"
     native.mkdir()
     (native / f"tree{EXTENSION_SUFFIXES[0]}").touch()

@@ -1,8 +1,8 @@
-"""Each extra runs the commands that the docs tie to it, in an environment with exactly its requirements, and no others.
+"""Each extra runs the commands that the docs assign to it, in an environment with exactly its requirements.
 
-An environment is a venv without pip whose site-packages link to the distributions of the extra's closure: the
-requirements of ``pyproject.toml``, theirs, and so on, as installed here. Nothing is downloaded; making one takes some
-0.1 s. Distributions that share a folder (``nvidia``) are linked together.
+An environment is a venv without pip. Its site-packages link to the distributions of the extra's closure: the
+requirements of ``pyproject.toml``, their requirements, and so on, as installed here. Nothing is downloaded. Making one
+takes some 0.1 s. Distributions that share a folder (``nvidia``) are linked together.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tests.service.running import START_S, Running, eventually, service_in_threa
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-DEVELOPMENT = {"fuzz", "browser", "dev"}
-"""Extras for work on radixkv itself; no command of ``radixkv`` belongs to them."""
+DEVELOPMENT = {"fuzz", "browser", "docs", "dev"}
+"""Extras for work on radixkv itself. No command of ``radixkv`` belongs to them."""
 
 
 def requirements(extra: str) -> set[str]:
-    """Names of the distributions that ``pip install radixkv[extra]`` brings; ``""`` for no extra."""
+    """Return the names of the distributions that ``pip install radixkv[extra]`` installs. ``""`` for no extra."""
     wanted = [Requirement(each) for each in PROJECT["dependencies"] + (EXTRAS[extra] if extra else [])]
     found: set[str] = set()
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -67,7 +67,7 @@ EXTRAS = {extra: [text for text in listed if _applies(text)] for extra, listed i
 
 
 class Environment:
-    """A Python that has what an extra brings, and radixkv from the tree."""
+    """A Python with the requirements of an extra, and radixkv from the source tree."""
 
     def __init__(self, extra: str, folder: Path) -> None:
         self.extra = extra
@@ -87,7 +87,7 @@ class Environment:
         self.variables = {**kept, "PYTHONWARNINGS": "error", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """``radixkv`` with these arguments; the exit code has to be ``code``."""
+        """Run ``radixkv`` with these arguments. Fails unless the exit code is ``code``."""
         command = [str(self.python), "-m", "radixkv", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.variables)
         assert done.returncode == code, (arguments, done.stdout[-2000:], done.stderr[-2000:])
@@ -100,7 +100,7 @@ class Environment:
         return done.stdout.strip()
 
     def serves(self, *arguments: str, log: Path) -> None:
-        """The command comes up, and ends at a signal."""
+        """Check that the command starts, and ends at a signal."""
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [str(self.python), "-m", "radixkv", *arguments], stdout=out, stderr=out, env=self.variables
@@ -133,16 +133,16 @@ def live() -> Iterator[Running]:
 Make = Callable[[str], Environment]
 
 
-def test_the_table_of_libraries_is_that_of_the_extras() -> None:
-    """Each extra brings the modules that are looked for."""
+def test_the_table_of_libraries_agrees_with_the_extras() -> None:
+    """Each extra installs the modules that the table looks for."""
     assert {*EXTRA_LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
-    names = {"prometheus_client": "prometheus-client"}
+    names = {"prometheus_client": "prometheus-client", "swagger_ui": "swagger-ui-py"}
     for extra, modules in EXTRA_LIBRARIES.items():
         brought = requirements(extra)
         assert {names.get(module, module) for module in modules} <= brought, extra
 
 
-def test_every_extra_that_is_named_anywhere_is_one() -> None:
+def test_every_extra_named_in_docs_and_code_exists() -> None:
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "radixkv").rglob("*.py")]
     named = {
         extra
@@ -220,7 +220,7 @@ def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments:
         ("radixkv.audit.remote", "audit"),
     ],
 )
-def test_an_import_says_which_extra_it_needs(environment: Make, module: str, extra: str) -> None:
+def test_an_import_error_names_the_missing_extra(environment: Make, module: str, extra: str) -> None:
     code = f"""
 try:
     import {module}
@@ -233,7 +233,7 @@ except ImportError as error:
     )
 
 
-def test_other_parts_say_it_too(environment: Make) -> None:
+def test_other_errors_name_the_missing_extra(environment: Make) -> None:
     code = """
 import radixkv, sys
 from radixkv.coordination import Router, connect
@@ -277,7 +277,9 @@ def test_tokenizer_and_redis(environment: Make) -> None:
     environment("redis").evaluate("import radixkv.coordination.store.redis")
 
 
-def test_http_runs_what_talks_to_a_service(environment: Make, live: Running, tmp_path: Path) -> None:
+def test_http_runs_the_commands_that_talk_to_a_service(
+    environment: Make, live: Running, tmp_path: Path
+) -> None:
     http, at = environment("http"), ("--url", live.url)
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("A line of a prompt.\n" * 20)
@@ -292,7 +294,7 @@ def test_http_runs_what_talks_to_a_service(environment: Make, live: Running, tmp
 
 
 def test_audit_runs_both_audits(environment: Make, tmp_path: Path) -> None:
-    """Each gives a verdict, whichever: so few samples may not be enough for one or the other check."""
+    """Each gives a verdict, no matter which: so few samples may not be enough for a check."""
     audit, page = environment("audit"), tmp_path / "report.html"
     few = ["--probes", "1", "--samples", "20", "--control", "20", "--prompt-words", "3"]
     with openai_server(Behaviour()) as url:
@@ -308,7 +310,7 @@ def test_audit_runs_both_audits(environment: Make, tmp_path: Path) -> None:
             page.unlink()
 
 
-def test_bench_draws_what_was_simulated(environment: Make, tmp_path: Path) -> None:
+def test_bench_draws_a_simulation(environment: Make, tmp_path: Path) -> None:
     bench, trace = environment("bench"), tmp_path / "trace.jsonl"
     bench.run("workload", "--duration", "20s", "--output", str(trace))
     options = ["--policy", "lru", "--capacity", "50", "--jobs", "1"]
@@ -340,7 +342,7 @@ def test_service_serves(environment: Make, tmp_path: Path) -> None:
     assert "needs the extra 'redis'" in said.stderr.splitlines()[-1]
 
 
-def test_all_brings_what_every_command_needs(environment: Make) -> None:
+def test_all_includes_every_extra(environment: Make) -> None:
     everything = requirements("all")
     for extra in set(EXTRAS) - DEVELOPMENT:
         assert requirements(extra) <= everything, extra

@@ -1,4 +1,4 @@
-"""What an import brings along: the library works without the parts that it has doors for."""
+"""Heavy imports: the library works without its optional dependencies, and doesn't import them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAVY = (
 
 
 def imported_by(code: str) -> set[str]:
-    """Which heavy libraries a fresh process has imported after ``code``."""
+    """Return the heavy libraries that a fresh process has imported after ``code``."""
     script = f"import sys\n{code}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
     command = [sys.executable, "-W", "error", "-c", script]
     return set(
@@ -22,11 +22,11 @@ def imported_by(code: str) -> set[str]:
     )
 
 
-def test_the_library_imports_none_of_them() -> None:
+def test_the_library_imports_nothing_heavy() -> None:
     assert imported_by("import radixkv") == set()
 
 
-def test_nor_does_a_cache_that_works_without_storage() -> None:
+def test_a_cache_without_storage_imports_nothing_heavy() -> None:
     code = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=8))
@@ -41,11 +41,11 @@ cache.evict(1)
 
 
 @pytest.mark.parametrize("module", ["radixkv.audit", "radixkv.tokenizer", "radixkv_policies"])
-def test_nor_do_the_rooms_that_need_no_gpu_stack(module: str) -> None:
+def test_packages_without_gpu_code_import_nothing_heavy(module: str) -> None:
     assert imported_by(f"import {module}") == set()
 
 
-def test_without_any_of_them_installed_the_library_still_works() -> None:
+def test_the_library_works_without_heavy_packages_installed() -> None:
     code = f"""
 for name in {HEAVY!r}:
     sys.modules[name] = None

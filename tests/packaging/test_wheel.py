@@ -1,4 +1,4 @@
-"""sdist, then a pure wheel from the sdist: it holds the three packages with every module of the tree, no more."""
+"""An sdist, then a pure wheel from it: the wheel has every module of the three packages, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.packaging.building import ROOT, build, files_of
 pytestmark = pytest.mark.slow
 
 SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_policies": ROOT / "policies"}
-DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT"}
+PAGES = {
+    f"radixkv/service/pages/{name}" for name in ("docs.css", "docs.html", "docs.js", "errors.css", "icon.svg")
+}
+DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT", *PAGES}
 TYPED = {f"{package}/py.typed" for package in SOURCES}
 NEVER = {".pyc", ".so", ".rdb", ".log"}
 
@@ -36,7 +39,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules_of_the_tree() -> set[str]:
-    """Every module that lies in a source tree, as the wheel must name it."""
+    """Return every module of the source trees, by its name in the wheel."""
     return {
         path.relative_to(parent).as_posix()
         for package, parent in SOURCES.items()
@@ -55,7 +58,7 @@ def test_the_wheel_holds_every_module_its_data_and_nothing_else(wheel: Path) -> 
     assert files == modules_of_the_tree() | DATA | TYPED
 
 
-def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
+def test_the_wheel_has_its_licence_and_its_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {
             name.partition(".dist-info/")[2]: name for name in archive.namelist() if ".dist-info/" in name
@@ -66,7 +69,7 @@ def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
     assert "radixkv = radixkv.cli.main:main" in commands
 
 
-def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:
+def test_the_sdist_has_the_files_that_a_packager_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
@@ -83,7 +86,7 @@ def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """One without an __init__.py would be imported by chance and type-checked by none."""
+    """A folder without an __init__.py would be imported by chance, and no tool would check its types."""
     folders = {
         ROOT / PurePosixPath(name).parent for name in modules_of_the_tree() if name.startswith("radixkv/")
     }
@@ -91,7 +94,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 
 def test_the_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked and imported from there, away from the tree."""
+    """Unpacked and imported from there, away from the source tree."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = """

@@ -1,11 +1,15 @@
-"""What every policy must do, driven as the cache drives it. A policy's test inherits this in one line.
+"""The contract of every policy, driven like the cache drives it. A policy's test class inherits it in one line.
 
-``PolicyContract`` lives random lives of a tree of nodes (requests with hints, growth, splits, evictions, clears;
-what was evicted comes back under the same ghost keys) and holds the policy to the promises of
-``radixkv_policies.policy``: the victim is an evictable leaf whenever there is one, asking changes nothing, only
-evictable nodes count, the same history gives the same victims. A subclass that names a ``reference`` is also held
-to that: a slow, obvious statement of the order, in single blocks, each with a history of its own. And in whole
-caches of each policy the audit is clean.
+``PolicyContract`` plays random lives of a tree of nodes: requests with hints, growth, splits, evictions and clears.
+Evicted blocks may return with the same ghost keys. At each step it checks the promises of ``radixkv_policies.policy``:
+
+- The victim is an evictable leaf whenever there is one.
+- Asking for the victim changes nothing.
+- Only evictable nodes count.
+- The same history gives the same victims.
+
+If a subclass names a ``reference``, the policy must evict in its order. A reference is a slow, plain statement of the
+order in single blocks, each with its own history. The audit must also be clean for whole caches of each policy.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from radixkv.clock import ManualClock
 from radixkv.errors import CapacityError
 from radixkv_policies import POLICIES, Policy, RequestHints, TokenRange
 
-# Inherited by each policy on purpose: one test, several executors.
+# Each policy inherits these tests on purpose: one test, several executors.
 _inherited = settings(
     max_examples=100, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
 )
@@ -29,7 +33,7 @@ _inherited = settings(
 CAPACITY = 24
 
 PINNED = (0,) * 14
-"""What is pinned in a cache, or a beginning of it."""
+"""A test pins this prompt, or a prefix of it."""
 
 _Op = tuple[int, int, int]
 lives = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1, 4)), max_size=120)
@@ -45,7 +49,7 @@ HINTS = (
 
 @dataclass(eq=False)
 class Block:
-    """A block, as a reference sees it: where it is, and what the reference notes of it."""
+    """A block for a reference: its place, and the reference's notes."""
 
     key: int
     depth: int
@@ -69,7 +73,7 @@ class Block:
 
 @dataclass(eq=False)
 class Node:
-    """A node as the test sees it."""
+    """A node for the test."""
 
     parent: Node | None
     blocks: list[Block] = field(default_factory=list)
@@ -78,22 +82,25 @@ class Node:
 
     @property
     def depth(self) -> int:
-        """Blocks from the root to its end."""
+        """The number of blocks from the root to the node's end."""
         above = self.parent.depth if self.parent is not None else 0
         return above + len(self.blocks)
 
 
 class Reference:
-    """The order, said plainly, block by block: ``key`` of the evictable leaves, the smallest goes."""
+    """The eviction order in plain form, block by block.
+
+    The evictable leaf with the smallest ``key`` is evicted first.
+    """
 
     def __init__(self, life: Life) -> None:
         self.life = life
 
     def opened(self, path: list[Block], num_blocks: int, hints: RequestHints | None) -> None:
-        """A request came, with ``num_blocks`` of prompt, and matched these blocks."""
+        """A request with a prompt of ``num_blocks`` blocks came and matched these blocks."""
 
     def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
-        """A request computed these blocks of a node; ``prompt`` are the blocks of its prompt."""
+        """A request computed these blocks of a node. ``prompt`` is the number of blocks of its prompt."""
 
     def used(self, block: Block) -> None:
         """A request found the block resident."""
@@ -102,29 +109,29 @@ class Reference:
         """The last use of the block ended."""
 
     def settle(self, leaves: list[Block]) -> None:
-        """The victim is asked for."""
+        """The cache asks for the victim."""
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """The smallest goes first."""
+        """The sort key. The smallest is evicted first."""
         raise NotImplementedError
 
     def evicted(self, block: Block) -> None:
         """The block was evicted."""
 
     def admits(self, block: Block) -> bool | None:
-        """Whether a leaf that ends with this block is kept when its use ends; None: the reference doesn't say."""
+        """Whether a leaf that ends with this block is kept when its use ends. None: the reference does not decide."""
         return None
 
     def declined(self, block: Block) -> None:
         """The block was not kept."""
 
     def cleared(self, block: Block) -> None:
-        """The block went with its namespace."""
+        """The block was removed with its namespace."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A lease on a node, and what comes with it."""
+    """A lease on a node, and the request's hints."""
 
     node: Node
     hints: object
@@ -133,7 +140,7 @@ class Request:
 
 
 class Life:
-    """A tree of nodes with leases, telling a policy what the cache would tell it."""
+    """A tree of nodes with leases. It makes the same calls to a policy as the cache would."""
 
     def __init__(self, policy: Policy, clock: ManualClock, reference: type[Reference] | None) -> None:
         self.policy, self.clock = policy, clock
@@ -146,7 +153,7 @@ class Life:
         self.steps = 0
 
     def step(self, op: _Op) -> None:
-        """One step of a life, from three small numbers."""
+        """Make one step of a life, chosen by three small numbers."""
         kind, which, size = op
         self.steps += 1
         self.clock.advance(0.1 + which % 7 + self.steps / 128)
@@ -166,7 +173,7 @@ class Life:
         self._check()
 
     def end_all(self) -> None:
-        """All uses end, everything is evicted."""
+        """End all uses and evict everything."""
         while self.requests:
             self._end(0)
         while self.nodes:
@@ -174,7 +181,7 @@ class Life:
             self._check()
         assert self.policy.victim() is None and len(self.policy) == 0
 
-    # --- what happens
+    # --- events
 
     def _use(self, which: int, size: int, *, split: bool) -> None:
         node = self.nodes[which % len(self.nodes)] if self.nodes else self.root
@@ -209,7 +216,7 @@ class Life:
         return upper
 
     def _insert(self, which: int, size: int) -> None:
-        """A commit: the request's lease moves from its node to a new one below."""
+        """A commit moves the request's lease from its node to a new child."""
         if not self.requests or which % 3 == 0:
             self._open(self.root, size + which % 2, HINTS[which % len(HINTS)])
         request = self.requests[which % len(self.requests)]
@@ -238,7 +245,7 @@ class Life:
             self.policy.extended(request.node, size, request.hints, keys)
 
     def _keys(self, above: Node, num_blocks: int, symbol: int = 0) -> list[int]:
-        """Ghost keys of blocks below a node: equal prefixes have equal keys."""
+        """The ghost keys of blocks below a node. Equal prefixes have equal keys."""
         blocks = [block for node in self._path(above) for block in node.blocks]
         key = blocks[-1].key if blocks else 1
         keys = []
@@ -284,7 +291,7 @@ class Life:
             self._give_up_declined(node)
 
     def _give_up_declined(self, node: Node) -> None:
-        """As the cache does at the end of a use: what isn't admitted goes at once, leaf by leaf upward."""
+        """Remove declined leaves like the cache at the end of a use: at once, leaf by leaf upward."""
         at: Node | None = node
         while at is not None and at in self.leaves():
             keeps, reference = self.policy.admit(at), self.reference
@@ -327,7 +334,7 @@ class Life:
                 self._drop(node)
 
     def _clear(self, which: int) -> None:
-        """A namespace is cleared: a leaf that nobody uses goes, whoever is next."""
+        """Clear a namespace: an unused leaf is removed, in any order."""
         leaves = [node for node in self.nodes if not node.uses and not node.children]
         if leaves:
             node = leaves[which % len(leaves)]
@@ -343,7 +350,7 @@ class Life:
         assert node.parent is not None
         node.parent.children.remove(node)
 
-    # --- what must hold
+    # --- invariants
 
     def leaves(self) -> list[Node]:
         """The evictable leaves."""
@@ -360,7 +367,7 @@ class Life:
             self._expect(victim)
 
     def _expect(self, victim: Node) -> None:
-        """The last block of the victim is the one that the reference names."""
+        """The victim's last block must be the one that the reference names."""
         if self.reference is not None:
             last = [node.blocks[-1] for node in self.leaves()]
             self.reference.settle(last)
@@ -376,7 +383,7 @@ class Life:
 
 
 class PolicyContract:
-    """Inherit, and name the policy."""
+    """Inherit from this class and set ``name``."""
 
     name: str
     reference: type[Reference] | None = None
@@ -386,7 +393,7 @@ class PolicyContract:
         return POLICIES[self.name](CAPACITY, clock or ManualClock(), 7, block_size=2)
 
     def live(self, ops: list[_Op]) -> Life:
-        """A whole life, checked at every step."""
+        """Play a whole life and check it at every step."""
         clock = ManualClock()
         life = Life(self.make(clock), clock, self.reference)
         for op in ops:
@@ -396,13 +403,13 @@ class PolicyContract:
 
     @_inherited
     @given(lives)
-    def test_any_life(self, ops: list[_Op]) -> None:
-        """Every promise, at every step; and in the end all go."""
+    def test_random_lives_keep_the_contract(self, ops: list[_Op]) -> None:
+        """Every promise holds at every step, and at the end everything can be evicted."""
         self.live(ops)
 
     @_inherited
     @given(lives)
-    def test_the_same_life_twice(self, ops: list[_Op]) -> None:
+    def test_the_same_life_gives_the_same_victims(self, ops: list[_Op]) -> None:
         """The same history and seed give the same victims."""
         assert self.live(ops).victims == self.live(ops).victims
 
@@ -413,13 +420,16 @@ class PolicyContract:
 
     @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
     @given(st.data())
-    def test_a_cache_of_its_own(self, data: st.DataObject) -> None:
-        """Running requests, forks, growth, leases, pins and evictions in a real cache: the audit is clean, and what is
-        leased or pinned stays.
+    def test_random_calls_of_a_whole_cache(self, data: st.DataObject) -> None:
+        """A real cache with running requests, forks, growth, leases, pins and evictions.
+
+        The audit must be clean, and leased and pinned blocks must stay.
         """
         clock = ManualClock()
-        grain, everybody = data.draw(st.sampled_from([2, 6])), Tenant("default", max_pinned_blocks=5)
-        config = CacheConfig(CAPACITY, 2, policy=self.name, segment_tokens=grain, default_tenant=everybody)
+        grain, default_tenant = data.draw(st.sampled_from([2, 6])), Tenant("default", max_pinned_blocks=5)
+        config = CacheConfig(
+            CAPACITY, 2, policy=self.name, segment_tokens=grain, default_tenant=default_tenant
+        )
         cache = PrefixCache(config, clock=clock)
         running: list[Sequence] = []
         for kind in data.draw(st.lists(st.integers(0, 9), max_size=40)):
@@ -466,8 +476,8 @@ class PolicyContract:
             pass
 
     @pytest.mark.parametrize("num_nodes", [1, 1_000])
-    def test_everything_goes(self, num_nodes: int) -> None:
-        """Many leaves, each once."""
+    def test_every_leaf_is_evicted_once(self, num_nodes: int) -> None:
+        """Many leaves are each evicted once."""
         policy = self.make()
         nodes = list(range(num_nodes))
         for node in nodes:

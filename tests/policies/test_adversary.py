@@ -1,8 +1,8 @@
-"""What somebody who sees everything can cost: hits of the live cache, beside those of an LRU that is asked the same.
+"""The cost of an adversary that sees everything: hits of a cache, compared with an LRU that gets the same requests.
 
-Before each request the adversary looks into both caches. It asks for what the LRU still holds and the other has given
-up, as long as there is such a prompt, and otherwise for a new one or one of the last. Nobody who asks from outside
-knows as much: what is bounded here is bounded.
+Before each request the adversary looks into both caches. If there is a prompt that the LRU still holds and the other
+cache has evicted, it asks for that prompt. Otherwise it asks for a new prompt or a recent one. A client outside knows
+less, so these bounds hold for it too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from radixkv_policies.auto import FREE_LOSS, MAX_LOSS
 NS = Namespace("a", "m")
 NUM_REQUESTS = 3_000
 PROMPT = 3
-"""Blocks of a prompt; one more token is left to compute."""
+"""The number of blocks of a prompt. One more token is left to compute."""
 BETWEEN_DECISIONS = 60
-"""Uses of blocks that fit between two decisions, at one request in half a second."""
+"""The number of block uses between two decisions, at one request in half a second."""
 
 
 def _ids(prompt: int) -> list[int]:
@@ -28,7 +28,7 @@ def _ids(prompt: int) -> list[int]:
 
 
 def _starve(policy: str, seed: int) -> tuple[int, int]:
-    """Hits of the policy and of LRU, in blocks."""
+    """The hits of the policy and of LRU, in blocks."""
     rng, clock = random.Random(seed), ManualClock()
     ours, lru = caches = [
         PrefixCache(CacheConfig(60, 1, policy=name, segment_tokens=1), clock=clock)
@@ -59,19 +59,19 @@ def _starve(policy: str, seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_loses_no_more_than_its_allowance(seed: int) -> None:
-    """Of the live cache, not only of the shadows that keep the account."""
+    """The bound holds for the real cache, not only for the shadows that count the loss."""
     ours, lru = _starve("auto", seed)
     assert lru - ours <= MAX_LOSS * PROMPT * NUM_REQUESTS + FREE_LOSS + BETWEEN_DECISIONS
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_learned_yields_to_lru(seed: int) -> None:
-    """It keeps no account, but while LRU hits more it ranks as that does."""
+    """It does not count its losses, but ranks like LRU while LRU has more hits."""
     ours, lru = _starve("learned", seed)
     assert lru - ours <= 0.05 * PROMPT * NUM_REQUESTS
 
 
-def test_the_adversary_is_one() -> None:
-    """A policy that does neither is pressed far below LRU."""
+def test_the_adversary_defeats_an_unbounded_policy() -> None:
+    """A positive control: a policy without such a bound falls far below LRU."""
     ours, lru = _starve("lrfu", 0)
     assert lru - ours > 0.2 * PROMPT * NUM_REQUESTS

@@ -1,4 +1,4 @@
-"""Auto: the candidate whose shadow hits most takes over, and only on evidence."""
+"""Auto: the candidate with the most hits in its shadow takes over, and only on sufficient evidence."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ def _drive(policy: str, asks: list[int]) -> tuple[int, str]:
     return cache.stats().hit_tokens, chosen.in_charge if isinstance(chosen, Auto) else policy
 
 
-def test_a_scan_is_withstood() -> None:
-    """Popular prompts under a flood of prompts that never return: more hits than LRU, nearly those of LRFU."""
+def test_auto_withstands_a_scan() -> None:
+    """Popular prompts under a flood of prompts that never return.
+
+    Auto has more hits than LRU and nearly those of LRFU.
+    """
     rng = random.Random(5)
     asks = [10 * rng.randrange(12) if rng.random() < 0.3 else 1_000 + 10 * i for i in range(4_000)]
     hits = {policy: _drive(policy, asks)[0] for policy in ("lru", "lrfu", "auto")}
     assert hits["auto"] > 1.2 * hits["lru"] and hits["auto"] > 0.8 * hits["lrfu"]
 
 
-def test_a_mix_that_turns() -> None:
-    """Popular prompts, then a shifting window, every 15 minutes: not far below LRU over the whole run."""
+def test_auto_follows_a_changing_mix() -> None:
+    """Popular prompts and a shifting window alternate every 15 minutes.
+
+    Auto is not far below LRU over the whole run.
+    """
     rng = random.Random(6)
     asks = []
     for i in range(6_000):
@@ -49,15 +55,15 @@ def test_a_mix_that_turns() -> None:
 
 
 def _shadow_hits(policy: Auto) -> tuple[int, int]:
-    """Uses and debt."""
+    """The number of uses, and the debt."""
     return policy.shadows.num_uses, policy.shadows.debt
 
 
-def test_an_adversary_is_paid_no_more_than_the_allowance() -> None:
-    """Whoever is in charge is starved: prompts that the others would hold, and it does not, come next.
+def test_an_adversary_costs_auto_at_most_the_allowance() -> None:
+    """The adversary asks for prompts that the other candidates would hold and the active one does not.
 
-    However long that goes on, the shadow of LRU is ahead of those in charge by no more than the allowance and what
-    came between two decisions.
+    However long this goes on, the active candidates lose at most the allowance to the shadow of LRU, plus the uses
+    between two decisions.
     """
     clock = ManualClock()
     cache = PrefixCache(CacheConfig(60, 1, policy="auto", segment_tokens=1), clock=clock)
@@ -88,7 +94,7 @@ def test_an_adversary_is_paid_no_more_than_the_allowance() -> None:
 
 
 def _ahead(shadows: _Shadows, times: list[float]) -> None:
-    """``learned`` hits what nobody else does, a segment at each time."""
+    """``learned`` alone has a hit of one segment at each of these times."""
     for time_s in times:
         shadows.num_uses += 1
         shadows._num_lately += 1
@@ -96,15 +102,15 @@ def _ahead(shadows: _Shadows, times: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("times", "said"), [([1.0] * 40, 2), ([float(i) for i in range(40)], 0)])
-def test_what_a_request_hits_is_one_chance(times: list[float], said: int) -> None:
-    """Forty segments of one request are no evidence; those of forty requests are."""
+def test_hits_of_one_request_count_as_one_chance(times: list[float], said: int) -> None:
+    """Forty segments of one request are no evidence. Forty segments of forty requests are."""
     shadows = _Shadows(Learned(100, ManualClock(), 0))
     _ahead(shadows, times)
     assert shadows.decide(2, 1.0) == said
 
 
-def test_who_lost_the_allowance_gets_the_lead_back() -> None:
-    """Not before a part of it is allowed again, and only who wins."""
+def test_a_candidate_that_lost_the_allowance_can_return() -> None:
+    """It gets the lead only after part of the allowance is free again, and only if it has more hits."""
     shadows = _Shadows(Learned(100, ManualClock(), 0))
     shadows.debt = FREE_LOSS + 1
     _ahead(shadows, [float(i) for i in range(40)])
@@ -115,8 +121,11 @@ def test_who_lost_the_allowance_gets_the_lead_back() -> None:
     assert shadows.decide(2, 0.0) == 0 and shadows.decide(2, 1.0) == 2
 
 
-def test_the_safe_one_follows_who_loses_unless_another_is_ahead_of_it() -> None:
-    """``lrfu`` and ``lru`` hit the same that ``learned``, in charge, misses; then ``lrfu`` a little more, and more."""
+def test_lru_replaces_a_losing_candidate_unless_another_is_ahead() -> None:
+    """``lrfu`` and ``lru`` have hits that the active ``learned`` misses.
+
+    Then ``lrfu`` has a few more hits, and then many more.
+    """
     shadows = _Shadows(Learned(100, ManualClock(), 0))
     for number in range(400):
         shadows.num_uses += 1
@@ -132,8 +141,11 @@ def test_the_safe_one_follows_who_loses_unless_another_is_ahead_of_it() -> None:
     assert shadows.decide(0, 1.0) == 1
 
 
-def test_a_shadow_hears_of_what_was_left_behind() -> None:
-    """A session goes on elsewhere: in the shadow of ``learned`` too its last request is worth what its new class is."""
+def test_a_shadow_learns_of_superseded_requests() -> None:
+    """A session continues elsewhere.
+
+    In the shadow of ``learned`` too, its last request then has the worth of its new class.
+    """
     clock = ManualClock()
     policy = Auto(1_000, clock, 0)
     for number, node in enumerate(("a1", "b1", "a2")):

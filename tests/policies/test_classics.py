@@ -1,6 +1,6 @@
-"""Each policy but LRU and LFU: the promises of a policy, and exactly the order that its slow reference says.
+"""Each policy except LRU and LFU keeps the contract and evicts exactly in the order of its slow reference.
 
-The references work on single blocks and plain lists, look at every block at every question, and never forget a ghost.
+The references use single blocks and plain lists. They look at every block at every question, and never forget a ghost.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Hints = RequestHints | None
 
 
 class InsertedFirst(Reference):
-    """Who was inserted first; what a request adds to its own leaf counts with it."""
+    """FIFO: the block that was inserted first. Blocks that a request adds to its own leaf count with that leaf."""
 
     clock = 0
 
     def place(self, blocks: list[Block]) -> None:
-        """Put new blocks at the young end, or where the new ones are that they continue."""
+        """Put new blocks at the young end, or beside the new blocks that they continue."""
         before = blocks[0].node.blocks
         at = before.index(blocks[0])
         joins = at > 0 and before[at - 1].is_new and blocks[0].is_new
@@ -38,11 +38,11 @@ class InsertedFirst(Reference):
             block.stamp = before[at - 1].stamp if joins else self.clock
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """Their place in the queue."""
+        """Place the blocks in the queue."""
         self.place(blocks)
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """Its place."""
+        """The place in the queue."""
         return (block.stamp,)
 
 
@@ -54,37 +54,40 @@ class TestFIFO(PolicyContract):
 
 
 class SmallestSumFirst(Reference):
-    """Half as much for each half-life since a use ended, summed over all uses ever. The half-life is the policy's."""
+    """LRFU: each use counts half as much for each half-life since its end, summed over all uses.
+
+    The policy gives the half-life.
+    """
 
     def __init__(self, life: Life) -> None:
         super().__init__(life)
         self.ghosts: dict[int, list[float]] = {}
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """A use that runs, on top of what was."""
+        """Start a running use, and add the ghost's uses."""
         for block in blocks:
             block.uses, block.notes = 1, self.ghosts.pop(block.key, [])
 
     def used(self, block: Block) -> None:
-        """Another use that runs."""
+        """Count another running use."""
         block.uses += 1
 
     def policy(self) -> LRFU:
-        """Whose half-life it is."""
+        """The policy that gives the half-life."""
         return cast(LRFU, self.life.policy)
 
     def ended(self, block: Block) -> None:
-        """All that ran are counted now."""
+        """All running uses are counted now."""
         now = self.policy().half_lives()
         block.notes = block.notes + [now] * block.uses
         block.uses, block.stamp = 0, self.life.now
 
     def evicted(self, block: Block) -> None:
-        """It is remembered."""
+        """Remember the block's uses."""
         self.ghosts[block.key] = block.notes
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """The sum, up to a factor that all have."""
+        """The sum, up to a common factor."""
         last = max(block.notes)
         return (last + log2(sum(2.0 ** (end - last) for end in block.notes)), block.stamp)
 
@@ -97,7 +100,7 @@ class TestLRFU(PolicyContract):
 
 
 class TwoLists(LastUseEndedFirst):
-    """ARC. ``flag``: used again."""
+    """ARC. ``flag`` means that the block was used again."""
 
     def __init__(self, life: Life) -> None:
         super().__init__(life)
@@ -119,17 +122,17 @@ class TwoLists(LastUseEndedFirst):
                 self.target = min(max(self.target + step, 0.0), CAPACITY)
 
     def used(self, block: Block) -> None:
-        """Used again."""
+        """Mark the block as used again."""
         block.flag = True
 
     def evicted(self, block: Block) -> None:
-        """It is remembered by the list that it was in."""
+        """The list that held the block remembers it."""
         ghosts = self.again if block.flag else self.once
         ghosts.append(block.key)
         del ghosts[:-CAPACITY]
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """The list whose turn it is, then the last use."""
+        """The list that is due first, then the last use."""
         num_once = sum(not other.flag for node in self.life.nodes for other in node.blocks)
         from_once = num_once >= max(1.0, self.target)
         return (block.flag == from_once, block.stamp)
@@ -143,14 +146,14 @@ class TestARC(PolicyContract):
 
 
 class ThreeQueues(InsertedFirst):
-    """S3-FIFO. ``flag``: in the main queue."""
+    """S3-FIFO. ``flag`` means that the block is in the main queue."""
 
     def __init__(self, life: Life) -> None:
         super().__init__(life)
         self.ghosts: list[int] = []
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """Run by run: whom a ghost knows goes to the main queue."""
+        """Insert run by run. Blocks with a ghost go to the main queue."""
         known = {block.key for block in blocks if block.key in self.ghosts}
         self.ghosts = [key for key in self.ghosts if key not in known]
         run: list[Block] = []
@@ -164,11 +167,11 @@ class ThreeQueues(InsertedFirst):
         self.place(run)
 
     def used(self, block: Block) -> None:
-        """Up to three."""
+        """Count up to three uses."""
         block.uses = min(block.uses + 1, 3)
 
     def evicted(self, block: Block) -> None:
-        """Who failed in the small queue is remembered."""
+        """Remember blocks that are evicted from the small queue."""
         if not block.flag:
             self.ghosts.append(block.key)
             del self.ghosts[:-CAPACITY]
@@ -181,7 +184,7 @@ class ThreeQueues(InsertedFirst):
         return min(small if from_small else main, key=lambda block: block.stamp)
 
     def settle(self, leaves: list[Block]) -> None:
-        """The heads that earned it go to the young end of the main queue, with all of their run."""
+        """Move heads with enough uses to the young end of the main queue, with all of their run."""
         while (head := self._head(leaves)).uses > (0 if head.flag else 1):
             run = [b for b in head.node.blocks if b.stamp == head.stamp]
             self.clock += 1
@@ -190,7 +193,7 @@ class ThreeQueues(InsertedFirst):
                 block.flag, block.stamp = True, self.clock
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """Whether it is the head."""
+        """Whether the block is the head."""
         leaves = [node.blocks[-1] for node in self.life.leaves()]
         return (block is not self._head(leaves), block.stamp)
 
@@ -203,16 +206,16 @@ class TestS3FIFO(PolicyContract):
 
 
 class TheHand(InsertedFirst):
-    """SIEVE. ``flag``: used since the hand came by."""
+    """SIEVE. ``flag`` means that the block was used since the hand passed it."""
 
     hand = 0
 
     def used(self, block: Block) -> None:
-        """A mark."""
+        """Set the mark."""
         block.flag = True
 
     def settle(self, leaves: list[Block]) -> None:
-        """Walk from the hand on to the first without a mark."""
+        """Move the hand to the first block without a mark."""
         while True:
             ahead = [block for block in leaves if block.stamp >= self.hand]
             if not ahead:
@@ -227,19 +230,19 @@ class TheHand(InsertedFirst):
             self.hand += 1
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """The first from the hand on."""
+        """The first block from the hand on."""
         return (block.stamp < self.hand, block.stamp)
 
 
 class TestSIEVE(PolicyContract):
-    """The hand."""
+    """The moving hand."""
 
     name = "sieve"
     reference = TheHand
 
 
 class LeastWorthFirst(Reference):
-    """GDSF: uses times cost, over the inflation when the last use ended."""
+    """GDSF: uses times cost, plus the inflation when the last use ended."""
 
     inflation = 0.0
 
@@ -248,25 +251,25 @@ class LeastWorthFirst(Reference):
         self.ghosts: dict[int, int] = {}
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """One more than is remembered."""
+        """One use more than the ghost remembers."""
         for block in blocks:
             block.uses = self.ghosts.pop(block.key, 0) + 1
 
     def used(self, block: Block) -> None:
-        """One more."""
+        """Count one use."""
         block.uses += 1
 
     def ended(self, block: Block) -> None:
-        """On top of the inflation."""
+        """Add the present inflation."""
         block.rank, block.stamp = self.inflation, self.life.now
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """A token costs its position ÷ 30,962 more than the first."""
+        """A token at position p costs 1 + p ÷ 30,962 times the first token."""
         cost = 1 + 512 * (5.2e5 / 4e14) / (16.1e9 / 4e14) * block.depth
         return (block.rank + block.uses * cost, block.stamp)
 
     def evicted(self, block: Block) -> None:
-        """Remembered; the inflation is its worth."""
+        """Remember the uses. The inflation becomes the block's worth."""
         self.inflation = max(self.inflation, self.key(block)[0])
         self.ghosts[block.key] = block.uses
 
@@ -279,15 +282,15 @@ class TestGDSF(PolicyContract):
 
 
 class SmallestChanceFirst(LastUseEndedFirst):
-    """The chance of the class, none beyond the horizon. Classes and chances are the policy's."""
+    """Survival: the chance of the block's class, or zero beyond the horizon. The policy gives classes and chances."""
 
     def ended(self, block: Block) -> None:
-        """When, too."""
+        """Also note the time."""
         super().ended(block)
         block.rank = self.life.clock.now
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """Chance, then age."""
+        """The chance, then the age."""
         policy = cast(Survival, self.life.policy)
         event = policy.pieces(block.node)[-1].event
         assert event is not None
@@ -298,40 +301,43 @@ class SmallestChanceFirst(LastUseEndedFirst):
 
 
 class TestSurvival(PolicyContract):
-    """Chance to return."""
+    """The chance to return."""
 
     name = "survival"
     reference = SmallestChanceFirst
 
 
 class SpareFirst(LastUseEndedFirst):
-    """Tail-optimised LRU. ``rank``: the reach; ``notes``: the mean new blocks when it became the end of a leaf."""
+    """Tail-optimised LRU.
+
+    ``rank`` is the reach, and ``notes`` holds the mean of new blocks when the block became a leaf's end.
+    """
 
     mean = 0.0
     objective = 8
 
     def opened(self, path: list[Block], num_blocks: int, hints: Hints) -> None:
-        """The mean of new blocks."""
+        """Update the mean of new blocks."""
         self.mean += MEAN_STEP * (min(num_blocks - len(path), self.objective) - self.mean)
 
     def ended(self, block: Block) -> None:
-        """Nothing is below it any more that counts."""
+        """Nothing below the block counts any more."""
         super().ended(block)
         block.rank, block.notes = 0.0, [self.mean]
 
     def evicted(self, block: Block) -> None:
-        """What is above it reached as far."""
+        """The block above has reached at least as far."""
         above = block.above
         if above is not None:
             above.rank = max(above.rank, block.rank, block.depth)
             above.notes = [self.mean]
 
     def cleared(self, block: Block) -> None:
-        """As an eviction."""
+        """A clear counts as an eviction."""
         self.evicted(block)
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """What is left of the budget, then the last use."""
+        """The rest of the budget, then the last use."""
         reach = max(block.rank, block.depth)
         spare = self.objective - round(block.notes[0]) - (reach - block.depth)
         return (spare <= 0, block.stamp)
@@ -345,7 +351,7 @@ class TestTailLRU(PolicyContract):
 
 
 class LowestPriorityFirst(LastUseEndedFirst):
-    """``rank``: the priority; ``notes``: for how long it holds, and until when."""
+    """Priority. ``rank`` is the priority, and ``notes`` holds its duration and its end."""
 
     def _give(self, block: Block, hints: Hints) -> None:
         block.rank, block.notes = DEFAULT_PRIORITY, [float("inf"), float("inf")]
@@ -359,23 +365,23 @@ class LowestPriorityFirst(LastUseEndedFirst):
                 block.rank, block.notes[0] = span.priority, span.duration_s or float("inf")
 
     def opened(self, path: list[Block], num_blocks: int, hints: Hints) -> None:
-        """A request's own priorities are set anew."""
+        """A request with its own priorities sets them on all matched blocks."""
         if hints is not None and (hints.priority is not None or hints.ranges):
             for block in path:
                 self._give(block, hints)
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """The request's."""
+        """The blocks get the request's priority."""
         for block in blocks:
             self._give(block, hints)
 
     def ended(self, block: Block) -> None:
-        """From now on its duration runs."""
+        """The duration starts now."""
         super().ended(block)
         block.notes[1] = self.life.clock.now + block.notes[0]
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """The priority as it is now, then the last use."""
+        """The present priority, then the last use."""
         holds = self.life.clock.now < block.notes[1]
         return (block.rank if holds else DEFAULT_PRIORITY, block.stamp)
 
@@ -388,15 +394,15 @@ class TestPriority(PolicyContract):
 
 
 class GeneratedFirst(LastUseEndedFirst):
-    """``flag``: a prompt held it."""
+    """Prefix-first. ``flag`` means that a prompt contained the block."""
 
     def inserted(self, blocks: list[Block], hints: Hints, prompt: int) -> None:
-        """Within its request's prompt or not."""
+        """Note whether the block is within its request's prompt."""
         for block in blocks:
             block.flag = block.depth <= prompt
 
     def used(self, block: Block) -> None:
-        """Found by a prompt."""
+        """A prompt contained the block."""
         block.flag = True
 
     def key(self, block: Block) -> tuple[float, ...]:
@@ -405,15 +411,17 @@ class GeneratedFirst(LastUseEndedFirst):
 
 
 class TestPrefixFirst(PolicyContract):
-    """Prompts outlive answers."""
+    """Prompts stay longer than answers."""
 
     name = "prefix_first"
     reference = GeneratedFirst
 
 
 class FewestHitsFirst(LastUseEndedFirst):
-    """What the class is worth at its age, as of when the leaf came or all were ranked; then who waits longest, then who
-    came first. Classes and what they are worth are the policy's.
+    """Learned: the worth of the block's class at its age, as of its arrival or of the last full ranking.
+
+    Among equals the block that waits longest is first, then the one that came first. The policy gives the classes and
+    their worths.
     """
 
     def __init__(self, life: Life) -> None:
@@ -422,11 +430,11 @@ class FewestHitsFirst(LastUseEndedFirst):
         self.ranked_s, self.num_came = life.clock.now, 0
 
     def policy(self) -> Learned:
-        """Whose classes they are."""
+        """The policy that gives the classes."""
         return cast(Learned, self.life.policy)
 
     def settle(self, leaves: list[Block]) -> None:
-        """Rank who came, or all if the policy did so since."""
+        """Rank new leaves, or all leaves if the policy has ranked all since."""
         policy, now_s = self.policy(), self.life.clock.now
         is_anew, self.ranked_s = policy._counted_s > self.ranked_s, policy._counted_s
         before, self.places = self.places, {}
@@ -443,7 +451,7 @@ class FewestHitsFirst(LastUseEndedFirst):
             self.places[came] = worth, piece.ended_s, place
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """Its place."""
+        """The place of the block."""
         piece = self.policy().pieces(block.node)[-1]
         return self.places[piece, piece.ended_s, piece.group]
 
@@ -456,13 +464,13 @@ class TestLearned(PolicyContract):
 
 
 class TestAuto(PolicyContract):
-    """The best of three; its choice is in test_auto.py."""
+    """The best of three candidates. Tests of the choice are in test_auto.py."""
 
     name = "auto"
 
 
 class Held(Auto):
-    """Somebody is in charge, and stays it."""
+    """``auto`` with one fixed candidate."""
 
     def maintain(self) -> None:
         """Learn, but decide nothing."""
@@ -490,7 +498,7 @@ class UnderLRFU(SmallestSumFirst):
 )
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(ops=lives)
-def test_auto_evicts_in_the_order_of_who_is_in_charge(
+def test_auto_evicts_in_the_order_of_its_active_candidate(
     name: str, reference: type[Reference], ops: list[tuple[int, int, int]]
 ) -> None:
     clock = ManualClock()

@@ -1,4 +1,4 @@
-"""The contract itself: policies that break a promise fail it."""
+"""Tests of the contract itself: policies that break a promise fail it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.policies.test_lru import LastUseEndedFirst
 
 
 class Newest(LRU):
-    """Evicts what was used last: a parent before its child."""
+    """Evicts the most recent node, so a parent goes before its child."""
 
     def victim(self) -> Any:
-        """The youngest."""
+        """The youngest node."""
         return next(reversed(self._order), None)
 
 
 class Forgetful(LRU):
-    """Loses the upper half of a node that is split while evictable."""
+    """Loses the upper half of a node that is split while it is evictable."""
 
     def split(self, upper: Any, lower: Any, num_blocks: int) -> None:
-        """Says nothing of it."""
+        """Do nothing."""
 
 
 class Restless(LRU):
-    """Asking for a victim makes it the youngest."""
+    """Each question for the victim makes the victim the youngest."""
 
     def victim(self) -> Any:
-        """The oldest, once."""
+        """The oldest node, moved to the young end."""
         oldest = super().victim()
         if oldest is not None:
             self._order.move_to_end(oldest)
@@ -48,7 +48,7 @@ class Ageless(LFU):
     """Never ages."""
 
     def trimmed(self, node: Any, num_blocks: int) -> None:
-        """Learns nothing from it."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,10 @@ class Ageless(LFU):
         (LRU, LowestPriorityFirst),
     ],
 )
-def test_a_broken_policy_is_found(broken: type[Policy], reference: type[Reference] | None) -> None:
-    """Some life shows it."""
+def test_the_contract_detects_a_broken_policy(
+    broken: type[Policy], reference: type[Reference] | None
+) -> None:
+    """Some life shows the fault."""
 
     def breaks(ops: list[Any]) -> bool:
         clock = ManualClock()
@@ -85,11 +87,11 @@ def test_a_broken_policy_is_found(broken: type[Policy], reference: type[Referenc
 
 
 def test_a_policy_without_an_order_is_refused() -> None:
-    """It says what is missing, before anything depends on it."""
+    """The error names the missing part, before anything depends on the policy."""
 
     class Half(Policy):
         def victim(self) -> Any:
-            """Nothing."""
+            """Do nothing."""
 
         def __len__(self) -> int:
             return 0
@@ -98,8 +100,8 @@ def test_a_policy_without_an_order_is_refused() -> None:
         Half(64, ManualClock(), 0)
 
 
-def test_policies_are_instances_of_their_own_classes_only() -> None:
-    """Compiled ones too."""
+def test_a_policy_is_an_instance_of_its_own_class_only() -> None:
+    """This also holds for compiled policies."""
     policies = [policy(64, ManualClock(), 0) for policy in POLICIES.values()]
     for policy in policies:
         assert [isinstance(policy, kind) for kind in POLICIES.values()] == [
@@ -109,8 +111,8 @@ def test_policies_are_instances_of_their_own_classes_only() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_policy_remembers_goes_with_its_cache(name: str) -> None:
-    """Pieces, compiled, are nothing that the collector looks into: a cycle through one would keep all for ever."""
+def test_the_memory_of_a_policy_is_freed_with_its_cache(name: str) -> None:
+    """Compiled pieces are invisible to the garbage collector. A cycle through one would keep everything alive."""
     clock = ManualClock()
     cache = PrefixCache(CacheConfig(num_blocks=80, policy=name), clock=clock)
     cache.add_tenant(Tenant("t"))

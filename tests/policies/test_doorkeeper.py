@@ -1,4 +1,4 @@
-"""The doorkeeper: LRU's order, and a door that a slow reference opens and shuts alike; admission in a whole cache."""
+"""The doorkeeper: LRU's order, admission as in a slow reference, and admission in a whole cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NS = Namespace("a", "m")
 
 
 class DoorAndLastUse(Reference):
-    """Who was used before is let in, of the others a share; it follows the victims' ages, while the door's record is
-    good.
+    """A block that was used before is admitted, and a share of the others.
+
+    The share follows the ages of the victims, while the record of admissions is good.
     """
 
     def __init__(self, life: Life) -> None:
@@ -29,25 +30,25 @@ class DoorAndLastUse(Reference):
         self.strictness, self.due = 0.0, {True: 0.0, False: 0.0}
 
     def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
-        """Known by a ghost, or new."""
+        """Note whether a ghost knows the block."""
         for block in blocks:
             block.flag = block.key in self.ghosts
             self.ghosts.discard(block.key)
 
     def used(self, block: Block) -> None:
-        """Known from now on."""
+        """From now on the block is known."""
         block.flag = True
 
     def ended(self, block: Block) -> None:
-        """Its place in the order, and its age."""
+        """Note the block's place in the order, and its age."""
         block.stamp, block.rank = self.life.now, self.life.clock()
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """When its last use ended."""
+        """When the last use ended."""
         return (block.stamp,)
 
     def admits(self, block: Block) -> bool:
-        """By where its run of blocks with one history begins."""
+        """The decision depends on where the block's run of equal history starts."""
         blocks = block.node.blocks
         at = blocks.index(block)
         if block.flag:
@@ -62,7 +63,7 @@ class DoorAndLastUse(Reference):
         return admits
 
     def evicted(self, block: Block) -> None:
-        """It is remembered, and was young or old."""
+        """Remember the block. Whether it was young changes the strictness."""
         self.ghosts.add(block.key)
         policy = cast(Doorkeeper, self.life.policy)
         is_young = self.life.clock() - block.rank < doorkeeper.PATIENCE * policy._half_life.seconds
@@ -70,26 +71,26 @@ class DoorAndLastUse(Reference):
         self.strictness = min(max(self.strictness + step, 0.0), 2 * FEWEST)
 
     def declined(self, block: Block) -> None:
-        """It is remembered."""
+        """Remember the block."""
         self.ghosts.add(block.key)
 
 
 class TestDoorkeeper(PolicyContract):
-    """As every policy."""
+    """The contract of every policy."""
 
     name = "doorkeeper"
     reference = DoorAndLastUse
 
     def make(self, clock: ManualClock | None = None) -> Doorkeeper:
-        """One block a segment, so that each block has a key."""
+        """One block for each segment, so that each block has a key."""
         policy = super().make(clock)
         assert isinstance(policy, Doorkeeper)
         return policy
 
 
 @pytest.mark.pure
-def test_lives_in_which_the_door_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long lives under pressure: newcomers are declined, and the reference agrees with each answer."""
+def test_long_lives_with_many_declined_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long lives under pressure decline many new blocks. The reference must agree with each decision."""
     monkeypatch.setattr(doorkeeper, "PATIENCE", 1e6)
     num_declined = 0
     for seed in range(20):
@@ -106,7 +107,10 @@ def test_lives_in_which_the_door_is_shut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def flood(cache: PrefixCache, times: int) -> list[int]:
-    """Prompts that never return, and one that returns when LRU has just forgotten it: its hits in tokens."""
+    """Prompts that never return, and one that returns just after LRU has evicted it.
+
+    Return that prompt's hits in tokens.
+    """
     hits = []
     for at in range(times):
         cache._clock.advance(1.0)  # type: ignore[attr-defined]
@@ -118,15 +122,18 @@ def flood(cache: PrefixCache, times: int) -> list[int]:
 
 
 def make(policy: str = "doorkeeper") -> tuple[PrefixCache, Recorder]:
-    """A cache of eight prompts, under a flood."""
+    """A cache for eight prompts, with its journal."""
     journal = Recorder(4)
     default = Tenant("default", max_pinned_blocks=8)
     config = CacheConfig(32, 4, policy=policy, segment_tokens=4, default_tenant=default)
     return PrefixCache(config, clock=ManualClock(), journal=journal), journal
 
 
-def test_what_is_declined_is_free_at_once() -> None:
-    """And counted, and remembered, and the journal hears of it; so what returns stays, which LRU never finds."""
+def test_declined_blocks_are_free_at_once() -> None:
+    """Declined blocks are counted and remembered, and the journal reports them.
+
+    So a prompt that returns stays; LRU never finds it.
+    """
     cache, journal = make()
     hits = flood(cache, 1_000)
     assert sum(hits[-50:]) > 150 and not any(flood(make("lru")[0], 1_000))
@@ -137,12 +144,15 @@ def test_what_is_declined_is_free_at_once() -> None:
     assert not cache.match(NS, ids).num_tokens
     with cache.open(NS, ids) as sequence:
         sequence.commit(16)
-    assert cache.match(NS, ids).num_tokens == 16, "known by now"
+    assert cache.match(NS, ids).num_tokens == 16, "the ghost is known by now"
     audit.check(cache)
 
 
-def test_what_is_declined_is_shared_while_it_runs() -> None:
-    """A request finds what another that still runs computed; two uses at once are a use again, and it is kept."""
+def test_blocks_of_a_running_request_are_shared_before_they_are_declined() -> None:
+    """A request finds the blocks of a running request.
+
+    Two simultaneous uses count as a second use, so the blocks are kept.
+    """
     cache, _ = make()
     flood(cache, 1_000)
     num_kept = 0
@@ -159,18 +169,18 @@ def test_what_is_declined_is_shared_while_it_runs() -> None:
 
 
 def _declined(cache: PrefixCache) -> list[int]:
-    """A prompt that was declined just now."""
+    """A prompt that was just declined."""
     for at in range(100):
         ids = [10_000 + at] * 16
         with cache.open(NS, ids) as sequence:
             sequence.commit(16)
         if not cache.match(NS, ids).num_tokens:
             return ids
-    raise AssertionError("the door is open")
+    raise AssertionError("the doorkeeper admits every prompt")
 
 
-def test_pins_and_inserts_pass_the_door() -> None:
-    """What is pinned stays for its time whatever the policy says; blocks that an engine hands in may be declined."""
+def test_pins_are_kept_and_inserts_may_be_declined() -> None:
+    """Pinned blocks stay for their time under any policy. Blocks that an engine inserts may be declined."""
     cache, journal = make()
     flood(cache, 1_000)
     seen = set()
@@ -189,8 +199,11 @@ def test_pins_and_inserts_pass_the_door() -> None:
     assert 0 in seen
 
 
-def test_the_record_of_a_door_that_loses() -> None:
-    """A loop that fits the cache, in which everything returns late: the door opens, and costs next to nothing."""
+def test_a_losing_doorkeeper_admits_everything() -> None:
+    """In a loop that fits the cache, every prompt returns late.
+
+    The doorkeeper then admits nearly all, and costs almost nothing.
+    """
     hits = {}
     for policy in ("lru", "doorkeeper"):
         cache, _ = make(policy)
@@ -204,8 +217,8 @@ def test_the_record_of_a_door_that_loses() -> None:
     assert hits["doorkeeper"] > 0.95 * hits["lru"] > 0
 
 
-def test_a_record_counts_what_lru_would_forget() -> None:
-    """It forgets what ended before as many new blocks as the cache has; what was long ago fades."""
+def test_a_record_counts_what_lru_would_evict() -> None:
+    """The record drops uses that ended more new blocks ago than the cache holds. Old wins and losses fade."""
     record = Record(100)
     for now in range(150):
         record.made(1, float(now))
@@ -217,7 +230,7 @@ def test_a_record_counts_what_lru_would_forget() -> None:
     assert record.is_good and -10 < record.won < 0
 
 
-def test_a_policy_without_a_door_is_never_asked() -> None:
+def test_a_policy_without_admission_has_no_hook() -> None:
     """The hook is None, so nothing is called."""
     cache = PrefixCache(CacheConfig(8, 4))
     with cache.open(NS, range(4)) as sequence:
@@ -226,7 +239,7 @@ def test_a_policy_without_a_door_is_never_asked() -> None:
 
 
 def test_partial_tails_are_never_kept() -> None:
-    """Whatever the policy: of a request's last block only a whole one outlives it."""
+    """Under any policy, only whole blocks of a request stay after it."""
     for policy in ("lru", "doorkeeper", "learned"):
         cache = PrefixCache(CacheConfig(8, 4, policy=policy))
         for size in range(1, 13):

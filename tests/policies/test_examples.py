@@ -1,4 +1,4 @@
-"""A plain example for each policy: what a full cache evicts first. The contract suites check the whole order.
+"""A plain example for each policy: the first victim of a full cache. The contract suites check the whole order.
 
 A prompt here is one number, and one block long: ``ask(cache, 1, 2)`` is a request for prompt 1, then one for prompt 2.
 """
@@ -15,12 +15,12 @@ NS = Namespace("acme", "model")
 
 
 def cache_of(policy: str, room: int, clock: ManualClock | None = None) -> PrefixCache:
-    """A cache with room for ``room`` prompts, and a block for the token that a request computes."""
+    """A cache for ``room`` prompts, plus a block for the token that a request computes."""
     return PrefixCache(CacheConfig(room + 1, block_size=2, policy=policy), clock=clock or ManualClock())
 
 
 def ask(cache: PrefixCache, *prompts: int, hints: RequestHints | None = None) -> None:
-    """One request after another."""
+    """Make one request after another."""
     for prompt in prompts:
         with cache.open(NS, [prompt, prompt, prompt], hints=hints) as sequence:
             sequence.commit(3)
@@ -32,7 +32,7 @@ def cached(cache: PrefixCache) -> list[int]:
 
 
 def evicted(cache: PrefixCache, number: int) -> list[int]:
-    """The prompts that an eviction takes, in its order."""
+    """The prompts that ``number`` evictions take, in order."""
     order = []
     for _ in range(number):
         before = cached(cache)
@@ -42,7 +42,7 @@ def evicted(cache: PrefixCache, number: int) -> list[int]:
 
 
 def test_lru() -> None:
-    """Room for two: the third evicts the one whose last use is longest ago."""
+    """The cache holds two prompts. The third evicts the one with the oldest last use."""
     cache = cache_of("lru", room=2)
     ask(cache, 1, 2, 3)
     assert cached(cache) == [2, 3]
@@ -51,21 +51,21 @@ def test_lru() -> None:
 
 
 def test_lfu() -> None:
-    """The one with the fewest uses goes first, though it is the youngest."""
+    """The prompt with the fewest uses goes first, even if it is the youngest."""
     cache = cache_of("lfu", room=4)
     ask(cache, 1, 1, 1, 2, 2, 3)
     assert evicted(cache, 3) == [3, 2, 1]
 
 
 def test_fifo() -> None:
-    """Uses don't count: the first in is the first out."""
+    """Uses do not count: the first in is the first out."""
     cache = cache_of("fifo", room=4)
     ask(cache, 1, 2, 3, 1, 1)
     assert evicted(cache, 3) == [1, 2, 3]
 
 
 def test_lrfu() -> None:
-    """Uses count, and count less the longer ago they were: after a day, three old ones are worth less than one."""
+    """Older uses count less. After a day, three old uses count less than one new use."""
     clock = ManualClock()
     cache = cache_of("lrfu", room=4, clock=clock)
     ask(cache, 1, 1, 1, 2)
@@ -76,21 +76,21 @@ def test_lrfu() -> None:
 
 
 def test_arc() -> None:
-    """What was used once goes before what was used again, though that is older."""
+    """A prompt used once goes before an older prompt that was used again."""
     cache = cache_of("arc", room=4)
     ask(cache, 1, 1, 2, 3, 3)
     assert evicted(cache, 3) == [2, 1, 3]
 
 
 def test_s3fifo() -> None:
-    """Newcomers wait in a small queue, and only what is used twice there moves to the main one."""
+    """New prompts wait in a small queue. Only a second use moves them to the main queue."""
     cache = cache_of("s3fifo", room=4)
     ask(cache, 1, 1, 1, 2, 3, 3)
     assert evicted(cache, 3) == [2, 3, 1]
 
 
 def test_sieve() -> None:
-    """One use, however old, spares a prompt once when the hand comes by."""
+    """One use, however old, spares a prompt once when the hand passes."""
     cache = cache_of("sieve", room=4)
     ask(cache, 1, 1, 2, 3, 3)
     assert evicted(cache, 3) == [2, 1, 3]
@@ -106,7 +106,7 @@ def test_gdsf() -> None:
 
 
 def test_priority() -> None:
-    """The lowest priority goes first, then the one without hints, then the highest."""
+    """The lowest priority goes first, then the prompt without hints, then the highest priority."""
     cache = cache_of("priority", room=4)
     ask(cache, 1, hints=RequestHints(priority=80))
     ask(cache, 2)
@@ -115,7 +115,7 @@ def test_priority() -> None:
 
 
 def test_prefix_first() -> None:
-    """What a model wrote goes before a prompt that is older."""
+    """Generated tokens go before an older prompt."""
     cache = cache_of("prefix_first", room=6)
     ask(cache, 1)
     with cache.open(NS, [2, 2, 2]) as sequence:
@@ -127,7 +127,10 @@ def test_prefix_first() -> None:
 
 
 def test_tail_lru() -> None:
-    """A conversation loses only the end that is computed fast enough, here 8 of 16 blocks; LRU would go on with it."""
+    """A conversation loses only its end that can be recomputed in time, here 8 of 16 blocks.
+
+    LRU would evict all of it.
+    """
     cache = PrefixCache(CacheConfig(40, block_size=512, policy="tail_lru"))
     for prompt in (1, 2):
         with cache.open(NS, [prompt] * 8192) as sequence:
@@ -137,14 +140,14 @@ def test_tail_lru() -> None:
 
 
 @pytest.mark.parametrize("policy", ["survival", "doorkeeper", "learned", "auto"])
-def test_those_that_learn(policy: str) -> None:
-    """Before they have learned anything they evict as LRU does."""
+def test_learning_policies(policy: str) -> None:
+    """Before they have learned anything they evict like LRU."""
     cache = cache_of(policy, room=2)
     ask(cache, 1, 2, 3)
     assert cached(cache) == [2, 3]
 
 
 def test_each_policy_is_shown() -> None:
-    """A policy that is added comes with its example."""
+    """A new policy must come with its example."""
     shown = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(POLICIES) <= shown | {"survival", "doorkeeper", "learned", "auto"}

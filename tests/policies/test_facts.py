@@ -1,4 +1,4 @@
-"""What is known of a request: which turn it is, by its blocks or its labels, and no more labels than are needed."""
+"""Facts about a request: its turn, from its blocks or labels, and only the labels that are needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from radixkv_policies.hints import Label
 
 
 def turns(*requests: tuple[int, int, dict[str, Label]]) -> list[int]:
-    """The turns of requests that each begin with blocks of the one before: how many of them, its length, its labels."""
+    """The turns of requests that each start with blocks of the previous one: the number of common blocks, the length,
+    the labels.
+    """
     found, earlier = [], None
     for common, length, labels in requests:
         facts = Facts(labels, 0)
@@ -31,19 +33,19 @@ def turns(*requests: tuple[int, int, dict[str, Label]]) -> list[int]:
         ({"session": "b", "turn": 7}, 7),
     ],
 )
-def test_a_session_tells_the_turn_where_blocks_do_not(second: dict[str, Label], said: int) -> None:
+def test_a_session_label_gives_the_turn_if_blocks_do_not(second: dict[str, Label], said: int) -> None:
     """The end of the first answer was rewritten before it came back."""
     assert turns((0, 9, {"session": "a"}), (8, 12, second)) == [1, said]
 
 
 @pytest.mark.parametrize(("second", "said"), [({"session": "a"}, 2), ({"session": "b"}, 1), ({}, 2)])
-def test_an_equal_beginning_is_not_the_same_session(second: dict[str, Label], said: int) -> None:
-    """The second begins with all of the first."""
+def test_an_equal_prefix_is_not_the_same_session(second: dict[str, Label], said: int) -> None:
+    """The second request starts with all of the first."""
     assert turns((0, 9, {"session": "a"}), (9, 12, second)) == [1, said]
 
 
-def test_only_labels_that_are_looked_at_are_kept() -> None:
-    """Ghosts keep them, for as long as they live."""
+def test_only_used_labels_are_kept() -> None:
+    """Ghosts keep these labels as long as they live."""
     known: dict[str, Label] = {
         "type": "chat",
         "turn": 2,
@@ -64,10 +66,13 @@ def test_only_labels_that_are_looked_at_are_kept() -> None:
         ({"session": "a"}, 5, 2, False),
     ],
 )
-def test_a_question_in_other_words_supersedes(
+def test_a_rephrased_question_supersedes_the_first(
     labels: dict[str, Label], depth: int, num_uses: int, said: bool
 ) -> None:
-    """It parts from a second turn before its end, behind blocks that nobody else used; a session tells better."""
+    """It diverges before the end of a second turn, behind blocks that no other request used.
+
+    A session label is better evidence.
+    """
     first, second, third = Facts({}, 0), Facts({}, 0), Facts(labels, 0)
     first.computed(5, 5)
     second.found(5, first, 60.0)

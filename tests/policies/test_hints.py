@@ -1,4 +1,4 @@
-"""Hints are checked when they are made, so that no policy meets one that it can't use in the middle of a call."""
+"""Hints are checked when they are made, so no policy gets an unusable one in the middle of a call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from radixkv_policies import RequestHints, TokenRange
         (lambda: TokenRange(0, 0, 50), r"\[0, 0\) is not allowed"),
     ],
 )
-def test_what_no_policy_can_use_is_refused(make: Callable[[], Any], said: str) -> None:
+def test_unusable_hints_are_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
 

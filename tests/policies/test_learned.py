@@ -1,4 +1,4 @@
-"""Learned: the worst leaf goes, what returns is learned and kept, and what is kept of it is bounded."""
+"""Learned: the worst leaf is evicted, classes that return are learned and kept, and the state is bounded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from radixkv_policies.learned import LEARNED_GHOSTS, MAX_SESSIONS, Leaves
 from radixkv_policies.policy import Handle
 
 
-class Waiting:
-    """``Leaves``, said plainly: what each leaf was worth when it came or all were ranked, and who is worth least."""
+class PlainLeaves:
+    """``Leaves`` in plain form: the worth of each leaf at its arrival or at the last full ranking, and the smallest
+    worth.
+    """
 
     def __init__(self, rank: Floats) -> None:
         self.rank = rank
@@ -36,29 +38,29 @@ class Waiting:
         self.serial = 0
 
     def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
-        """Worth what its class is worth from the bin of its age on."""
+        """The leaf has its class's worth from the bin of its age on."""
         age = max(i for i, edge in enumerate(EDGES_S) if edge <= now_s - ended_s)
         self.serial += 1
         self.leaves[node] = float(self.rank[group, age]), ended_s, self.serial
         self.classes[node] = group
 
     def rank_anew(self, now_s: float, rank: Floats) -> None:
-        """Worth what its class is worth at its age, between two bins in proportion."""
+        """Each leaf has its class's worth at its age, interpolated between two bins."""
         self.rank = rank
         for node, (_, ended_s, serial) in self.leaves.items():
             row = np.interp(now_s - ended_s, EDGES_S, rank[self.classes[node]])
             self.leaves[node] = float(row), ended_s, serial
 
     def first(self) -> Handle | None:
-        """Who is worth least; among equals the oldest."""
+        """The leaf with the smallest worth. Among equals the oldest."""
         return min(self.leaves, key=self.leaves.__getitem__, default=None)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 3)), max_size=150))
-def test_the_leaf_that_is_worth_least_goes_first(ops: list[tuple[int, int, int]]) -> None:
-    """Whatever came, went and was ranked, also while others came."""
+def test_the_leaf_with_the_smallest_worth_is_evicted_first(ops: list[tuple[int, int, int]]) -> None:
+    """This holds for any additions, removals and rankings, also if leaves come during a ranking."""
     ranks = np.random.default_rng(3).integers(0, 6, (4, 4, NUM_BINS + 1)).astype(np.float64)
-    leaves, plain = Leaves(ranks[0]), Waiting(ranks[0])
+    leaves, plain = Leaves(ranks[0]), PlainLeaves(ranks[0])
     now_s = 10.0
     for kind, node, group in ops:
         now_s += kind / 3
@@ -80,8 +82,8 @@ def test_the_leaf_that_is_worth_least_goes_first(ops: list[tuple[int, int, int]]
             assert worth == pytest.approx(least[0]) and (worth != least[0] or ended_s == least[1])
 
 
-def test_a_leaf_that_comes_while_all_are_ranked() -> None:
-    """What another thread ranked is taken up with who came meanwhile, and without who left."""
+def test_a_new_leaf_while_all_leaves_are_ranked() -> None:
+    """A ranking by another thread is merged with leaves that came meanwhile, and without leaves that left."""
     rank = np.zeros((3, NUM_BINS + 1))
     rank[:, :] = [[3.0], [2.0], [1.0]]
     leaves = Leaves(rank)
@@ -97,8 +99,8 @@ def test_a_leaf_that_comes_while_all_are_ranked() -> None:
     assert order == [3, 0, 2]
 
 
-def test_ranks_outlive_a_heap_that_is_built_anew() -> None:
-    """Leaves come and go until the heap is full of who left: who stayed has the rank that it was last given."""
+def test_ranks_survive_a_rebuild_of_the_heap() -> None:
+    """Leaves come and go until the heap is full of removed leaves. The leaf that stays keeps its last rank."""
     rank = np.zeros((2, NUM_BINS + 1))
     rank[:, :] = [[1.0], [2.0]]
     leaves = Leaves(rank)
@@ -106,14 +108,14 @@ def test_ranks_outlive_a_heap_that_is_built_anew() -> None:
     leaves.rank_anew(1.0, rank[::-1] * 2)  # worth 4 from now on
     assert leaves.first() == "stays"
     for node in range(200):
-        leaves.add(node, 0, 1.0, 1.0)  # worth 4 too, and younger
+        leaves.add(node, 0, 1.0, 1.0)  # also worth 4, and younger
         leaves.discard(node)
     leaves.add("comes", 1, 1.0, 1.0)  # worth 2
     assert leaves.first() == "comes"
 
 
 def test_hits_and_survivors_are_counted_together() -> None:
-    """Ten uses, four of which return after 3 s: no bin counts before it has passed, then all ten are in it."""
+    """Ten uses, four of which return after 3 s. A bin counts nothing before it has passed; then it counts all ten."""
     model = HazardModel()
     group = model.add_class()
     for number in range(10):
@@ -128,8 +130,8 @@ def test_hits_and_survivors_are_counted_together() -> None:
     assert model.at_risk[group, hit + 1] == 6 and model.returned.sum() == 4
 
 
-def test_what_is_of_another_class_counts_there_from_then_on() -> None:
-    """Ten uses of one class that are of another after 3 s: bins that had passed stay where they were counted."""
+def test_a_use_that_changes_class_counts_for_the_new_class() -> None:
+    """Ten uses change their class after 3 s. Bins that had passed stay counted for the old class."""
     model = HazardModel()
     before, after = model.add_class(), model.add_class()
     for number in range(10):
@@ -139,15 +141,15 @@ def test_what_is_of_another_class_counts_there_from_then_on() -> None:
     for number in range(10):
         model.log.append((number, 3.0, after, 0.0))
     model.log.append((0, 4.0, -1, 1.0))
-    model.log.append((99, 4.0, before, 0.0))  # nobody knows that use any more
+    model.log.append((99, 4.0, before, 0.0))  # an unknown use
     model.update(100.0, fit=False)
     assert model.at_risk[before, :passed].tolist() == [10.0] * passed
     assert model.at_risk[before, passed:].sum() == model.at_risk[after, :passed].sum() == 0
     assert model.at_risk[after, passed] == 10 and model.returned[after].sum() == 1
 
 
-def test_a_class_that_returns_outranks_one_that_does_not() -> None:
-    """After a while."""
+def test_a_returning_class_outranks_one_that_does_not_return() -> None:
+    """The difference appears after enough uses."""
     model = HazardModel()
     good, bad = model.add_class(), model.add_class()
     model.describe(good, [1.0] + [0.0] * (NUM_FEATURES - 1))
@@ -161,7 +163,7 @@ def test_a_class_that_returns_outranks_one_that_does_not() -> None:
 
 
 def test_a_new_class_is_ranked_before_the_next_fit() -> None:
-    """As all together at first, from the next update on by its features; the others stay as they are."""
+    """At first it has the common rank. From the next update on its features decide. Other classes keep their ranks."""
     model = HazardModel()
     good, bad = model.add_class(), model.add_class()
     like_good = [1.0] + [0.0] * (NUM_FEATURES - 1)
@@ -181,8 +183,8 @@ def test_a_new_class_is_ranked_before_the_next_fit() -> None:
     np.testing.assert_array_equal(model.rank[[good, bad]], before[[good, bad]])
 
 
-def test_the_model_settles_however_far_it_has_to_go() -> None:
-    """Much evidence, of classes that nearly never or nearly always return: it comes to what was counted."""
+def test_the_model_converges_from_far_away() -> None:
+    """Much evidence for classes that almost never or almost always return: the model converges to the counts."""
     rng = np.random.default_rng(1)
     model = HazardModel()
     groups = [model.add_class() for _ in range(20)]
@@ -196,8 +198,11 @@ def test_the_model_settles_however_far_it_has_to_go() -> None:
     assert misplaced < 0.01 * model.at_risk.sum()
 
 
-def test_an_age_that_nothing_has_reached_is_judged_by_those_before_it() -> None:
-    """Nothing returns within a minute: what waits longer than any did is worth a small part of what it was at first."""
+def test_an_unreached_age_is_judged_by_earlier_ages() -> None:
+    """Nothing returns within a minute.
+
+    Leaves older than any returned one then have a small part of their first worth.
+    """
     model = HazardModel()
     group = model.add_class()
     model.describe(group, [0.0] * NUM_FEATURES)
@@ -209,8 +214,8 @@ def test_an_age_that_nothing_has_reached_is_judged_by_those_before_it() -> None:
     assert (ranks < 0.1 * at_first).all()
 
 
-def test_a_step_solves_its_equations() -> None:
-    """As LAPACK does, which would take all cores for it."""
+def test_the_solver_matches_lapack() -> None:
+    """The result equals LAPACK's. LAPACK would use all cores for it."""
     rng = np.random.default_rng(2)
     for size in (1, 2, 115):
         some = rng.normal(size=(size, 2 * size))
@@ -220,13 +225,13 @@ def test_a_step_solves_its_equations() -> None:
         )
 
 
-def test_nothing_learned_is_lru() -> None:
+def test_the_prior_order_is_lru() -> None:
     """The prior rank falls with age."""
     assert (np.diff(HazardModel().rank[0]) <= 0).all() and NUM_BINS == 25
 
 
 def _ahead(rows: _Rows, number: int, at_s: float, weight: float) -> float:
-    """A use returns: what the shadow of what was learned held of it more than that of LRU."""
+    """A use returns. The result is how much more of it the learned shadow held than the LRU shadow."""
     before = rows._standing._ahead
     rows.take((number, at_s, -1, weight))
     return rows._standing._ahead - before
@@ -234,7 +239,7 @@ def _ahead(rows: _Rows, number: int, at_s: float, weight: float) -> float:
 
 @given(st.lists(st.integers(0, 9), max_size=300), st.integers(1, 8))
 def test_the_shadow_of_lru_holds_what_an_lru_would(asks: list[int], room: int) -> None:
-    """Asked for some of ten things, each one segment; the other shadow drops nothing."""
+    """Random requests for ten things of one segment each. The other shadow drops nothing."""
     rows = _Rows(Standing())
     rows.room = room
     uses: dict[int, int] = {}
@@ -250,8 +255,8 @@ def test_the_shadow_of_lru_holds_what_an_lru_would(asks: list[int], room: int) -
         rows.take((number, float(number), 0, 1.0))
 
 
-def test_the_shadow_of_lru_gives_up_a_part_of_what_it_held_longest() -> None:
-    """Ten segments ended together, five of which still fit: those come back as hits, and no more."""
+def test_the_shadow_of_lru_drops_part_of_its_oldest_use() -> None:
+    """Ten segments ended together, and five of them still fit. Exactly those five return as hits."""
     rows = _Rows(Standing())
     rows.room = 10.0
     rows.take((0, 0.0, 0, 10.0))
@@ -262,7 +267,7 @@ def test_the_shadow_of_lru_gives_up_a_part_of_what_it_held_longest() -> None:
 
 
 def test_a_request_larger_than_the_shadow_of_lru() -> None:
-    """It ended in three parts, and the shadow holds none of it twice, nor forgets how much it holds."""
+    """It ends in three parts. The shadow holds no part twice, and its size stays right."""
     rows = _Rows(Standing())
     rows.room = 10.0
     for _ in range(3):
@@ -271,8 +276,8 @@ def test_a_request_larger_than_the_shadow_of_lru() -> None:
     assert rows._held == 0.0
 
 
-def test_the_other_shadow_keeps_what_ranks_highest() -> None:
-    """However long ago it was used; among equals the last."""
+def test_the_learned_shadow_keeps_the_highest_ranks() -> None:
+    """This is independent of the time of the last use. Among equals the last one stays."""
     rows = _Rows(Standing())
     for number in range(6):
         rows.take((number, float(number), number % 2, 1.0))
@@ -283,8 +288,8 @@ def test_the_other_shadow_keeps_what_ranks_highest() -> None:
     assert [_ahead(rows, number, 7.0, 1.0) for number in range(6)] == [-1.0, -1.0, -1.0, 0.0, -1.0, 0.0]
 
 
-def test_uses_that_the_ring_forgot_are_in_no_shadow() -> None:
-    """More uses than it has room for."""
+def test_uses_dropped_by_the_ring_are_in_no_shadow() -> None:
+    """There are more uses than the ring can hold."""
     rows = _Rows(Standing())
     for number in range(MAX_ROWS + 100):
         rows.take((number, float(number), 0, 1.0))
@@ -303,18 +308,18 @@ def _standing(nets: list[float], between_s: float = 1.0) -> Standing:
 
 
 def test_lru_leads_once_it_hits_more() -> None:
-    """By more than chance and a small share of all uses, until what was learned hits more again."""
+    """LRU takes the lead after a clear loss, and loses it after clear gains of the learned order."""
     assert _standing([]).leads and _standing([-1.0] * 10).leads, "within the allowance"
-    assert _standing([-200.0]).leads, "one request, however long"
+    assert _standing([-200.0]).leads, "one request, of any length, is no evidence"
     assert _standing([-200.0, -150.0]).leads is False
-    assert _standing([-200.0, -150.0, 500.0]).leads is False, "one request again"
-    assert _standing([-200.0, -150.0, *[50.0] * 12]).leads is False, "not enough"
+    assert _standing([-200.0, -150.0, 500.0]).leads is False, "one request, of any length, is no evidence"
+    assert _standing([-200.0, -150.0, *[50.0] * 12]).leads is False, "not enough evidence"
     assert _standing([-200.0, -150.0, *[50.0] * 18]).leads
     assert _standing([50.0] * 12 + [-20.0] * 60).leads is False
 
 
-def test_what_was_hit_at_one_time_is_one_chance() -> None:
-    """Parts of a request, beside as many requests."""
+def test_hits_at_one_time_count_as_one_chance() -> None:
+    """Parts of one request count once. As many separate requests count each."""
     for between_s, leads in ((0.0, False), (1e-3, True)):
         standing = Standing()
         standing.leads = False
@@ -326,8 +331,8 @@ def test_what_was_hit_at_one_time_is_one_chance() -> None:
         assert standing.leads is leads
 
 
-def test_ranks_are_those_of_lru_while_that_leads() -> None:
-    """And again its own as soon as it leads; within ``auto``, which judges itself, its own always."""
+def test_ranks_equal_lru_while_lru_leads() -> None:
+    """After that it uses its own ranks again. Within ``auto``, which makes its own decision, it always does."""
     clock = ManualClock()
     policy = Learned(1_000, clock, 0)
     for node in ("a", "b", "c"):
@@ -346,15 +351,15 @@ def test_ranks_are_those_of_lru_while_that_leads() -> None:
 def _asked(
     policy: Learned, clock: ManualClock, node: str, depth: int, labels: dict[str, str | int | bool]
 ) -> None:
-    """A request of ``depth`` blocks that begins with nothing known."""
+    """A request of ``depth`` blocks that matches nothing."""
     clock.advance(10.0)
     hints = policy.opened([], depth, RequestHints(labels=labels))
     policy.inserted(node, depth, depth, hints, range(100 * len(policy), 100 * len(policy) + depth))
     policy.unleased(node)
 
 
-def test_a_session_that_goes_on_elsewhere_leaves_its_last_request_behind() -> None:
-    """It is of another class, and so is not the last request of any other session."""
+def test_a_session_that_continues_elsewhere_supersedes_its_last_request() -> None:
+    """The last request gets another class. The last requests of other sessions keep theirs."""
     clock = ManualClock()
     policy = Learned(1_000, clock, 0)
     for node, session in (("a1", "a"), ("b1", "b")):
@@ -370,8 +375,8 @@ def test_a_session_that_goes_on_elsewhere_leaves_its_last_request_behind() -> No
     ]
 
 
-def test_sessions_that_end_elsewhere_are_learned_to_be_dead() -> None:
-    """Sessions come back from their beginning, again and again: what they leave behind ranks lowest."""
+def test_superseded_requests_are_learned_to_rank_low() -> None:
+    """Sessions always continue from their first block. The blocks that they leave behind get the lowest rank."""
     clock = ManualClock()
     policy = Learned(100_000, clock, 0)
     for number in range(1_500):
@@ -383,7 +388,7 @@ def test_sessions_that_end_elsewhere_are_learned_to_be_dead() -> None:
 
 
 def test_a_leaf_is_forgotten_with_its_eviction() -> None:
-    """Ghosts keep facts of requests, and no nodes."""
+    """Ghosts keep facts about requests, and no nodes."""
     clock = ManualClock()
     policy = Learned(100, clock, 0)
     _asked(policy, clock, "a1", 5, {"session": "a"})
@@ -397,7 +402,7 @@ def test_a_leaf_is_forgotten_with_its_eviction() -> None:
 
 
 def test_state_is_bounded() -> None:
-    """However long the history."""
+    """This holds for any length of history."""
     clock = ManualClock()
     policy = Learned(8, clock, 0)
     for node in range(LEARNED_GHOSTS + 500):

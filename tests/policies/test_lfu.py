@@ -1,4 +1,4 @@
-"""LFU with dynamic aging: the promises of a policy, the plain order, and that old fame fades."""
+"""LFU with dynamic aging: the contract of a policy, the plain order, and fading of old uses."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ NS = Namespace("a", "m")
 
 
 class LowestPriorityFirst(Reference):
-    """Count of uses plus the cache's age when the last use ended; among equals the one whose use ended first."""
+    """The count of uses plus the cache's age when the last use ended.
+
+    Among equals the block with the earliest end goes first.
+    """
 
     age = 0.0
 
     def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
-        """The first use; a grown leaf keeps its count."""
+        """Count the first use. A grown leaf keeps its count."""
         for block in blocks:
             block.uses = max(block.node.blocks[0].uses, 1)
 
     def used(self, block: Block) -> None:
-        """Another one."""
+        """Count another use."""
         block.uses += 1
 
     def ended(self, block: Block) -> None:
-        """The priority is taken when a use ends."""
+        """The priority is set when a use ends."""
         block.rank, block.stamp = self.age + block.uses, self.life.now
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """Priority, then when its last use ended."""
+        """The priority, then the end of the last use."""
         return (block.rank, block.stamp)
 
     def evicted(self, block: Block) -> None:
@@ -37,7 +40,7 @@ class LowestPriorityFirst(Reference):
 
 
 class TestLFU(PolicyContract):
-    """As every policy, and in exactly this order."""
+    """The contract of every policy, in exactly this order."""
 
     name = "lfu"
     reference = LowestPriorityFirst
@@ -48,8 +51,8 @@ def _ask(cache: PrefixCache, token_id: int) -> None:
         sequence.commit(3)
 
 
-def test_what_is_used_often_stays() -> None:
-    """Three uses outlive one, although that was later."""
+def test_prompts_with_many_uses_stay() -> None:
+    """A prompt with three uses stays longer than a newer one with a single use."""
     cache = PrefixCache(CacheConfig(16, 2, policy="lfu"))
     for token_id in (1, 1, 1, 2, 2, 3):
         _ask(cache, token_id)
@@ -60,8 +63,8 @@ def test_what_is_used_often_stays() -> None:
     audit.check(cache)
 
 
-def test_old_fame_fades() -> None:
-    """A prompt used often once is overtaken by a stream of others."""
+def test_old_uses_fade() -> None:
+    """A prompt that was often used long ago is evicted by a stream of others."""
     cache = PrefixCache(CacheConfig(8, 2, policy="lfu"))
     for _ in range(10):
         _ask(cache, 1)
@@ -71,8 +74,8 @@ def test_old_fame_fades() -> None:
     audit.check(cache)
 
 
-def test_a_shared_beginning_outlives_its_ends() -> None:
-    """A use of an end is a use of the beginning."""
+def test_a_shared_prefix_stays_longer_than_its_ends() -> None:
+    """A use of an end is also a use of the shared beginning."""
     cache = PrefixCache(CacheConfig(32, 2, policy="lfu"))
     for token_id in range(6):
         with cache.open(NS, [9, 9, token_id, token_id, 5]) as sequence:

@@ -1,4 +1,7 @@
-"""A long prompt makes its room in slices; a policy is told the same, and the same blocks go, as for a short one."""
+"""A long prompt gets its blocks in slices.
+
+The policy gets the same calls as in one step, and the same blocks are evicted.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from tests.model import resident_prefixes
 pytestmark = pytest.mark.pure
 NS = Namespace("a", "m")
 ASK_AGAIN = ("learned", "auto", "arc")
-"""After each slice they are asked again: two draw another sample, one finds another list above its target. Who goes may
-differ then, and so may what is matched later.
+"""These policies are asked again after each slice, so they may evict other blocks.
+
+Two of them draw another sample, and one finds another list above its target. Later matches may differ too.
 """
 
 
 class Recorded(PrefixCache):
-    """Notes which paths its policies are told of, by their depths, in order with what is opened and unleased."""
+    """Records the paths that its policies get, by their depths, and the calls of ``opened``."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -55,8 +59,8 @@ class _Noting(Registry):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_order_whether_long_or_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random histories, with hints; a use of what was matched is told once."""
+def test_slices_do_not_change_the_order_of_eviction(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories with hints. A use of matched blocks is reported once."""
     rng = random.Random(policy)
     clock = ManualClock()
     config = CacheConfig(40, 2, policy=policy, segment_tokens=2)
@@ -87,8 +91,11 @@ def test_the_same_order_whether_long_or_short(policy: str, monkeypatch: pytest.M
     assert num_sliced > 100
 
 
-def test_what_another_adds_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two slices somebody computes more of the prompt: its blocks are told once, and those above them once."""
+def test_blocks_added_between_slices_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two slices another request computes more of the prompt.
+
+    Its blocks are reported once, and the blocks above them once.
+    """
     for name in ("MAX_VICTIMS_AT_ONCE", "MAX_BLOCKS_AT_ONCE"):
         monkeypatch.setattr(requests, name, 0)
     cache = Recorded(CacheConfig(24, 2, policy="lfu"))

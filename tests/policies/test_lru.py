@@ -1,4 +1,4 @@
-"""LRU: the promises of a policy, the plain order, and the order of blocks in a whole cache."""
+"""LRU: the contract of a policy, the plain order, and the order of blocks in a whole cache."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ requests = st.lists(
 
 
 class LastUseEndedFirst(Reference):
-    """The leaf whose last use ended longest ago."""
+    """The leaf with the oldest end of its last use."""
 
     def ended(self, block: Block) -> None:
-        """Its place in the order."""
+        """Note the place in the order."""
         block.stamp = self.life.now
 
     def key(self, block: Block) -> tuple[float, ...]:
-        """When its last use ended."""
+        """When the last use ended."""
         return (block.stamp,)
 
 
 class TestLRU(PolicyContract):
-    """As every policy, and in exactly this order."""
+    """The contract of every policy, in exactly this order."""
 
     name = "lru"
     reference = LastUseEndedFirst
@@ -36,10 +36,13 @@ class TestLRU(PolicyContract):
 
 @settings(max_examples=200)
 @given(requests, st.sampled_from([1, 2, 3]), st.integers(8, 20))
-def test_a_cache_evicts_as_an_lru_of_blocks(
+def test_a_cache_evicts_like_an_lru_of_blocks(
     lives: list[tuple[int, list[int]]], block_size: int, num_blocks: int
 ) -> None:
-    """Requests one after the other, evictions between them: always the same blocks as the slow model's."""
+    """Requests one after the other, with evictions between them.
+
+    The cache always holds the same blocks as a slow model.
+    """
     cache = PrefixCache(CacheConfig(num_blocks, block_size))
     model = Blocks(block_size)
     for num_evicted, ids in lives:
@@ -63,8 +66,8 @@ def test_a_cache_evicts_as_an_lru_of_blocks(
     audit.check(cache)
 
 
-def test_a_long_generation_does_not_age() -> None:
-    """Recency is the end of a use: who runs longest is the youngest when it ends."""
+def test_a_long_request_is_young_when_it_ends() -> None:
+    """Recency is the end of a use. A long request is the youngest when it ends."""
     cache = PrefixCache(CacheConfig(8, 2))
     long = cache.open(NS, [1, 1, 1])
     long.commit(3)
@@ -78,8 +81,8 @@ def test_a_long_generation_does_not_age() -> None:
     audit.check(cache)
 
 
-def test_the_tenant_who_uses_most_pays() -> None:
-    """With equal weights blocks go from who holds most, down to the level of the next."""
+def test_the_tenant_with_most_blocks_loses_blocks() -> None:
+    """With equal weights, the tenant with the most blocks loses blocks down to the level of the next."""
     cache = PrefixCache(CacheConfig(12, 1))
     for tenant, size in (("a", 6), ("b", 3), ("c", 2)):
         with cache.open(Namespace(tenant, "m"), range(size)) as sequence:

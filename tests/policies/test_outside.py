@@ -1,4 +1,4 @@
-"""Policies that aren't built in: by class, by entry point; and names from outside, which never cause an import."""
+"""Policies that are not built in: by class and by entry point. Names from outside never cause an import."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BROKEN = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The modules of this test, importable; what is loaded is forgotten at the end."""
+    """Importable modules for one test. Modules that were loaded are unloaded at the end."""
     found = re.match(r"# Eviction policies\n\n```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     assert found is not None, "the README begins with the example"
     assert len(found[1].splitlines()) <= 15
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
-    """Entry points of a distribution called ``others-policies``."""
+    """Register entry points of a distribution called ``others-policies``."""
     found = [importlib.metadata.EntryPoint(name, value, config.GROUP) for name, value in entries.items()]
 
     class Dist:
@@ -70,8 +70,8 @@ def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
     monkeypatch.setattr(config, "entry_points", lambda group: found if group == config.GROUP else [])
 
 
-def test_the_example_of_the_readme(folder: Path) -> None:
-    """It evicts the deepest leaf, whichever was inserted first, as the policy of a cache and of a tenant."""
+def test_the_example_in_the_readme(folder: Path) -> None:
+    """It evicts the deepest leaf in any insertion order, as the policy of a cache and of a tenant."""
     tenant = Tenant("a", policy="my_policies:DeepestFirst")
     for made in (CacheConfig(8, 1, policy="my_policies:DeepestFirst"), CacheConfig(8, 1)):
         cache = PrefixCache(made)
@@ -88,15 +88,15 @@ def test_the_example_of_the_readme(folder: Path) -> None:
         audit.check(cache)
 
 
-def test_as_the_policy_of_those_that_nobody_added(folder: Path) -> None:
-    everybody = Tenant("default", policy="my_policies:DeepestFirst")
-    cache = PrefixCache(CacheConfig(8, 1, default_tenant=everybody))
+def test_a_policy_class_for_the_default_tenant(folder: Path) -> None:
+    default_tenant = Tenant("default", policy="my_policies:DeepestFirst")
+    cache = PrefixCache(CacheConfig(8, 1, default_tenant=default_tenant))
     compute(cache, [1, 2], NS)
     assert type(cache._tenants["a"].policy).__name__ == "DeepestFirst"
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_policy_is_refused_by_name(folder: Path, name: str) -> None:
+def test_an_invalid_policy_name_is_refused_and_named(folder: Path, name: str) -> None:
     for setting, make in (
         ("policy", lambda: CacheConfig(8, policy=name)),
         ("default_tenant.policy", lambda: CacheConfig(8, default_tenant=Tenant("x", policy=name))),
@@ -111,7 +111,7 @@ def test_what_is_no_policy_is_refused_by_name(folder: Path, name: str) -> None:
     assert cache.tenants() == []
 
 
-def test_an_entry_point_is_loaded_when_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_is_loaded_on_first_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register(
         monkeypatch,
         deepest="my_policies:DeepestFirst",
@@ -151,7 +151,7 @@ def test_a_broken_entry_point_names_its_distribution(
 
 
 def test_names_from_outside_import_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings over HTTP and of keys files; a class that was loaded by code isn't named by them either."""
+    """This concerns settings over HTTP and in keys files. They cannot name a class that code has loaded either."""
     register(monkeypatch, canary="canary_policies:Canary")
     CacheConfig(8, policy="my_policies:DeepestFirst")
     for name in ("canary_policies:Canary", "canary", "my_policies:DeepestFirst"):
@@ -164,8 +164,8 @@ def test_names_from_outside_import_nothing(folder: Path, monkeypatch: pytest.Mon
     assert TenantSettings(policy="canary").tenant("acme").policy == "canary"
 
 
-def test_a_trace_names_no_policy(folder: Path) -> None:
-    """Whatever its records say, nothing is imported for it."""
+def test_a_trace_cannot_name_a_policy(folder: Path) -> None:
+    """Its records may contain anything: nothing is imported for them."""
     trace = folder / "trace.jsonl"
     record = {
         "timestamp": 0,
@@ -183,7 +183,7 @@ def test_a_trace_names_no_policy(folder: Path) -> None:
 
 
 def test_the_simulator_with_processes(folder: Path) -> None:
-    """The command as it is run: workers, which are spawned, import the policy of the working directory too."""
+    """The command as it is run: spawned workers also import the policy from the working directory."""
     trace = folder / "trace.jsonl"
     lines = [
         {"timestamp": at * 1000, "input_length": 1024, "output_length": 1, "hash_ids": [at % 3, at % 2 + 9]}
@@ -201,7 +201,9 @@ def test_the_simulator_with_processes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["not_there:Policy", "raising_policies:Any", "bad_policies:Half"])
-def test_the_command_line_says_it_in_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_command_line_reports_an_invalid_policy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(folder)
     (folder / "trace.jsonl").write_text("{}\n")
     for arguments in (["serve", "--port", "0"], ["simulate", str(folder / "trace.jsonl")]):

@@ -1,4 +1,4 @@
-"""One service for most tests of this folder; each test uses salts of its own."""
+"""One service is shared by most tests of this folder. Each test uses its own salts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.forked import small_demo_model
 from tests.service.running import Running, service_in_thread
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_model() -> Iterator[None]:
+    """The demo model with a third of its layers, as in the forked processes: a replica must have the same model."""
+    with small_demo_model():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +40,7 @@ def salt() -> str:
 
 @pytest.fixture(scope="session")
 def text() -> str:
-    """A prompt of some hundred tokens that ends at a stable boundary."""
+    """A prompt of more than a hundred tokens that ends at a stable boundary."""
     return "".join(
         f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12)
     )

@@ -1,4 +1,4 @@
-"""How long the event loop of a service under test stands still."""
+"""Measure how long the event loop of a service under test is blocked."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _TICK_S = 0.002
 
 
 class LoopWatch:
-    """The longest time between two ticks of a task on the loop, in seconds.
+    """The longest time between two ticks of a task on the event loop, in seconds.
 
-    ``longest_s`` is by the clock, so a busy machine shows; ``longest_work_s`` is the CPU time of the loop's own thread.
+    ``longest_s`` is wall-clock time, so load from other processes counts. ``longest_work_s`` is the CPU time of the
+    event loop's own thread.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class LoopWatch:
 
 @contextmanager
 def loop_watched(service: Service) -> Iterator[LoopWatch]:
-    """Watch the loop of a running service as long as the ``with`` lasts."""
+    """Measure the event loop of a running service while the ``with`` block runs."""
     watch, tick, found = LoopWatch(), service.fleet_pins.tick, []
 
     def begin(*_: Any) -> None:
@@ -53,5 +54,5 @@ def loop_watched(service: Service) -> Iterator[LoopWatch]:
         assert watch.task is not None
         asyncio.run_coroutine_threadsafe(
             asyncio.sleep(5 * _TICK_S), found[0]
-        ).result()  # a stall may end just now
+        ).result()  # a stall may be ending right now
         found[0].call_soon_threadsafe(watch.task.cancel)

@@ -1,10 +1,11 @@
-"""Services to test against: in a thread of this process, or as processes of their own."""
+"""Services to test against: in a thread of this process, or in processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,20 +22,28 @@ from radixkv.service.core import Limits, Service
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.service.worker import Work
-from tests.service.forked import Forked
+from tests.forked import Forked
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
 DEADLINE_S = 60.0
 START_S = 150.0
-"""Until a process has loaded torch and listens, on a machine that does much else."""
+"""The time a process may take to import torch and to listen, in seconds, on a busy machine."""
 LEASE_S = "60"
-"""Of services in threads, unless a test is about leases: no machine stands still for two thirds of it."""
+"""The lease of services in threads, in seconds, unless a test is about leases.
+
+A slow machine does not stall for two thirds of it, so no lease is lost.
+"""
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""httpx would load all certificate authorities for each client, in 20 ms of CPU."""
 _KEEPALIVE_S = 2.0
-"""Shorter than the server's own: a connection isn't used again while the other end closes it."""
+"""Shorter than the server's own keep-alive: the client must not reuse a connection that the server is closing."""
 
 
 class Running:
-    """A service under test: ``acme``, ``globex`` and ``operator`` are clients with their keys."""
+    """A service under test.
+
+    ``acme``, ``globex`` and ``operator`` are clients with their keys. ``nobody`` has no key.
+    """
 
     def __init__(self, service: Service, url: str) -> None:
         self.service, self.url = service, url
@@ -49,14 +58,16 @@ class Running:
 
 
 def client(url: str, key: str | None) -> httpx.Client:
-    """A client with a key."""
+    """A client with a key, or without one if ``key`` is None."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
-    return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, limits=limits, trust_env=False)
+    return httpx.Client(
+        base_url=url, headers=headers, timeout=DEADLINE_S, limits=limits, trust_env=False, verify=_NO_TLS
+    )
 
 
 def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
-    """The answer, asked for again, as a client does, for as long as the service says to try again."""
+    """Repeat a request while the answer is 429 or 503 with ``Retry-After``, and return the first other answer."""
 
     def final() -> httpx.Response | None:
         answer = ask()
@@ -67,7 +78,7 @@ def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
 
 
 def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection over which a request went out whole; who closes it hangs up."""
+    """A connection on which a whole request was sent. Closing it is how the test hangs up."""
     place, content = urlsplit(live.url), json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[who]}", "content-type: application/json",
@@ -80,7 +91,7 @@ def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.soc
 
 @contextmanager
 def service_in_thread(limits: Limits | None = None, **settings: str) -> Iterator[Running]:
-    """A service with the demo model in a thread, so that a test sees its inside too."""
+    """A service with the demo model in a thread of this process, so that tests can inspect its objects."""
     always = {"port": "0", "threads": "1", "num-blocks": "1024", "lease-s": LEASE_S}
     parsed = ServeSettings.parse({**always, **settings})
     with running(parsed, limits) as (service, url):
@@ -93,7 +104,7 @@ def service_in_thread(limits: Limits | None = None, **settings: str) -> Iterator
 
 @contextmanager
 def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
-    """The model's thread is busy as long as the ``with`` lasts."""
+    """Keep the model's thread busy while the ``with`` block runs."""
     release = threading.Event()
 
     def hold(work: Work[None]) -> None:
@@ -109,7 +120,7 @@ def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
 
 
 def eventually(condition: Callable[[], Any], what: str = "it", deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until ``condition()`` is true, and return it."""
+    """Wait until ``condition()`` is true and return its value. Fail after ``deadline_s`` seconds."""
     until = time.monotonic() + deadline_s
     while not (found := condition()):
         assert time.monotonic() < until, f"{what} never came true"
@@ -118,9 +129,10 @@ def eventually(condition: Callable[[], Any], what: str = "it", deadline_s: float
 
 
 class Process:
-    """``radixkv serve`` in a process of its own; ``url`` once its banner is out.
+    """``radixkv serve`` in a process of its own. ``url`` is set once the service has printed its banner.
 
-    ``forked``: from a process that has done all imports, as a test does that starts many and is not about that.
+    ``forked``: fork the process from one that has done all imports. This is for tests that start many processes and do
+    not test the start itself.
     """
 
     def __init__(
@@ -129,14 +141,17 @@ class Process:
         log: Path,
         environment: dict[str, str] | None = None,
         *,
-        forked: bool = False,
+        forked: bool = True,
     ) -> None:
         self.log = log
         self.url = ""
         self.process: subprocess.Popen[bytes] | Forked
         if forked:
             log.touch()
-            self.process = Forked(["--threads", "1", *options], log)
+            variables = {**os.environ, **(environment or {})}
+            self.process = Forked(
+                ["radixkv", "serve", "--threads", "1", *options], log, environment=variables
+            )
             return
         command = [sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options]
         with log.open("wb") as out:
@@ -145,7 +160,7 @@ class Process:
             )
 
     def wait_ready(self) -> str:
-        """The base URL, read from the banner."""
+        """Wait for the banner and return the base URL that it names."""
 
         def banner() -> str | None:
             assert self.process.poll() is None, self.output
@@ -164,7 +179,7 @@ class Process:
         self.process.wait()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(DEADLINE_S)
@@ -172,9 +187,9 @@ class Process:
 
 @contextmanager
 def served(
-    log: Path, *options: str, environment: dict[str, str] | None = None, forked: bool = False
+    log: Path, *options: str, environment: dict[str, str] | None = None, forked: bool = True
 ) -> Iterator[Process]:
-    """A process that is ready, as long as the ``with`` lasts."""
+    """A process that is ready to serve while the ``with`` block runs."""
     process = Process(["--port", "0", *options], log, environment, forked=forked)
     try:
         process.wait_ready()

@@ -1,4 +1,4 @@
-"""Keys: how they are kept, what a keys file may be, and what each key may do."""
+"""API keys: how they are stored, the form of a keys file, and the endpoints that each key allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.service.running import Running, client
 
 
 def digest(key: bytes) -> str:
-    """A key as a keys file may hold it."""
+    """The digest of a key, in the form that a keys file may contain."""
     return "sha256:" + hashlib.sha256(key).hexdigest()
 
 
@@ -28,7 +28,7 @@ def keyring(document: Any, tmp_path: Path) -> Keyring:
     return Keyring.load(path)
 
 
-def test_keys_and_digests_of_keys_stand_for_principals(tmp_path: Path) -> None:
+def test_a_key_or_its_digest_authenticates_its_principal(tmp_path: Path) -> None:
     of_globex = "sha256:" + digest(b"of-globex").removeprefix("sha256:").upper()
     ring = keyring({"operator": "boss", "tenants": {"acme": "of-acme", "globex": of_globex}}, tmp_path)
     assert ring.authenticate("Bearer boss") == Principal(None)
@@ -41,11 +41,11 @@ def test_keys_and_digests_of_keys_stand_for_principals(tmp_path: Path) -> None:
     "header",
     [None, "", "Bearer", "Bearer ", "Basic boss", "boss", "Bearer Boss", "Bearer boss2", "Bearer " + DIGEST],
 )
-def test_what_is_no_key_stands_for_nobody(header: str | None, tmp_path: Path) -> None:
+def test_a_wrong_key_authenticates_no_principal(header: str | None, tmp_path: Path) -> None:
     assert keyring({"operator": "boss", "tenants": {"acme": DIGEST}}, tmp_path).authenticate(header) is None
 
 
-def test_keys_are_not_kept(tmp_path: Path) -> None:
+def test_a_keyring_does_not_keep_the_keys(tmp_path: Path) -> None:
     ring = keyring({"operator": "boss-secret", "tenants": {"acme": "acme-secret"}}, tmp_path)
     assert "secret" not in repr(vars(ring))
 
@@ -90,7 +90,7 @@ def test_an_error_about_keys_quotes_no_key(tmp_path: Path) -> None:
     assert "hush" not in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_keys_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_bytes(b'{"tenants": {"acme": "\xff"}}')
     with pytest.raises(ConfigError, match="keys"):
         Keyring.load(tmp_path / "keys.json")
@@ -118,11 +118,11 @@ def test_without_a_key_there_is_401_before_anything_else(live: Running, method: 
 
 
 @pytest.mark.parametrize(("method", "path"), TENANT_ONLY)
-def test_the_operator_is_no_tenant(live: Running, method: str, path: str) -> None:
+def test_the_operator_cannot_use_tenant_endpoints(live: Running, method: str, path: str) -> None:
     assert live.operator.request(method, path).status_code == 403
 
 
-def test_a_tenant_is_no_operator(live: Running) -> None:
+def test_a_tenant_cannot_read_the_metrics(live: Running) -> None:
     assert live.acme.get("/metrics").status_code == 403
 
 
@@ -131,7 +131,7 @@ def test_some_paths_need_no_key(live: Running, path: str) -> None:
     assert live.nobody.get(path).status_code == 200
 
 
-def test_a_header_that_is_no_ascii_is_a_wrong_key(live: Running) -> None:
+def test_a_key_that_is_not_ascii_is_refused(live: Running) -> None:
     assert live.nobody.get("/v1/stats", headers={b"Authorization": "Bearer ключ".encode()}).status_code == 401
 
 
@@ -146,7 +146,7 @@ def test_a_header_that_is_no_ascii_is_a_wrong_key(live: Running) -> None:
         ("demo-operator", "demo-acme", "/v1/stats"),
     ],
 )
-def test_of_two_keys_neither_counts(live: Running, first: str, second: str, path: str) -> None:
+def test_a_request_with_two_keys_is_refused(live: Running, first: str, second: str, path: str) -> None:
     both = [("authorization", f"Bearer {key}") for key in (first, second)]
     assert live.nobody.get(path, headers=both).status_code == 401
     assert (
@@ -155,14 +155,17 @@ def test_of_two_keys_neither_counts(live: Running, first: str, second: str, path
     )
 
 
-def test_of_two_idempotency_keys_neither_counts(live: Running) -> None:
+def test_a_request_with_two_idempotency_keys_is_refused(live: Running) -> None:
     twice = [("idempotency-key", "one"), ("idempotency-key", "one")]
     refused = live.acme.post("/v1/warm", json={"token_ids": [1], "wait": False}, headers=twice)
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "Idempotency-Key"
 
 
 def test_prefixes_tell_the_demo_keys_apart() -> None:
-    """A quarter of a short key is too little for that. More of it would make it easier to guess."""
+    """A quarter of a short key is too short to tell the keys apart.
+
+    A longer prefix would make the key easier to guess.
+    """
     keys = Keyring.demo().keys
     assert len({key.prefix for key in keys}) == len(keys) == 3
     for key in keys:

@@ -1,4 +1,4 @@
-"""Bases over HTTP: the operator publishes, tenants read, and nobody else is told."""
+"""Bases over HTTP: the operator publishes them, tenants read them, and no other caller learns of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shared() -> Iterator[Running]:
 
 @pytest.fixture
 def live(shared: Running) -> Iterator[Running]:
-    """A service without bases."""
+    """A running service without bases."""
     yield shared
     for base in shared.operator.get("/v1/bases").json()["bases"]:
         assert shared.operator.delete(f"/v1/bases/{base['id']}").status_code == 204
@@ -47,7 +47,7 @@ def matched(tenant: Any, ids: list[int] = IDS, **fields: Any) -> int:
     return int(tenant.post("/v1/lookup", json={"token_ids": ids, **fields}).json()["matched_tokens"])
 
 
-def test_published_read_and_unpublished(live: Running) -> None:
+def test_a_base_is_published_read_and_unpublished(live: Running) -> None:
     made = publish(live, token_ids=[*IDS, 7, 7], readers=["acme"])
     assert made.pop("seconds") > 0
     assert made == {
@@ -65,8 +65,11 @@ def test_published_read_and_unpublished(live: Running) -> None:
     assert matched(live.globex) == 0 and live.operator.get("/v1/bases").json() == {"bases": []}
 
 
-def test_answers_are_the_same_behind_it(live: Running) -> None:
-    """The tokens that follow are those that follow without it; usage tells the hit, and the next turn goes on."""
+def test_completions_are_the_same_behind_a_base(live: Running) -> None:
+    """A completion behind a base has the same tokens as one without it.
+
+    The usage counts the hit, and the next turn reuses it.
+    """
     prompt = [*IDS, *range(20)]
     alone = live.globex.post("/v1/completions", json={"prompt": prompt, **GREEDY}).json()
     publish(live, readers=["acme"])
@@ -82,8 +85,8 @@ def test_answers_are_the_same_behind_it(live: Running) -> None:
     assert live.acme.post("/v1/warm", json={"token_ids": IDS}).json()["computed"] == 0
 
 
-def test_text_and_messages(live: Running) -> None:
-    """Cut where a warm is cut, so that every prompt that begins so reads it."""
+def test_a_base_of_text_or_messages_serves_every_continuation(live: Running) -> None:
+    """A published text is cut where a warm cuts it, so every prompt that starts with the text can read the base."""
     text = "You are a helpful assistant of the platform. Answer shortly, and never of the weather. " * 4
     made = publish(live, token_ids=None, prompt=text)
     assert made["tokens"] % 16 == 0 and made["tokens"] > 32
@@ -96,8 +99,8 @@ def test_text_and_messages(live: Running) -> None:
     assert answer["matched_tokens"] >= chat["tokens"]
 
 
-def test_it_is_nobodys_and_told_to_the_operator_alone(live: Running) -> None:
-    """A tenant's stats, clear and purge don't know of it; the operator's counts and metrics do."""
+def test_only_the_operator_sees_a_base_in_statistics(live: Running) -> None:
+    """A tenant's statistics, clear and purge ignore a base. The operator's counts and metrics include it."""
     before = live.acme.get("/v1/stats").json()
     publish(live)
     assert live.acme.get("/v1/stats").json() == before
@@ -118,7 +121,7 @@ def test_it_is_nobodys_and_told_to_the_operator_alone(live: Running) -> None:
     assert matched(live.acme) == 64
 
 
-def test_refusals(live: Running) -> None:
+def test_bad_requests_about_bases_are_refused(live: Running) -> None:
     publish(live)
     operator = live.operator
     body = {"id": "next", "token_ids": IDS, "readers": ["acme"]}
@@ -145,8 +148,8 @@ def test_refusals(live: Running) -> None:
     assert len(operator.get("/v1/bases").json()["bases"]) == 1 and matched(live.acme) == 64
 
 
-def test_while_it_is_computed(live: Running) -> None:
-    """It waits for the model, shown as nothing until then; a client that hangs up gives it up."""
+def test_a_base_is_hidden_until_it_is_computed(live: Running) -> None:
+    """While a base waits for the model, no list shows it. A client that hangs up cancels it."""
     unfinished = live.service.worker._unfinished
     with model_held(live.service):
         with sent(live, "operator", "/v1/bases", {"id": "late", "token_ids": IDS, "readers": ["acme"]}):
@@ -159,8 +162,11 @@ def test_while_it_is_computed(live: Running) -> None:
     publish(live, id="late")
 
 
-def test_room_and_tenants_that_go(tmp_path: Path) -> None:
-    """Beside guarantees it is refused with the shortfall named; a tenant that is removed is struck from the lists."""
+def test_bases_respect_guarantees_and_lose_removed_readers(tmp_path: Path) -> None:
+    """A base that does not fit beside the guarantees is refused, with the number of missing blocks.
+
+    Removing a tenant removes it from the readers.
+    """
     keys = tmp_path / "keys.json"
     tenants = {
         "acme": {"keys": ["demo-acme"], "guaranteed_blocks": 62},

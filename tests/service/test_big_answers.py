@@ -1,4 +1,4 @@
-"""A long answer is written beside the event loop, so that it stops nobody else's requests."""
+"""A long answer is serialized outside the event loop, so other requests do not wait for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.service.running import Running
 NUM_ROWS, NUM_TOKENS = 32, 6_000
 
 
-def test_a_big_answer_is_made_beside_the_loop(
+def test_a_big_answer_does_not_block_the_event_loop(
     live: Running, salt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's tokens are made up, as the demo model would take minutes for so many."""
+    """The test makes up the model's tokens: the demo model would take minutes for this many."""
     word = live.service.tokenizer.encode("word word")[-1]
 
     def generate(ns: Any, prompts: list[bytes], max_new_tokens: int, **options: Any) -> Generation:
@@ -34,7 +34,7 @@ def test_a_big_answer_is_made_beside_the_loop(
     assert [each["index"] for each in answer.json()["choices"]] == list(range(NUM_ROWS))
     assert {len(each["text"]) for each in answer.json()["choices"]} == {NUM_TOKENS * len(" word")}
     assert answer.headers["content-type"] == "application/json" and answer.content.endswith(b"}\n")
-    assert watch.longest_work_s < 0.02, "written on the loop it took 0.03 s"
+    assert watch.longest_work_s < 0.02, "serialized on the event loop, the answer took 0.03 s"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Completions: OpenAI's shape, the engine's tokens, streams, and clients that hang up."""
+"""Completions: the format of OpenAI's API, the engine's tokens, streams, and clients that hang up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complete(live: Running, **body: Any) -> dict[str, Any]:
 
 
 def events(live: Running, **body: Any) -> list[Any]:
-    """The events of a stream, parsed, [DONE] included."""
+    """The parsed events of a stream, including ``[DONE]``."""
     with live.acme.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
@@ -39,7 +39,7 @@ def joined(stream: list[Any]) -> dict[int, str]:
     return texts
 
 
-def test_the_shape_and_the_defaults_are_openais(live: Running, salt: str) -> None:
+def test_the_format_and_the_defaults_are_openais(live: Running, salt: str) -> None:
     reply = complete(live, prompt="Once upon a time", salt=salt)
     assert set(reply) == {"id", "object", "created", "model", "choices", "usage", "timings"}
     assert reply["id"].startswith("cmpl-") and reply["object"] == "text_completion"
@@ -71,7 +71,7 @@ def test_greedy_text_is_that_of_the_engines_tokens(live: Running, salt: str, tex
     assert by_ids["choices"] == reply["choices"]
 
 
-def test_cold_and_warm_say_the_same(live: Running, salt: str, text: str) -> None:
+def test_cold_and_warm_completions_are_equal(live: Running, salt: str, text: str) -> None:
     warmed = live.acme.post("/v1/warm", json={"prompt": text, "salt": salt}).json()
     body = {"prompt": text, "max_tokens": 8, "temperature": 0}
     warm, cold = complete(live, **body, salt=salt), complete(live, **body, salt=salt + "-cold")
@@ -95,7 +95,7 @@ def test_greedy_choices_are_equal_and_counted(live: Running, salt: str) -> None:
     assert reply["usage"]["completion_tokens"] == 12
 
 
-def test_a_batch_is_its_prompts_one_by_one(live: Running, salt: str) -> None:
+def test_a_batch_equals_its_prompts_one_by_one(live: Running, salt: str) -> None:
     prompts = ["The first prompt", "And a second, longer one than the first"]
     body = {"salt": salt, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     batch = complete(live, prompt=prompts, **body)
@@ -121,7 +121,9 @@ def test_beams_are_the_engines_best_first(live: Running, salt: str) -> None:
     "options",
     [{"temperature": 0}, {"seed": 3, "n": 2}, {"seed": 4, "echo": True}, {"seed": 5, "stop": [" a", "e"]}],
 )
-def test_a_stream_is_the_whole_in_pieces(live: Running, salt: str, options: dict[str, Any]) -> None:
+def test_the_pieces_of_a_stream_join_to_the_whole_completion(
+    live: Running, salt: str, options: dict[str, Any]
+) -> None:
     body = {"prompt": "Tell me more about", "salt": salt, "max_tokens": 24, **options}
     whole = complete(live, **body)
     stream = events(live, **body)
@@ -183,7 +185,7 @@ def test_the_next_turn_finds_the_last_one(live: Running, salt: str, text: str) -
     assert found == len(prompt) // 16 * 16
 
 
-def test_a_stream_that_is_hung_up_on_ends(live: Running, salt: str) -> None:
+def test_a_stream_ends_when_its_client_hangs_up(live: Running, salt: str) -> None:
     body = {"prompt": "Go on for ever", "salt": salt, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with (
         client(live.url, "demo-acme") as leaving,
@@ -197,7 +199,7 @@ def test_a_stream_that_is_hung_up_on_ends(live: Running, salt: str) -> None:
     audit.check(live.service.cache)
 
 
-def test_a_completion_that_is_hung_up_on_ends(live: Running, salt: str) -> None:
+def test_a_completion_ends_when_its_client_hangs_up(live: Running, salt: str) -> None:
     body = {"prompt": "Go on for ever", "salt": salt, "max_tokens": 8000, "ignore_eos": True}
     with sent(live, "acme", "/v1/completions", body):
         eventually(lambda: live.service.cache.stats().num_sequences > 0, "it runs")
@@ -206,11 +208,11 @@ def test_a_completion_that_is_hung_up_on_ends(live: Running, salt: str) -> None:
 
 
 def num_wanted(live: Running) -> int:
-    """Pieces of work that run, or wait and weren't given up."""
+    """The number of work items that run, or wait and are not cancelled."""
     return sum(not work.future.cancelled() for work in list(live.service.worker._unfinished))
 
 
-def test_one_that_waits_and_is_hung_up_on_never_starts(live: Running, salt: str) -> None:
+def test_a_waiting_completion_never_starts_after_its_client_hangs_up(live: Running, salt: str) -> None:
     with model_held(live.service):
         for stream in (False, True):
             body = {"prompt": "Never", "salt": salt, "stream": stream}
@@ -239,7 +241,7 @@ def test_a_stream_that_never_began_is_cancelled_too() -> None:
     assert work.stopping
 
 
-def test_an_error_before_the_first_token_is_a_status_of_the_stream(live: Running, salt: str) -> None:
+def test_an_error_before_the_first_token_sets_the_status_of_a_stream(live: Running, salt: str) -> None:
     cache = live.service.cache
     held = cache.open(
         live.service.namespace("globex", salt, None), [5] * (16 * (cache.config.num_blocks - 4))

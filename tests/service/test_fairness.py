@@ -1,4 +1,4 @@
-"""A tenant's long, endless or unread answers cost another tenant its share of the steps, and no more."""
+"""A tenant's long, endless or unread answers cost another tenant only its fair share of the model's steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = {**LONG, "max_tokens": 1000}
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[Running]:
-    """A service that keeps a kilobyte of what a client doesn't read, so that few steps fill it."""
+    """A service that buffers only one kilobyte of unread output for a client, so that a few steps fill the buffer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("radixkv.service.connection.UNREAD_BYTES", 1024)
         with service_in_thread(**{"num-blocks": "2048"}) as live:
@@ -28,7 +28,10 @@ def roomy() -> Iterator[Running]:
 
 
 def asked(live: Running, who: str, body: dict[str, Any]) -> socket.socket:
-    """A connection over which a completion was asked for; nothing of the answer is read, or kept by the client."""
+    """A connection on which a completion was requested.
+
+    Nothing reads the answer, and the client's socket buffer is small.
+    """
     place, content = urlsplit(live.url), json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[who]}",
@@ -43,7 +46,7 @@ def asked(live: Running, who: str, body: dict[str, Any]) -> socket.socket:
 
 
 def read(connection: socket.socket) -> list[dict[str, Any]]:
-    """The events of a stream, to its end."""
+    """Read a stream to its end and return its events."""
     received = b""
     while part := connection.recv(65_536):
         received += part
@@ -52,12 +55,12 @@ def read(connection: socket.socket) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_not_read_leaves_the_model_and_goes_on_when_it_is(roomy: Running) -> None:
+def test_an_unread_stream_is_suspended_until_it_is_read(roomy: Running) -> None:
     worker = roomy.service.worker
     with asked(roomy, "globex", {**LONG, "stream": True}) as unread:
         eventually(lambda: worker.num_suspended == 1, "it is suspended")
         own = roomy.globex.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
-        assert own.status_code == 200, "its own tenant can go on too"
+        assert own.status_code == 200, "other requests of the same tenant continue"
         eventually(lambda: worker.num_unfinished == worker.num_suspended == 1)
         events = read(unread)
     eventually(lambda: worker.num_unfinished == 0)
@@ -78,16 +81,16 @@ def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Runni
         warmed = roomy.acme.post("/v1/warm", json={"prompt": PROMPT * 20})
         assert warmed.status_code == 200
         eventually(lambda: worker.num_unfinished == 4)
-        assert all(not each.future.done() for each in [*worker._unfinished]), "none of them had to end first"
+        assert all(not each.future.done() for each in [*worker._unfinished]), "no stream had to end first"
     finally:
         for each in streams:
             each.close()
-    eventually(lambda: worker.num_unfinished == 0, "clients that hang up end them")
+    eventually(lambda: worker.num_unfinished == 0, "a client that hangs up ends its stream")
     eventually(lambda: roomy.service.cache.stats().num_sequences == 0)
 
 
 @pytest.mark.slow
-def test_an_unread_stream_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, roomy: Running) -> None:
+def test_an_unread_stream_ends_at_its_timeout(monkeypatch: pytest.MonkeyPatch, roomy: Running) -> None:
     monkeypatch.setattr("radixkv.service.endpoints.completions._READING_S", 0.1)
     monkeypatch.setattr(roomy.service, "limits", roomy.service.limits.__class__(timeout_s=3.0))
     with asked(roomy, "globex", {**ENDLESS, "stream": True}):

@@ -1,4 +1,4 @@
-"""Replicas: two real processes on one real Redis, and requests that only pretend to come from a replica."""
+"""Replicas: two real processes on one real Redis, and requests that only claim to come from a replica."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.service.running import (
     service_in_thread,
 )
 
-pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch, and leases run out
+pytestmark = pytest.mark.timeout(600)  # starting replicas imports torch, and tests wait for leases to expire
 SECRET = b"a secret of this test's fleet"
 LEASE_S = 10.0
-"""Of processes: nobody who lives stands still for two thirds of it."""
+"""The lease of processes, in seconds: no live process stalls for two thirds of it."""
 BRISK = {"lease-s": "4"}
-"""For tests of what a replica notices with its next beat, and that need nobody else to see it live."""
+"""A short lease, for tests of what a replica notices at its next beat. No other replica has to see it live."""
 IDS = list(range(5, 5 + 16 * 40))
 
 Start = Callable[[str], Process]
@@ -47,7 +47,7 @@ Start = Callable[[str], Process]
 
 @pytest.fixture
 def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
-    """Starts replicas of one fleet: ``start(name)``."""
+    """Start replicas of one fleet: ``start(name)``."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     with ExitStack() as stack:
@@ -64,13 +64,13 @@ def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
                 "--num-blocks",
                 "256",
             ]
-            return stack.enter_context(served(log, *common, "--fleet-secret", str(secret), forked=True))
+            return stack.enter_context(served(log, *common, "--fleet-secret", str(secret)))
 
         yield begin
 
 
 def view(replica: Process | Running, key: str = "demo-acme") -> dict[str, dict[str, Any]]:
-    """The replicas that one knows, by id."""
+    """The replicas that a replica knows, by id."""
     with client(replica.url, key) as someone:
         return {each["id"]: each for each in someone.get("/v1/replicas").json()["replicas"]}
 
@@ -91,7 +91,7 @@ def matched(replica: Process | Running, key: str = "demo-acme", **fields: Any) -
 
 
 @pytest.mark.slow
-def test_a_fleet_from_birth_to_death(start: Start) -> None:
+def test_replicas_join_leave_and_warm_together(start: Start) -> None:
     one, two = start("one"), start("two")
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     assert view(one)["two"]["address"] == two.url and not view(one)["two"]["is_self"]
@@ -108,20 +108,20 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
     alone = post(one, "/v1/warm", {"token_ids": IDS, "salt": "only here"}).json()
     assert "replicas" not in alone and matched(two, salt="only here") == 0
     eventually(lambda: view(one, "demo-operator")["two"]["last_seq"] > 1, "two's log reaches one")
-    assert view(one)["two"]["last_seq"] is None, "it counts what all tenants do"
+    assert view(one)["two"]["last_seq"] is None, "the counter includes all tenants, so tenants do not see it"
 
     first_life = view(one)["two"]
     two.kill()
     after = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "later"}).json()
-    assert after["tokens"] == len(IDS), "what fails elsewhere doesn't fail here"
+    assert after["tokens"] == len(IDS), "a failure elsewhere does not fail the local warm"
     assert {(each["replica"], each["state"]) for each in after["replicas"]} in (
         {("one", "done"), ("two", "failed")},
         {("one", "done")},
     )
     eventually(lambda: "two" not in view(one), "two leaves the view")
     with client(one.url, "demo-acme") as acme:
-        everybody = acme.get("/v1/replicas", params={"all": "true"}).json()["replicas"]
-        assert {each["id"]: each["live"] for each in everybody} == {"one": True, "two": False}
+        all_replicas = acme.get("/v1/replicas", params={"all": "true"}).json()["replicas"]
+        assert {each["id"]: each["live"] for each in all_replicas} == {"one": True, "two": False}
         assert acme.get("/v1/replicas", params={"all": "yes"}).status_code == 422
     gone = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
     assert [each["replica"] for each in gone["replicas"]] == ["one"]
@@ -138,16 +138,16 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
     ]
 
     assert reborn.stop() == 0
-    eventually(lambda: "two" not in view(one), "who leaves by himself is gone at once")
+    eventually(lambda: "two" not in view(one), "a replica that leaves on its own is gone at once")
     assert one.stop() == 0
 
 
-# The rest needs replicas, but no processes: services in threads start in a tenth of the time.
+# The tests below need replicas but no processes. A service in a thread starts in a tenth of the time.
 
 
 @pytest.fixture
 def join(redis_server: RedisServer, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Lets a service in a thread join one fleet: ``join(name, setting=value)``."""
+    """Add a service in a thread to one fleet: ``join(name, setting=value)``."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     with ExitStack() as stack:
@@ -171,13 +171,13 @@ def test_a_job_warms_everywhere_too(join: Join) -> None:
     done = one.acme.get(f"/v1/warm/{job}").json()
     assert [each["replica"] for each in done["result"]["replicas"]] == ["one", "two"]
     assert matched(two) == len(IDS)
-    assert two.acme.get(f"/v1/warm/{job}").json() == done, "any replica says the same"
+    assert two.acme.get(f"/v1/warm/{job}").json() == done, "every replica gives the same answer"
     unknown = [two.acme.get(f"/v1/warm/{'0' * 32}"), two.globex.get(f"/v1/warm/{job}")]
     assert [each.status_code for each in unknown] == [404, 404] and unknown[0].content == unknown[1].content
 
 
 @pytest.mark.slow
-def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
+def test_a_replica_learns_which_prefixes_another_holds(join: Join) -> None:
     one, two = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two"))
     one.acme.post("/v1/warm", json={"token_ids": IDS})
@@ -189,7 +189,7 @@ def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_without_room_fails_alone(join: Join) -> None:
+def test_a_warm_fails_only_on_the_replica_that_lacks_blocks(join: Join) -> None:
     one, two = join("one"), join("two", **{"num-blocks": "41"})
     eventually(lambda: reachable(one, "one", "two"))
     held = two.service.cache.open(two.service.namespace("globex", "", None), IDS)
@@ -200,12 +200,14 @@ def test_a_replica_without_room_fails_alone(join: Join) -> None:
     other_way = two.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
     outcomes = {each["replica"]: (each["state"], each["error"]) for each in other_way["replicas"]}
     assert outcomes == {"one": ("done", None), "two": ("failed", "no_capacity")}
-    assert (other_way["tokens"], other_way["computed"]) == (len(IDS), len(IDS)), "of the one that is done"
+    assert (other_way["tokens"], other_way["computed"]) == (len(IDS), len(IDS)), (
+        "the totals are those of the replica that is done"
+    )
     held.release()
 
 
 @pytest.mark.slow
-def test_a_tenant_that_another_replica_lacks_fails_there_only(join: Join, tmp_path: Path) -> None:
+def test_a_warm_fails_only_on_the_replica_that_lacks_the_tenant(join: Join, tmp_path: Path) -> None:
     (tmp_path / "few.json").write_text(json.dumps({"tenants": {"acme": "demo-acme"}}))
     one, two = join("one"), join("two", keys=str(tmp_path / "few.json"))
     eventually(lambda: reachable(two, "one", "two") and reachable(one, "one", "two"))
@@ -215,11 +217,11 @@ def test_a_tenant_that_another_replica_lacks_fails_there_only(join: Join, tmp_pa
 
 
 @pytest.mark.slow
-def test_requests_follow_proofs_not_addresses(join: Join, redis_server: RedisServer) -> None:
+def test_an_address_without_a_proof_gets_no_requests(join: Join, redis_server: RedisServer) -> None:
     one, _ = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two"))
     redis_server.command(f"HSET rk1:{{r:two}}:meta address {one.url}")
-    eventually(lambda: not view(one)["two"]["reachable"], "an address without its proof counts for nothing")
+    eventually(lambda: not view(one)["two"]["reachable"], "an address without its proof is ignored")
     assert view(one)["two"]["address"] is None
     reply = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
     assert [each["replica"] for each in reply["replicas"]] == ["one"]
@@ -234,7 +236,7 @@ def test_a_fenced_replica_is_unhealthy(join: Join) -> None:
 
 
 @pytest.mark.slow
-def test_without_redis_everything_local_goes_on(join: Join, redis_server: RedisServer) -> None:
+def test_local_work_continues_without_redis(join: Join, redis_server: RedisServer) -> None:
     one = join("one", **BRISK)
     redis_server.kill()
     eventually(lambda: one.service.fleet.coordinator.health().state == "unavailable")
@@ -242,15 +244,17 @@ def test_without_redis_everything_local_goes_on(join: Join, redis_server: RedisS
     assert matched(one) == len(IDS)
     job = one.acme.post("/v1/warm", json={"token_ids": IDS, "salt": "s", "wait": False}).json()["job"]
     eventually(lambda: one.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
-    assert one.acme.get(f"/v1/warm/{'0' * 32}").json()["error"]["type"] == "store_unavailable", "it may exist"
+    assert one.acme.get(f"/v1/warm/{'0' * 32}").json()["error"]["type"] == "store_unavailable", (
+        "the job may exist"
+    )
     once = one.acme.post("/v1/warm", json={"token_ids": IDS}, headers={"Idempotency-Key": "k"})
-    assert once.status_code == 503, "what can't be kept isn't promised"
+    assert once.status_code == 503, "a request that cannot be recorded is refused"
     for path in ("/healthz", "/readyz"):
         answer = one.nobody.get(path)
         assert answer.status_code == 200 and answer.json()["coordination"] == "unavailable"
     assert "radixkv_replica_ok 0.0" in one.operator.get("/metrics").text
     redis_server.restart()
-    eventually(lambda: one.nobody.get("/readyz").json()["coordination"] == "ok", "it heals by itself")
+    eventually(lambda: one.nobody.get("/readyz").json()["coordination"] == "ok", "the replica reconnects")
     assert "radixkv_replica_ok 1.0" in one.operator.get("/metrics").text
     keyed = {"json": {"token_ids": IDS}, "headers": {"Idempotency-Key": "k"}}
     again = answered(lambda: one.acme.post("/v1/warm", **keyed)).json()
@@ -275,12 +279,12 @@ SIGNED: dict[str, Any] = {
 
 @pytest.fixture
 def member(join: Join) -> Running:
-    """A replica of a fleet, which has internal endpoints."""
+    """A replica of a fleet, which has the internal endpoints."""
     return join("member")
 
 
 def forged(live: Running, **changes: Any) -> dict[str, str]:
-    """Headers of a request to ``live``, signed with its secret, but for ``changes``."""
+    """The headers of a request to ``live``, signed with the fleet's secret, with ``changes`` applied."""
     own = live.service.fleet
     fields = {**SIGNED, "audience": own.coordinator.info().audience, "timestamp_s": time.time(), **changes}
     secret = fields.pop("secret", own.secret)
@@ -304,10 +308,12 @@ def test_a_signature_for_anything_else_is_401(member: Running, changes: dict[str
     assert answer.status_code == 401
 
 
-def test_a_signed_request_is_good_once_and_bearer_keys_are_not(member: Running) -> None:
+def test_a_signed_request_is_accepted_once_and_bearer_keys_never(member: Running) -> None:
     headers = {**forged(member), "content-type": "application/json"}
     first, again = (member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers) for _ in range(2))
-    assert (first.status_code, again.status_code) == (404, 401), "no such job; and not even that again"
+    assert (first.status_code, again.status_code) == (404, 401), (
+        "there is no such job, and a repeated request is refused"
+    )
     assert member.operator.post(WARM_PATH, json={"token_ids": [1]}).status_code == 401
     tenant = {**headers, **forged(member, tenant="nobody")}
     assert member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=tenant).status_code == 404
@@ -324,7 +330,7 @@ INTERNAL = (WARM_PATH, PURGE_PATH, PIN_PATH, PROVE_PATH)
 
 
 def announced(live: Running, path: str, headers: dict[str, str], size: int = 4 * 2**20) -> bytes:
-    """The first line of the answer to the head of a request whose body never comes."""
+    """Send the head of a request but no body, and return the status line of the answer."""
     place = urlsplit(live.url)
     lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {size}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -334,7 +340,7 @@ def announced(live: Running, path: str, headers: dict[str, str], size: int = 4 *
 
 
 @pytest.mark.parametrize("path", INTERNAL)
-def test_without_a_fleet_there_is_nothing_internal(live: Running, path: str) -> None:
+def test_internal_paths_do_not_exist_without_a_fleet(live: Running, path: str) -> None:
     headers = forged(live, path=path, body=b"")
     answers = [live.nobody.post(each, headers=headers) for each in (path, "/internal/other")]
     assert answers[0].status_code == 404 and answers[0].content == answers[1].content
@@ -363,7 +369,7 @@ def test_a_body_that_was_not_signed_is_401(member: Running) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNED_HEADERS)
-def test_a_signed_header_that_occurs_twice_counts_for_nothing(member: Running, name: str) -> None:
+def test_a_signed_header_that_occurs_twice_is_401(member: Running, name: str) -> None:
     headers = [*forged(member).items(), ("content-type", "application/json")]
     twice = [*headers, (name, dict(headers)[name])]
     assert member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=twice).status_code == 401
@@ -375,7 +381,7 @@ def test_few_internal_requests_are_read_at_once() -> None:
         async with AsyncExitStack() as stack:
             for _ in range(MAX_AT_ONCE):
                 await stack.enter_async_context(fleet.admitted(WARM_PATH, 1.0))
-            async with fleet.admitted(PURGE_PATH, 0.0):  # has its own
+            async with fleet.admitted(PURGE_PATH, 0.0):  # purges have their own limit
                 pass
             with pytest.raises(ApiError) as refused:
                 await stack.enter_async_context(fleet.admitted(WARM_PATH, 0.0))
@@ -386,7 +392,7 @@ def test_few_internal_requests_are_read_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join) -> None:
+def test_a_complete_purge_has_ended_the_pins_of_the_fleet(join: Join) -> None:
     one, two = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     for each in (one, two):
@@ -396,7 +402,7 @@ def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join)
     assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
     purge = "/v1/tenants/acme/purge"
     assert answered(lambda: one.operator.post(purge)).status_code == 200
-    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "nobody is pending")
+    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "no replica is pending")
     for each in (one, two):
         assert each.acme.get("/v1/pins").json() == {"pins": []}
     again = post(two, "/v1/pins", body).json()
@@ -405,27 +411,30 @@ def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join)
 
 
 @pytest.mark.slow
-def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
-    """Redis has lost the purge that they were made after, and another was given its number."""
+def test_a_purge_that_reuses_a_lost_number_still_ends_pins(join: Join) -> None:
+    """Redis loses the purge that preceded the pins, and then assigns its number to another purge."""
     one, two = join("one", **BRISK), join("two", **BRISK)
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     for each in (one, two):
         assert each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 64}).status_code == 200
     purge = "/v1/tenants/acme/purge"
     assert answered(lambda: one.operator.post(purge)).json()["generation"] == 1
-    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "nobody is pending")
+    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "no replica is pending")
     pinned = post(one, "/v1/pins", {"token_ids": IDS[:256], "ttl_s": 600, "replicas": "all"}).json()
     assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
     coordinator = one.service.fleet.coordinator
     signed.raise_generation(coordinator.store, coordinator.keys, coordinator.keys.tenant("acme"))
     for each in (one, two):
-        eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "they have ended")
-        eventually(lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0, "here too")
+        eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "the pins have ended")
+        eventually(
+            lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0,
+            "the blocks are unpinned",
+        )
     assert coordinator.purges.generation("acme") == 1
 
 
 def quota(replica: Process | Running, tenant: str = "acme") -> tuple[int | None, int | None]:
-    """A tenant's limit over the fleet, and this replica's share, as it says itself."""
+    """A tenant's limit over the fleet and this replica's share, as this replica reports them."""
     with client(replica.url, "demo-operator") as operator:
         rows = {each["tenant"]: each for each in operator.get("/v1/tenants").json()["tenants"]}
     return rows[tenant]["settings"]["fleet_blocks"], rows[tenant]["granted_blocks"]
@@ -439,8 +448,8 @@ def put(replica: Process | Running, tenant: str = "acme", **settings: Any) -> ht
 
 
 @pytest.mark.slow
-def test_a_quota_that_one_replica_is_told_binds_all(start: Start, redis_server: RedisServer) -> None:
-    """They share no keys file: each has demo keys of its own, which know nothing of a quota."""
+def test_a_quota_set_on_one_replica_binds_all(start: Start, redis_server: RedisServer) -> None:
+    """The replicas share no keys file. Each has its own demo keys, which define no quota."""
     one, two = start("one"), start("two")
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     assert put(one, fleet_blocks=100).json()["settings"]["fleet_blocks"] == 100
@@ -453,22 +462,24 @@ def test_a_quota_that_one_replica_is_told_binds_all(start: Start, redis_server: 
 
     two.kill()
     two = start("two")
-    eventually(lambda: quota(one) == quota(two) == (100, 50), "one that comes back hears of it")
+    eventually(lambda: quota(one) == quota(two) == (100, 50), "a restarted replica learns the quota")
     one.kill()
     one = start("one")
-    eventually(lambda: quota(one) == quota(two) == (100, 50), "also the one that was told")
+    eventually(lambda: quota(one) == quota(two) == (100, 50), "so does the replica where it was set")
 
     redis_server.restart()
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     three = start("three")
-    eventually(lambda: quota(three) == (100, 33), "Redis came back empty, and was told")
+    eventually(
+        lambda: quota(three) == (100, 33), "Redis restarted empty, and the replicas wrote the quota again"
+    )
 
     put(two, fleet_blocks=60)
     eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3)
-    put(three, weight=2.0)  # a PUT says all that holds: no quota
+    put(three, weight=2.0)  # a PUT replaces all settings: no quota
     eventually(lambda: [quota(each) for each in (one, two, three)] == [(None, None)] * 3)
     put(two, fleet_blocks=60)
-    eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3, "said once more")
+    eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3, "set once more")
 
 
 @pytest.mark.slow
@@ -486,10 +497,13 @@ def test_a_tenant_that_was_removed_leaves_no_quota_behind() -> None:
 
 
 @pytest.mark.slow
-def test_a_generation_that_an_outsider_wrote_makes_no_purge_lie(
+def test_a_forged_generation_cannot_falsify_a_purge(
     join: Join, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is refused once, with the tenant's digest in the log; all are told directly, and asked again it is right."""
+    """The first purge is refused and logs the tenant's digest, but it reaches all replicas.
+
+    A second request then succeeds.
+    """
     one, two = join("one", **BRISK), join("two", **BRISK)
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     purge, digest = "/v1/tenants/acme/purge", one.service.fleet.coordinator.keys.tenant("acme").hex()
@@ -499,9 +513,10 @@ def test_a_generation_that_an_outsider_wrote_makes_no_purge_lie(
         caplog.clear()
         redis_server.command(f"HSET rk1:{{t:{digest}}}:q generation {value}")
         refused = one.operator.post(purge)
-        if refused.status_code == 503:  # unless a beat was faster, of one who knows the generation
+        # unless a replica that knows the generation corrected it first, with a beat
+        if refused.status_code == 503:
             assert refused.json()["error"]["type"] == "store_unavailable" and digest in caplog.text
-            assert matched(one) == matched(two) == 0, "it was told, whatever the store says"
+            assert matched(one) == matched(two) == 0, "the replicas were told directly"
             refused = one.operator.post(purge)
         assert refused.status_code == 200
         assert matched(one) == matched(two) == 0
@@ -511,7 +526,7 @@ def test_a_generation_that_an_outsider_wrote_makes_no_purge_lie(
 
 
 class Listener:
-    """Whoever has a replica's address now: answers as told to, and keeps all that it was sent."""
+    """A stranger at a replica's former address. It sends a fixed answer and records everything that it receives."""
 
     def __init__(self, port: int, answer: bytes) -> None:
         self.received, self.is_over = b"", threading.Event()
@@ -546,7 +561,7 @@ class Listener:
 def test_a_dead_replicas_address_gets_no_prompt_and_no_tenants_name(
     join: Join, redis_server: RedisServer, body: bytes
 ) -> None:
-    """Its registration was put back, and somebody else listens there now."""
+    """Redis again holds the dead replica's registration, and a stranger listens at its address."""
     one = join("one")
     with ExitStack() as life:
         secret = one.service.fleet.secret
@@ -559,14 +574,14 @@ def test_a_dead_replicas_address_gets_no_prompt_and_no_tenants_name(
         port = httpx.URL(two.url).port
         client = redis.Redis.from_url(redis_server.url)
         fields = client.hgetall("rk1:{r:two}:meta")
-    one.service.fleet._proven.clear()  # as it is when it was proven a while ago
+    one.service.fleet._proven.clear()  # as if the last proof had expired
     assert port is not None
     status = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     with closing(Listener(port, status + body)) as listener:
         client.hset("rk1:{r:two}:meta", mapping=fields)
         client.set("rk1:{r:two}:lease", fields[b"nonce"], px=3_600_000)
         client.zadd("rk1:replicas", {"two": int(time.time() * 1000) + 3_600_000})
-        eventually(lambda: reachable(one, "one", "two"), "what it stated last is not old yet")
+        eventually(lambda: reachable(one, "one", "two"), "its last report is not outdated yet")
         warmed = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "a salt"}).json()
         outcomes = {each["replica"]: each["error"] for each in warmed["replicas"]}
         assert outcomes["one"] is None and outcomes["two"] in ("unproven", "unreachable")
@@ -577,7 +592,7 @@ def test_a_dead_replicas_address_gets_no_prompt_and_no_tenants_name(
     client.close()
 
 
-def test_a_replica_proves_itself_to_its_fleet_and_for_itself_alone(member: Running) -> None:
+def test_a_proof_is_valid_for_one_replica_and_one_challenge(member: Running) -> None:
     own = member.service.fleet
     info, challenge = own.coordinator.info(), "ab" * 32
     body = json.dumps({"challenge": challenge}).encode()

@@ -1,7 +1,7 @@
-"""Work of the whole fleet, over real processes on a real Redis: purges, warm jobs that survive deaths, quotas.
+"""Work of the whole fleet, over real processes on a real Redis: purges, quotas, and warm jobs that survive deaths.
 
-Three replicas are started once, and share a keys file; ``c`` reaches Redis through a proxy, so that it can be cut
-off. A test that kills one leaves it dead: the fixture starts it again for the next.
+Three replicas are started once and share a keys file. ``c`` reaches Redis through a proxy, so that a test can cut it
+off. A test may kill a replica and leave it dead: the fixture restarts it for the next test.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.redis_server import RedisServer, need_binary
 from tests.service.running import DEADLINE_S, Process, answered, client, eventually
 from tests.tcp_proxy import TcpProxy
 
-# Replicas are started, which loads torch, and leases run out.
+# Starting replicas imports torch, and tests wait for leases to expire.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IDS = list(range(5, 5 + 16 * 40))
 LEASE_S = 8
-"""Nobody who lives stands still for two thirds of it; the deaths of others are waited for."""
+"""The lease in seconds: no live process stalls for two thirds of it. It is short, as tests wait for it to expire."""
 BUDGET = {"max_pinned_blocks": 200}
 TENANTS = {
     "acme": {"keys": ["demo-acme"], **BUDGET},
@@ -33,7 +33,7 @@ TENANTS = {
 
 
 class Fleet:
-    """Three replicas, by name; ``redis`` and ``proxy`` are what they, and what ``c``, talk to."""
+    """Three replicas by name. All use ``redis``; ``c`` reaches it through ``proxy``."""
 
     def __init__(self, folder: Path, redis: RedisServer, proxy: TcpProxy) -> None:
         self.folder, self.redis, self.proxy = folder, redis, proxy
@@ -43,14 +43,14 @@ class Fleet:
         self.num_started = 0
 
     def whole(self, wanted: str = "abc") -> None:
-        """These live and know each other."""
+        """Start the replicas in ``wanted`` that do not run, and wait until each of them sees the others."""
         for name in wanted:
             if name not in self.members or self.members[name].process.poll() is not None:
                 self.members[name] = self.begin(name)
         for name in wanted:
             self.members[name].wait_ready()
         for name in wanted:
-            eventually(lambda name=name: self.sees(name) >= set(wanted), f"{name} sees all")
+            eventually(lambda name=name: self.sees(name) >= set(wanted), f"{name} sees all replicas")
 
     def begin(self, name: str) -> Process:
         self.num_started += 1
@@ -60,18 +60,24 @@ class Fleet:
             "keys": str(self.folder / "keys.json"), "fleet-secret": str(self.folder / "secret"),
         }  # fmt: skip
         arguments = [part for setting, value in options.items() for part in (f"--{setting}", value)]
-        return Process(arguments, self.folder / f"{name}-{self.num_started}.log", forked=True)
+        return Process(arguments, self.folder / f"{name}-{self.num_started}.log")
 
     def replicas(self, name: str) -> list[dict[str, Any]]:
         return list(self.ask(name, "GET", "/v1/replicas", "operator").json()["replicas"])
 
     def sees(self, name: str) -> set[str]:
-        """Those that it could reach where they are now: the lease of one that died may outlive it."""
+        """The replicas that this replica can reach at their current addresses.
+
+        A dead replica's lease may still be valid.
+        """
         here = {each.url for each in self.members.values()}
         return {each["id"] for each in self.replicas(name) if each["reachable"] and each["address"] in here}
 
     def settled(self) -> bool:
-        """All know of all others what they have to do now, which is nothing: who holds a prefix is the best for it."""
+        """Whether each replica knows that all others are idle, and how many blocks they hold.
+
+        Then the router prefers a holder.
+        """
         path, rows = "/v1/stats", {name: self.replicas(name) for name in self.members}
         resident = {
             name: self.ask(name, "GET", path, "operator").json()["cache"]["resident_blocks"] for name in rows
@@ -91,7 +97,7 @@ class Fleet:
     def asked(
         self, name: str, method: str, path: str, who: str = "acme", body: Any = None, **headers: str
     ) -> httpx.Response:
-        """The answer, once it isn't to try again: a Redis that stands still for two seconds is one that is away."""
+        """Repeat a request until the answer is final. A Redis that stalls for two seconds counts as unavailable."""
         return answered(lambda: self.ask(name, method, path, who, body, **headers))
 
     def warm(self, name: str, who: str = "acme", *, key: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -104,7 +110,7 @@ class Fleet:
         return dict(self.asked(name, "GET", f"/v1/warm/{job}", who).json())
 
     def matched(self, name: str, who: str = "acme", **fields: Any) -> int | str:
-        """Tokens, or the type of the error."""
+        """The number of matched tokens, or the type of the error."""
         document = self.ask(name, "POST", "/v1/lookup", who, {"token_ids": IDS, **fields}).json()
         return str(document["error"]["type"]) if "error" in document else int(document["matched_tokens"])
 
@@ -133,13 +139,16 @@ class Fleet:
 
     @contextmanager
     def busy(self, *names: str) -> Iterator[None]:
-        """A stream of acme's is computed there, and read, for as long as the ``with`` lasts: more of acme's waits."""
+        """Keep replicas computing and reading a stream of acme while the ``with`` block runs.
+
+        Other work of acme waits there.
+        """
         body = {"prompt": "On.", "max_tokens": 7000, "ignore_eos": True, "stream": True, "salt": "busy"}
         over = threading.Event()
 
         def read(url: str, began: threading.Event) -> None:
             with (
-                suppress(httpx.HTTPError),  # its replica may be killed
+                suppress(httpx.HTTPError),  # a test may kill the replica
                 client(url, "demo-acme") as someone,
                 someone.stream("POST", "/v1/completions", json=body) as stream,
             ):
@@ -197,29 +206,32 @@ def test_a_purge_is_obeyed_everywhere_at_once(fleet: Fleet) -> None:
     assert [fleet.matched(name) for name in "abc"] == [len(IDS)] * 3
     purged = fleet.purge("a", "acme")
     assert purged["blocks"] == len(IDS) // 16 and purged["generation"] == 1
-    eventually(lambda: fleet.purge("b", "acme", "GET")["complete"], "it is complete")
+    eventually(lambda: fleet.purge("b", "acme", "GET")["complete"], "the purge is complete")
     state = fleet.purge("c", "acme", "GET")
     assert state["confirmed"] == ["a", "b", "c"] and state["pending"] == state["unconfirmed"] == []
     assert [fleet.matched(name) for name in "abc"] == [0] * 3
-    assert [fleet.matched(name, "globex") for name in "abc"] == [len(IDS)] * 3, "another tenant's"
+    assert [fleet.matched(name, "globex") for name in "abc"] == [len(IDS)] * 3, "another tenant's blocks stay"
 
-    fleet.redis.restart()  # it comes back empty
-    eventually(lambda: store_is_back(fleet), "the store is reminded of the generation")
+    fleet.redis.restart()  # it restarts empty
+    eventually(lambda: store_is_back(fleet), "the replicas write the generation to the store again")
     assert fleet.purge("b", "acme", "GET")["generation"] == 1
     assert [fleet.matched(name) for name in "abc"] == [0] * 3
     fleet.whole()
 
     def is_found() -> bool:
-        """Who registers anew purges anew: a warm that this has overtaken is told to try again, or forgotten."""
+        """A replica that registers anew purges anew.
+
+        A warm at that time is refused with a conflict, or its blocks are purged.
+        """
         warmed = fleet.asked("b", "POST", "/v1/warm", body={"token_ids": IDS})
         assert warmed.is_success or warmed.json()["error"]["type"] == "conflict", warmed.text
         return hinted(fleet, "a") == {"a": 0, "b": 512, "c": 0}
 
-    eventually(is_found, "what is new is found by the others")
+    eventually(is_found, "the others find the new blocks")
 
 
 def store_is_back(fleet: Fleet) -> bool:
-    """All have registered anew, and have confirmed anew what was purged."""
+    """Whether all replicas have registered again and have confirmed the purge again."""
     return all(
         fleet.ask(name, "GET", "/readyz").json()["coordination"] == "ok"
         and fleet.purge(name, "acme", "GET")["confirmed"] == ["a", "b", "c"]
@@ -233,44 +245,48 @@ def hinted(fleet: Fleet, name: str, salt: str = "") -> dict[str, int]:
     return {each["replica"]: each["matched_tokens"]["device"] for each in found}
 
 
-def test_a_replica_that_is_cut_off_serves_or_refuses_as_its_tenants_say(fleet: Fleet) -> None:
+def test_a_cut_off_replica_serves_or_refuses_as_each_tenant_is_configured(fleet: Fleet) -> None:
     for who in ("acme", "globex"):
         fleet.warm("c", who)
     fleet.proxy.refuse = True
     try:
         assert "c" not in fleet.purge("a", "acme")["confirmed"]
-        eventually(lambda: fleet.purge("a", "acme", "GET")["complete"], "its lease is over")
+        eventually(lambda: fleet.purge("a", "acme", "GET")["complete"], "its lease has expired")
         state = fleet.purge("a", "acme", "GET")
         assert (state["confirmed"], state["unconfirmed"]) == (["a", "b"], ["c"])
-        assert fleet.matched("c") == 0, "it was told directly, and who says serve is served"
+        assert fleet.matched("c") == 0, "c was told directly, and acme's setting is to serve"
         for path in ("/v1/lookup", "/v1/warm"):
             answer = fleet.ask("c", "POST", path, "globex", {"token_ids": IDS})
             assert answer.status_code == 503 and answer.headers["Retry-After"]
             assert answer.json()["error"]["type"] == "generation_unconfirmed"
-        assert isinstance(fleet.matched("a", "globex"), int), "only there"
+        assert isinstance(fleet.matched("a", "globex"), int), "only the cut-off replica refuses"
         ready = fleet.ask("c", "GET", "/readyz")
         assert (ready.status_code, ready.json()["coordination"]) == (200, "unavailable")
     finally:
         fleet.proxy.refuse = False
-    eventually(lambda: fleet.purge("b", "acme", "GET")["unconfirmed"] == [], "back, it purges first")
+    eventually(
+        lambda: fleet.purge("b", "acme", "GET")["unconfirmed"] == [], "after reconnecting, c purges first"
+    )
     eventually(lambda: fleet.matched("c", "globex") == len(IDS), "globex was not purged")
     assert fleet.matched("c") == 0
 
 
-def test_a_job_on_some_replicas_is_told_of_by_all(fleet: Fleet) -> None:
+def test_every_replica_reports_a_job_on_some_replicas(fleet: Fleet) -> None:
     best = fleet.warm("a", replicas=2, salt="best")
     assert len(names(best, "done")) == len(best["replicas"]) == 2 and best["tokens"] == len(IDS)
     fleet.warm("b", salt="there")
     eventually(lambda: hinted(fleet, "a", "there")["b"] == 512 and fleet.settled(), "a knows what b holds")
     assert hinted_best(fleet, "a", "there") == "b"
     there = fleet.warm("a", replicas=1, salt="there")
-    assert names(there, "done") == ["b"] and there["cached_before"] == len(IDS), "the best is who holds it"
+    assert names(there, "done") == ["b"] and there["cached_before"] == len(IDS), (
+        "the replica that holds the prefix is the best"
+    )
 
     first = fleet.warm("a", replicas=["c", "b"], salt="named", wait=False, key="once")["job"]
     again = fleet.warm("b", replicas=["c", "b"], salt="named", wait=False, key="once")["job"]
-    assert first == again, "the same job, at another replica"
+    assert first == again, "another replica returns the same job"
     for name in "abc":
-        eventually(lambda name=name: fleet.job(name, first)["state"] == "done", f"{name} tells its end")
+        eventually(lambda name=name: fleet.job(name, first)["state"] == "done", f"{name} reports its end")
     told = [fleet.job(name, first) for name in "abc"]
     assert told[0] == told[1] == told[2] and names(told[0], "done") == ["b", "c"]
     assert [each["computed"] for each in told[0]["replicas"]] == [len(IDS)] * 2
@@ -282,7 +298,7 @@ def test_a_job_on_some_replicas_is_told_of_by_all(fleet: Fleet) -> None:
     other = fleet.asked("c", "POST", "/v1/warm", body={"token_ids": IDS, "salt": "other"}, **headers)
     assert (other.status_code, other.json()["error"]["field"]) == (409, "Idempotency-Key")
     theirs = fleet.warm("a", "globex", wait=False, key="once")["job"]
-    assert theirs != first, "a tenant's keys are its own"
+    assert theirs != first, "idempotency keys belong to one tenant"
     hidden = [fleet.asked("b", "GET", f"/v1/warm/{job}", "globex") for job in (first, "0" * 32)]
     assert [each.status_code for each in hidden] == [404, 404] and hidden[0].content == hidden[1].content
     nobody = fleet.asked("a", "POST", "/v1/warm", body={"token_ids": IDS, "replicas": ["a", "nobody"]})
@@ -299,7 +315,7 @@ def best_two(fleet: Fleet, name: str, salt: str) -> set[str]:
     return {each["replica"] for each in fleet.ask(name, "POST", "/v1/route", body=body).json()["candidates"]}
 
 
-def test_a_quota_is_shared_by_those_that_live(fleet: Fleet) -> None:
+def test_live_replicas_share_a_quota(fleet: Fleet) -> None:
     path = "/v1/tenants/acme"
     refused = fleet.ask("a", "PUT", path, "operator", {"fleet_blocks": 5, "guaranteed_blocks": 9})
     assert (refused.status_code, refused.json()["error"]["field"]) == (422, "fleet_blocks")
@@ -319,40 +335,42 @@ def test_a_quota_is_shared_by_those_that_live(fleet: Fleet) -> None:
     eventually(lambda: [fleet.granted(name) for name in "abc"] == [None] * 3, "no limit any more")
 
 
-def test_a_job_outlives_who_asked_and_who_was_asked(fleet: Fleet) -> None:
-    """``a`` is asked for two, and dies; ``b`` sees to it from then on, and ``c`` stands in."""
+def test_a_job_survives_the_death_of_the_replica_that_manages_it(fleet: Fleet) -> None:
+    """A client asks ``a`` for two replicas, and ``a`` dies. Then ``b`` manages the job, and ``c`` replaces ``a``."""
     fleet.ask("a", "PUT", "/v1/tenants/acme", "operator", {**BUDGET, "fleet_blocks": 400})
     eventually(lambda: [fleet.granted(name) for name in "abc"] == [134, 133, 133])
     fleet.warm("a", replicas=["a", "b"], salt="two", token_ids=IDS[:512])
     eventually(lambda: hinted(fleet, "a", salt="two") == {"a": 512, "b": 512, "c": 0} and fleet.settled())
     with fleet.busy("a", "b"):
         eventually(
-            lambda: best_two(fleet, "a", "two") == {"a", "b"}, "their prompts are computed, and a knows"
+            lambda: best_two(fleet, "a", "two") == {"a", "b"}, "a and b hold the prefix and a knows it"
         )
         two = fleet.warm("a", replicas=2, salt="two", wait=False, key="two")["job"]
         named = fleet.warm("a", replicas=["a", "b"], salt="named", wait=False)["job"]
         asked = [each["replica"] for each in fleet.job("c", two)["replicas"]]
         fleet.members["a"].kill()
-    eventually(lambda: fleet.job("c", named)["state"] == "done", "b did its part")
+    eventually(lambda: fleet.job("c", named)["state"] == "done", "b finished its part")
     assert [
         (each["replica"], each["state"], each["error"]) for each in fleet.job("c", named)["replicas"]
     ] == [
         ("a", "failed", "left"),
         ("b", "done", None),
-    ], "nobody stands in for one that was named"
-    eventually(lambda: fleet.job("b", two)["state"] == "done", "another took over")
+    ], "no replica replaces one that was named"
+    eventually(lambda: fleet.job("b", two)["state"] == "done", "another replica took over")
     done = fleet.job("c", two)
     assert asked == ["a", "b"] and names(done, "done") == ["b", "c"]
     assert [fleet.matched(name, salt="two") for name in "bc"] == [len(IDS)] * 2
     assert fleet.warm("c", replicas=2, salt="two", wait=False, key="two")["job"] == two, (
         "it still is that one"
     )
-    eventually(lambda: [fleet.granted(name) for name in "bc"] == [200, 200], "the living share the quota")
+    eventually(
+        lambda: [fleet.granted(name) for name in "bc"] == [200, 200], "the live replicas share the quota"
+    )
     assert fleet.ask("b", "PUT", "/v1/tenants/acme", "operator", BUDGET).status_code == 200
 
 
-def test_a_job_for_one_outlives_its_only_replica(started: Fleet) -> None:
-    """``b`` takes the job and would do it alone: ``c`` knows of it, and does it when ``b`` dies."""
+def test_a_job_for_one_replica_survives_the_death_of_that_replica(started: Fleet) -> None:
+    """``b`` accepts the job for itself alone. ``c`` reads its record, and does the job when ``b`` dies."""
     fleet = started
     fleet.whole("bc")
     fleet.warm("b", salt="alone", token_ids=IDS[:512])
@@ -362,7 +380,7 @@ def test_a_job_for_one_outlives_its_only_replica(started: Fleet) -> None:
         before = fleet.job("c", job)
         assert names(before, "queued") == ["b"], before
         fleet.members["b"].kill()
-    eventually(lambda: fleet.job("c", job)["state"] == "done", "another did it")
+    eventually(lambda: fleet.job("c", job)["state"] == "done", "another replica did it")
     (failed, done) = sorted(
         fleet.job("c", job)["replicas"], key=lambda each: str(each["state"]), reverse=True
     )
@@ -374,7 +392,7 @@ def states(pin: dict[str, Any]) -> dict[str, str]:
     return {each["replica"]: each["error"] or each["state"] for each in pin["replicas"]}
 
 
-def test_a_pin_of_the_fleet_from_birth_to_its_end(fleet: Fleet) -> None:
+def test_the_life_of_a_pin_of_the_fleet(fleet: Fleet) -> None:
     pin = fleet.pin("a", salt="pinned")
     assert states(pin) == {"a": "done", "b": "done", "c": "done"}
     assert (pin["tokens"], pin["blocks"], pin["salt"]) == (512, 32, "pinned") and 1100 < pin["ttl_s"] <= 1200
@@ -388,10 +406,12 @@ def test_a_pin_of_the_fleet_from_birth_to_its_end(fleet: Fleet) -> None:
     assert theirs.status_code == 404 and theirs.content == never.content
 
     again = fleet.pin("b", salt="pinned", ttl_s=3000)
-    assert again["id"] == pin["id"] and again["ttl_s"] > 2900, "pinned again, its time begins anew"
+    assert again["id"] == pin["id"] and again["ttl_s"] > 2900, (
+        "a second pin of the same prefix restarts its time"
+    )
     eventually(lambda: fleet.pins("c")[pin["id"]]["ttl_s"] > 2000)
 
-    fleet.redis.restart()  # it comes back empty, and is told
+    fleet.redis.restart()  # it restarts empty, and the replicas write the pin again
     eventually(
         lambda: store_is_back(fleet) and set(fleet.pins("c")) == {pin["id"]}, "the pin outlives the store"
     )
@@ -401,18 +421,20 @@ def test_a_pin_of_the_fleet_from_birth_to_its_end(fleet: Fleet) -> None:
     fleet.members["b"].kill()
     eventually(lambda: states(fleet.pins("a")[pin["id"]])["b"] == "left")
     fleet.whole("b")
-    eventually(lambda: fleet.pinned_blocks("b") == 32, "who comes later hears of it from who has it")
+    eventually(lambda: fleet.pinned_blocks("b") == 32, "a restarted replica learns of the pin")
     assert fleet.matched("b", token_ids=IDS[:512], salt="pinned") == 512
 
     assert fleet.asked("c", "DELETE", f"/v1/pins/{pin['id']}").status_code == 204
     assert fleet.asked("c", "DELETE", f"/v1/pins/{pin['id']}").status_code == 404
-    eventually(lambda: [fleet.pinned_blocks(name) for name in "abc"] == [0] * 3, "it has ended everywhere")
+    eventually(
+        lambda: [fleet.pinned_blocks(name) for name in "abc"] == [0] * 3, "the pin has ended everywhere"
+    )
     assert [fleet.pins(name) for name in "abc"] == [{}] * 3
 
 
 def test_pins_on_some_replicas(fleet: Fleet) -> None:
     named = fleet.pin("a", ttl_s=600, replicas=["b", "c"], salt="b and c")
-    assert states(named) == {"b": "done", "c": "done"} and named["salt"] is None, "a knows no more of it"
+    assert states(named) == {"b": "done", "c": "done"} and named["salt"] is None, "a does not know the salt"
     two = fleet.pin("c", ttl_s=600, replicas=2, salt="two")
     assert set(states(two).values()) == {"done"} and len(states(two)) == 2
     nobody = fleet.asked(
@@ -423,13 +445,15 @@ def test_pins_on_some_replicas(fleet: Fleet) -> None:
     answer = fleet.asked("a", "POST", "/v1/pins", body=much).json()
     assert states(answer) == {"a": "pin_budget_exceeded", "b": "pin_budget_exceeded"}
     found = [fleet.matched(name, token_ids=much["token_ids"]) for name in "ab"]
-    assert found == [0, 0], "what can't be pinned isn't computed for it"
+    assert found == [0, 0], "a prefix over the pin budget is not computed"
 
     (gone, *_) = [name for name in states(two) if name != "c"] or ["c"]
     (spare,) = set("abc") - states(two).keys()
     fleet.members[gone].kill()
     asked = next(name for name in "abc" if name not in (gone, spare))
-    eventually(lambda: states(fleet.pins(asked)[two["id"]]).get(spare) == "done", "another stands in")
+    eventually(
+        lambda: states(fleet.pins(asked)[two["id"]]).get(spare) == "done", "another replica replaces it"
+    )
     fleet.whole(gone)
 
     fleet.purge("b", "acme")
@@ -438,23 +462,24 @@ def test_pins_on_some_replicas(fleet: Fleet) -> None:
     eventually(lambda: [fleet.pins(name) for name in "abc"] == [{}] * 3)
 
 
-def test_a_pin_ends_in_time_and_for_one_that_was_cut_off(fleet: Fleet) -> None:
+def test_a_pin_ends_at_its_time_and_on_a_replica_that_was_cut_off(fleet: Fleet) -> None:
     lasting = fleet.pin("a", ttl_s=600, salt="lasting")
     assert fleet.pinned_blocks("c") == 32
-    fleet.warm("a", salt="brief", token_ids=IDS[:512], replicas="all")  # so that its time is enough to pin it
+    # so that the pin is placed before its time runs out
+    fleet.warm("a", salt="brief", token_ids=IDS[:512], replicas="all")
     brief = fleet.pin("a", ttl_s=10, salt="brief")
     assert states(brief) == states(lasting) == {"a": "done", "b": "done", "c": "done"}
     fleet.proxy.refuse = True
     try:
-        eventually(lambda: set(fleet.pins("c")) == {lasting["id"]}, "it knows its own, and their time")
+        eventually(lambda: set(fleet.pins("c")) == {lasting["id"]}, "c knows its own pins and their time")
         assert fleet.ask("c", "DELETE", f"/v1/pins/{lasting['id']}").status_code == 503
         assert fleet.asked("a", "DELETE", f"/v1/pins/{lasting['id']}").status_code == 204
         refused = fleet.ask("c", "POST", "/v1/pins", body={"token_ids": IDS, "ttl_s": 9, "replicas": "all"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "store_unavailable")
-        assert fleet.pinned_blocks("c") == 32, "it keeps it until it hears of the end"
+        assert fleet.pinned_blocks("c") == 32, "c keeps the pin until it learns that it has ended"
     finally:
         fleet.proxy.refuse = False
-    eventually(lambda: fleet.pinned_blocks("c") == 0, "back, it hears of it")
+    eventually(lambda: fleet.pinned_blocks("c") == 0, "after reconnecting, c learns of the end")
     assert brief["id"] not in fleet.pins("a")
-    fleet.purge("a", "acme")  # the next test needs the room
+    fleet.purge("a", "acme")  # the next test needs the blocks
     eventually(lambda: fleet.purge("a", "acme", "GET")["complete"])

@@ -28,12 +28,15 @@ from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
 from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
 
-pytestmark = pytest.mark.timeout(600)  # some services are processes of their own, which loads torch
+pytestmark = pytest.mark.timeout(600)  # some services are processes of their own, which import torch
 
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key; beside them who vouches for it, and the key encrypted."""
+    """Write a certificate for 127.0.0.1, its key, the certificate of its authority, and the key encrypted.
+
+    Return the paths of the certificate and the key.
+    """
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
@@ -95,7 +98,7 @@ def test_the_command_serves_https_too(tls: tuple[Path, Path], tmp_path: Path) ->
         ("none.pem", "key.pem", "--tls-cert"),
     ],
 )
-def test_tls_files_that_cannot_work_are_named(
+def test_unusable_tls_files_are_named(
     tls: tuple[Path, Path], settings: Any, cert: str | None, key: str | None, named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_bytes(b"0123456789abcdef")
@@ -131,7 +134,7 @@ def test_a_stream_has_the_headers(live: Running) -> None:
     assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
 
 
-def test_a_wrong_method_names_all_right_ones(live: Running) -> None:
+def test_a_wrong_method_lists_all_allowed_methods(live: Running) -> None:
     assert live.operator.put("/v1/keys").headers["Allow"] == "GET, HEAD, POST"
 
 
@@ -139,12 +142,12 @@ SECRET_KEY, OPERATOR_KEY = "rk-tenant-key-9f8e7d6c5b4a", "rk-operator-key-1a2b3c
 FLEET_SECRET = "fleet-secret-0123456789abcdef"
 WORDS = "the emerald lies under the seventh flagstone "
 IDS = [7919, 7907, 7901, 7883, 7879, 7877, 7873, 7867] * 8
-"""Rare enough to be told from counts, ports and times when they stand together."""
+"""Values that rarely occur together in counts, ports or times."""
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What a busy process wrote at the level debug: good and bad requests, streams, a fan-out, changed keys."""
+    """The debug log of a busy process: good and bad requests, streams, a fan-out, changed keys."""
     folder = tmp_path_factory.mktemp("logs")
     (folder / "keys.json").write_text(
         json.dumps({"operator": OPERATOR_KEY, "tenants": {"acme": SECRET_KEY, "globex": "k2"}})
@@ -167,7 +170,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stop() == 0
         text = process.output.replace(
             f"process [{process.process.pid}]", "process"
-        )  # which may be any number
+        )  # a process id may be any number
     assert made[0] not in text
     yield text
 
@@ -205,7 +208,7 @@ def test_a_busy_service_logs_at_the_level_debug(logs: str) -> None:
         "POST /v1/lookup: 422",
         "GET /v1/stats: 429",
     ):
-        assert line in logs, "the positive control"
+        assert line in logs, "a positive control"
 
 
 def test_logs_have_no_secret_and_no_token_id(logs: str) -> None:
@@ -215,7 +218,7 @@ def test_logs_have_no_secret_and_no_token_id(logs: str) -> None:
     assert not re.search(together, logs) and not re.search(r"\b(7919|7907|7901|7883)\b", logs)
 
 
-def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any) -> None:
+def test_an_internal_error_is_logged_with_its_place_but_not_its_text(caplog: Any) -> None:
     def crash(ids: list[int]) -> None:
         try:
             raise KeyError(ids)
@@ -229,12 +232,12 @@ def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any
 
         error = live.service.worker.submit("acme", work).future.exception(DEADLINE_S)
         assert isinstance(error, RuntimeError) and answer_to(error).status == 500
-    assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "it says what and where"
+    assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "the log has the type and the place"
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text
 
 
 @pytest.mark.pure
-def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, monkeypatch: Any) -> None:
+def test_an_error_inside_a_request_is_500_and_its_text_is_not_logged(caplog: Any, monkeypatch: Any) -> None:
     with caplog.at_level(logging.DEBUG), service_in_thread(**{"num-blocks": "64"}) as live:
 
         def match(namespace: Any, ids: Any) -> None:
@@ -242,13 +245,16 @@ def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, m
 
         monkeypatch.setattr(live.service.cache, "match", match, raising=False)
         answer = live.acme.post("/v1/lookup", json={"token_ids": IDS, "salt": WORDS})
-    assert answer.status_code == 500 and answer.json()["error"]["message"].endswith("its log says more")
+    assert answer.status_code == 500 and answer.json()["error"]["message"].endswith("its log has the details")
     assert "ValueError" in caplog.text and "emerald" not in caplog.text and "7919" not in caplog.text
 
 
 @pytest.mark.slow
-def test_upkeep_goes_on_after_an_error_of_ours(caplog: Any) -> None:
-    """Who reports no load any more is sent everything, and whoever joins would be told of no pin."""
+def test_maintenance_continues_after_an_internal_error(caplog: Any) -> None:
+    """One failing step must not end the maintenance.
+
+    Without load reports a replica would be sent every request, and a new replica would not learn of the pins.
+    """
     with caplog.at_level(logging.ERROR), service_in_thread(**{"num-blocks": "64"}) as live:
         reported = []
 
@@ -275,15 +281,15 @@ def test_there_is_no_pickle() -> None:
     ]
     assert len(files) > 80
     assert [str(file) for file in files if asked.search(file.read_text())] == []
-    assert asked.search("import pickle") and asked.search("x = torch.load(f)"), "the positive control"
+    assert asked.search("import pickle") and asked.search("x = torch.load(f)"), "a positive control"
 
 
-def test_it_settles_after_all_that(live: Running) -> None:
+def test_the_service_is_healthy_afterwards(live: Running) -> None:
     assert eventually(lambda: live.nobody.get("/healthz").status_code == 200)
 
 
 def raw_answer(live: Running, request: bytes) -> bytes:
-    """All that the server sends until it closes the connection."""
+    """Send a request and return everything that the server sends until it closes the connection."""
     place = urlsplit(live.url)
     received = b""
     with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as connection:
@@ -308,12 +314,12 @@ SMUGGLED = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
         b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
     ],
 )
-def test_a_length_that_can_be_read_in_two_ways_is_refused(live: Running, path: bytes, lengths: bytes) -> None:
+def test_a_request_with_an_ambiguous_length_is_refused(live: Running, path: bytes, lengths: bytes) -> None:
     for key in (b"", b"authorization: Bearer demo-acme\r\ncontent-type: application/json\r\n"):
         head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\n" + key + lengths + b"\r\n"
         answer = raw_answer(live, head + b"0\r\n\r\n" + SMUGGLED)
         assert re.match(rb"HTTP/1.1 (400|501) ", answer), answer
-        assert answer.count(b"HTTP/1.1 ") == 1, "what follows is no request"
+        assert answer.count(b"HTTP/1.1 ") == 1, "the rest is not read as a second request"
 
 
 RUBBISH = (
@@ -333,7 +339,7 @@ RUBBISH = (
 )
 
 
-def test_rubbish_writes_no_line_each(live: Running, caplog: Any) -> None:
+def test_invalid_requests_do_not_write_one_log_line_each(live: Running, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     for request in RUBBISH * 5:
         raw_answer(live, request)
@@ -342,7 +348,7 @@ def test_rubbish_writes_no_line_each(live: Running, caplog: Any) -> None:
     assert live.nobody.get("/healthz").status_code == 200
 
 
-def test_rubbish_is_counted_in_one_line_a_minute() -> None:
+def test_invalid_requests_are_counted_in_one_log_line_a_minute() -> None:
     clock = ManualClock()
     noise = Noise(clock)
 

@@ -1,4 +1,4 @@
-"""Bodies: what they may hold, where they are read, and that nobody's keep another tenant waiting."""
+"""Request bodies: their limits, where they are parsed, and that one tenant's bodies do not delay another tenant."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_values_are_counted_and_text_is_not() -> None:
     commas = 'a, b [c] {d} \\\\ \\"e\\", ' * 100_000
     assert len(READER.read(b'{"prompt":"x","salt":""}', LookupRequest).prompts) == 1
     error = refused(LookupRequest, f'{{"prompt":"{commas}"}}'.encode())
-    assert error["field"] == "prompt", "a text, however many commas it has, is refused for its length alone"
+    assert error["field"] == "prompt", (
+        "commas in a text do not count; the text is refused for its length alone"
+    )
     error = refused(LookupRequest, b'{"token_ids":[' + b"1," * 100_000 + b"1]}")
     assert (error["status"], error["value"]) == (422, 100_002) and "at most" in error["allowed"]
 
@@ -117,8 +119,8 @@ def test_short_schemas_have_short_bodies() -> None:
 @pytest.mark.parametrize(
     "bad", [b"{%s}" % names(5000, '"x"'), b"[" + b"{}," * 5000 + b"{}]", b"[" + b'-1,"",' * 3000 + b"0]"]
 )
-def test_errors_are_counted_not_made(model: type[RequestBody], bad: bytes) -> None:
-    """Whatever stands in a field: a handful of errors, not one for each bad item."""
+def test_errors_beyond_a_few_are_counted_but_not_built(model: type[RequestBody], bad: bytes) -> None:
+    """For any content of a field there are a few errors, not one for each bad item."""
     for field in [*model.model_fields, "unknown"]:
         error = refused(model, b'{"%s":%s}' % (field.encode(), bad))
         assert 400 <= error["status"] < 500 and len(json.dumps(error)) < 1500
@@ -156,7 +158,7 @@ def test_the_first_error_is_named_and_the_others_counted() -> None:
         (TenantSettings, {"weight": 2.0, "mode": "strict"}),
     ],
 )  # fmt: skip
-def test_a_process_reads_what_the_loop_reads(model: type[RequestBody], body: dict[str, Any]) -> None:
+def test_a_reading_process_parses_like_the_event_loop(model: type[RequestBody], body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode()
 
     def outcome(read: Callable[[], Any]) -> Any:
@@ -182,7 +184,7 @@ def test_a_process_reads_what_the_loop_reads(model: type[RequestBody], body: dic
         }
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_beginning() -> None:
+def test_a_text_that_is_too_long_is_refused_after_tokenizing_its_beginning() -> None:
     seen: list[int] = []
 
     class Watched:
@@ -210,7 +212,7 @@ def test_a_text_that_is_too_long_is_refused_by_its_beginning() -> None:
 
 
 class StubProcess:
-    """Answers a message with itself, when told to."""
+    """Answers each message with the message itself, once it is allowed to."""
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
@@ -299,7 +301,7 @@ def test_a_hung_up_client_leaves_its_lane_and_a_death_costs_one_body() -> None:
     in_loop(test)
 
 
-def test_closing_lets_nobody_wait() -> None:
+def test_closing_the_pool_ends_all_waits() -> None:
     async def test(pool: ReadingPool, stub: StubProcess) -> None:
         tasks = asking(pool, "a", b"a0", b"a1")
         await turn()
@@ -369,12 +371,12 @@ def test_a_process_with_another_tokenizer_does_not_start() -> None:
             await process.ask([name_of(LookupRequest), b"{}"])
         with pytest.raises(Died):
             await process.ask([name_of(LookupRequest), b"{}"])
-        assert process.pid is None, "it isn't started again at once"
+        assert process.pid is None, "the process is not started again at once"
 
     asyncio.run(test())
 
 
-def test_loop_time_is_each_tenants_own_and_comes_back() -> None:
+def test_each_tenant_has_its_own_loop_time_that_refills() -> None:
     now = [0.0]
     time = Allowance(lambda: now[0], 0.25, 0.1)
     time.spend("a", 0.1)
@@ -385,7 +387,7 @@ def test_loop_time_is_each_tenants_own_and_comes_back() -> None:
     assert time.wait_s("a") == pytest.approx(0.0)
 
 
-def test_the_bodies_of_a_tenant_have_room_together_and_wait_beyond() -> None:
+def test_bodies_of_a_tenant_beyond_its_byte_limit_wait() -> None:
     async def test() -> None:
         entered: list[str] = []
         inside = Intake(TOKENIZER, RULES, None)
@@ -450,7 +452,7 @@ def test_a_tenant_has_few_threads_and_others_have_theirs() -> None:
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Running]:
-    """A service of its own, whose processes have started."""
+    """A service for these tests alone, with its reading processes already started."""
     with service_in_thread() as running:
         for num in (3000, 20_000):
             running.acme.post("/v1/lookup", content=b'{"token_ids":[' + b"5," * num + b"5]}", headers=JSON)
@@ -489,7 +491,7 @@ def test_settings_of_a_tenant_are_short(attacked: Running) -> None:
 
 
 def test_long_texts_of_one_tenant_keep_no_other_waiting(attacked: Running) -> None:
-    """Another tenant's lookups, its clear and the operator's change are answered while the texts wait."""
+    """While the texts wait, the service answers another tenant's lookups and clear, and the operator's change."""
     long = json.dumps({"prompt": "Many words, " * 43_000}).encode()
     mine = json.dumps({"prompt": "Rule 17: answer politely, ask if in doubt.\n" * 140}).encode()
 
@@ -504,7 +506,7 @@ def test_long_texts_of_one_tenant_keep_no_other_waiting(attacked: Running) -> No
             assert attacked.globex.delete("/v1/cache").status_code == 200
             assert attacked.operator.put("/v1/tenants/third", json={}).status_code == 200
             assert attacked.nobody.get("/healthz").status_code == 200
-        assert not all(each.done() for each in asked), "they were answered in the meantime, none after them"
+        assert not all(each.done() for each in asked), "the others were answered while the texts waited"
         assert {each.result().status_code for each in asked} == {422}
     assert attacked.operator.delete("/v1/tenants/third").status_code == 204
 

@@ -1,4 +1,4 @@
-"""Two tenants over HTTP: nothing of one's reaches the other, not even that it exists."""
+"""Two tenants over HTTP: no data of one reaches the other, not even the fact that it exists."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_the_same_prompt_of_two_tenants_never_matches(live: Running, salt: str, 
     assert live.globex.post("/v1/lookup", json=body).json() == {"matched_tokens": 0, "matched_blocks": 0}
     theirs = live.globex.post("/v1/warm", json=body).json()
     assert (theirs["cached_before"], theirs["computed"]) == (0, warmed["tokens"])
-    for each in (live.acme, live.globex):  # the positive control: each finds its own
+    for each in (live.acme, live.globex):  # a positive control: each tenant finds its own prefix
         assert each.post("/v1/lookup", json=body).json()["matched_tokens"] == warmed["tokens"]
     audit.check(live.service.cache)
 
 
-def test_a_completion_is_cold_whatever_another_tenant_warmed(live: Running, salt: str, text: str) -> None:
+def test_a_completion_is_cold_after_a_warm_of_another_tenant(live: Running, salt: str, text: str) -> None:
     live.acme.post("/v1/warm", json={"prompt": text, "salt": salt})
     body = {"prompt": text, "salt": salt, "max_tokens": 2, "temperature": 0}
     cold, warm = (
@@ -57,9 +57,9 @@ def test_fields_of_a_namespace_cannot_be_shifted_into_each_other(live: Running, 
         assert live.acme.post("/v1/lookup", json={"token_ids": ids, **fields}).json()["matched_tokens"] == 0
 
 
-def test_anothers_job_is_one_that_does_not_exist(live: Running, salt: str, text: str) -> None:
+def test_another_tenants_job_looks_like_one_that_does_not_exist(live: Running, salt: str, text: str) -> None:
     job = live.acme.post("/v1/warm", json={"prompt": text, "salt": salt, "wait": False}).json()["job"]
-    for _ in range(2):  # under way, and finished
+    for _ in range(2):  # while it runs, and after it has finished
         theirs = live.globex.get(f"/v1/warm/{job}")
         none = live.globex.get("/v1/warm/" + "x" * len(job))
         assert theirs.status_code == 404 and without_date(theirs) == without_date(none)
@@ -70,10 +70,12 @@ def test_jobs_cannot_be_guessed(live: Running, text: str) -> None:
     bodies = [{"prompt": text, "salt": str(number), "wait": False} for number in range(20)]
     jobs = {live.acme.post("/v1/warm", json=body).json()["job"] for body in bodies}
     assert len(jobs) == 20 and all(len(job) >= 32 for job in jobs)
-    assert len({job[:4] for job in jobs}) > 15, "ids that share a beginning count something"
+    assert len({job[:4] for job in jobs}) > 15, "ids with a common beginning would count something"
 
 
-def test_anothers_namespace_is_one_that_does_not_exist(live: Running, salt: str, text: str) -> None:
+def test_another_tenants_namespace_looks_like_one_that_does_not_exist(
+    live: Running, salt: str, text: str
+) -> None:
     live.acme.post("/v1/warm", json={"prompt": text, "salt": salt, "adapter": "a"})
     none = live.globex.delete("/v1/cache", params={"salt": "never-used"})
     assert none.status_code == 404
@@ -87,7 +89,7 @@ def test_anothers_namespace_is_one_that_does_not_exist(live: Running, salt: str,
     )
 
 
-def test_clearing_leaves_the_others_alone(live: Running, salt: str, text: str) -> None:
+def test_a_clear_leaves_other_tenants_alone(live: Running, salt: str, text: str) -> None:
     body = {"prompt": text, "salt": salt}
     for each in (live.acme, live.globex):
         each.post("/v1/warm", json=body)
@@ -96,7 +98,7 @@ def test_clearing_leaves_the_others_alone(live: Running, salt: str, text: str) -
     assert live.acme.post("/v1/lookup", json=body).json()["matched_tokens"] > 0
 
 
-def test_statistics_are_ones_own(live: Running, salt: str, text: str) -> None:
+def test_statistics_show_only_the_tenants_own_requests(live: Running, salt: str, text: str) -> None:
     before = live.globex.get("/v1/stats").content
     live.acme.post("/v1/completions", json={"prompt": text, "salt": salt, "max_tokens": 1})
     after = live.globex.get("/v1/stats")
@@ -116,7 +118,7 @@ def test_the_operator_sees_counts_and_no_content(live: Running, salt: str) -> No
         assert "emerald" not in live.operator.get(path).text
 
 
-def test_a_tenant_header_means_nothing(live: Running, salt: str, text: str) -> None:
+def test_a_tenant_header_is_ignored(live: Running, salt: str, text: str) -> None:
     body = {"prompt": text, "salt": salt}
     live.acme.post("/v1/warm", json=body)
     with client(live.url, "demo-globex") as forging:

@@ -1,4 +1,7 @@
-"""Keys while the service runs: made, listed, rotated, revoked, by the operator alone; kept as digests."""
+"""Keys while the service runs: the operator alone creates, lists, rotates and revokes them.
+
+They are stored as digests.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ def make(service: Running, tenant: str = "acme") -> dict[str, Any]:
     return dict(answer.json())
 
 
-def test_a_key_lives_from_making_to_revoking_without_a_restart(service: Running, keys_file: Path) -> None:
+def test_a_key_can_be_created_rotated_and_revoked_without_a_restart(
+    service: Running, keys_file: Path
+) -> None:
     made = make(service)
     assert works(service, made["key"]) and works(service, ACME)
     rotated = service.operator.post(f"/v1/keys/{made['id']}/rotate").json()
@@ -74,23 +79,25 @@ def test_the_list_has_prefixes_and_neither_keys_nor_digests(service: Running) ->
     assert len(listed) == 3 and listed[made["id"]]["tenant"] == "acme" and listed[made["id"]]["created"]
     assert made["key"].startswith(made["prefix"]) and len(made["prefix"]) == 8 and len(made["key"]) > 40
     prefixes = [each["prefix"] for each in listed.values()]
-    assert len(set(prefixes)) == 3, "they tell keys apart"
+    assert len(set(prefixes)) == 3, "the prefixes differ"
     for key in (made["key"], BOSS, ACME):
         assert key[len(key) // 4 + 1 :] not in answer.text
         assert hashlib.sha256(key.encode()).hexdigest()[:16] not in answer.text
 
 
-def test_the_file_has_digests_and_is_its_owners_alone(service: Running, keys_file: Path) -> None:
+def test_the_keys_file_holds_digests_and_only_its_owner_can_read_it(
+    service: Running, keys_file: Path
+) -> None:
     keys_file.chmod(0o644)
     made = make(service)
     text = keys_file.read_text()
     assert made["key"] not in text and ACME not in text and BOSS not in text
     assert hashlib.sha256(made["key"].encode()).hexdigest() in text
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
-    assert [each.name for each in keys_file.parent.iterdir()] == ["keys.json"], "nothing else is left there"
+    assert [each.name for each in keys_file.parent.iterdir()] == ["keys.json"], "no other file is left"
 
 
-def test_what_was_changed_is_there_after_a_restart(service: Running, keys_file: Path) -> None:
+def test_changes_survive_a_restart(service: Running, keys_file: Path) -> None:
     made = make(service, "initech east")
     assert service.operator.put("/v1/tenants/initech%20east", json={"requests_per_s": 5}).status_code == 200
     with service_in_thread(keys=str(keys_file), **{"num-blocks": "64"}) as again:
@@ -98,7 +105,7 @@ def test_what_was_changed_is_there_after_a_restart(service: Running, keys_file: 
         assert again.service.keyring.settings["initech east"].requests_per_s == 5
 
 
-def test_a_tenant_comes_and_goes(service: Running, text: str) -> None:
+def test_a_tenant_is_created_and_deleted(service: Running, text: str) -> None:
     made = make(service, "globex")
     with client(service.url, made["key"]) as globex:
         assert globex.get("/v1/stats").json()["tenant"] == "globex"
@@ -125,7 +132,7 @@ def test_a_tenant_comes_and_goes(service: Running, text: str) -> None:
         ("POST", "/v1/tenants/acme/purge"),
     ],
 )
-def test_keys_are_the_operators(live: Running, method: str, path: str) -> None:
+def test_only_the_operator_manages_keys(live: Running, method: str, path: str) -> None:
     assert live.acme.request(method, path).status_code == 403
     assert live.nobody.request(method, path).status_code == 401
     assert live.operator.request(method, path, params={"tenant": "acme"}).status_code == 422
@@ -150,13 +157,13 @@ def test_keys_are_the_operators(live: Running, method: str, path: str) -> None:
         ({"on_unconfirmed_generation": "hope"}, "on_unconfirmed_generation"),
     ],
 )
-def test_settings_that_cannot_work_are_named(live: Running, body: dict[str, Any], field: str) -> None:
+def test_invalid_settings_are_named(live: Running, body: dict[str, Any], field: str) -> None:
     answer = live.operator.put("/v1/tenants/acme", json=body)
     assert answer.status_code == 422 and refusal(answer)["field"] == field
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a%07b", "%0Aa", "a%0A"])
-def test_a_tenant_that_cannot_be_called_so_is_422(live: Running, name: str) -> None:
+def test_an_invalid_tenant_name_is_422(live: Running, name: str) -> None:
     for answer in (
         live.operator.put(f"/v1/tenants/{name}", json={}),
         live.operator.post(f"/v1/tenants/{name}/keys"),
@@ -172,7 +179,7 @@ def test_the_operator_is_not_locked_out(service: Running) -> None:
     assert not works(service, BOSS) and works(service, further["key"])
 
 
-def test_there_are_only_so_many_keys_of_a_tenant(service: Running) -> None:
+def test_the_number_of_keys_of_a_tenant_is_limited(service: Running) -> None:
     statuses = [service.operator.post("/v1/tenants/acme/keys").status_code for _ in range(MAX_KEYS)]
     assert statuses == [201] * (MAX_KEYS - 1) + [409]
 
@@ -189,7 +196,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(service: Running, monkeyp
     make(service)
 
 
-def test_a_file_that_somebody_changed_comes_into_force(keys_file: Path) -> None:
+def test_an_edited_keys_file_takes_effect(keys_file: Path) -> None:
     now = [0.0]
     store = KeyStore(Keyring.load(keys_file), keys_file, clock=lambda: now[0])
     keys_file.write_text(json.dumps({"operator": BOSS, "tenants": {"globex": "the-key-of-globex"}}))
@@ -198,7 +205,7 @@ def test_a_file_that_somebody_changed_comes_into_force(keys_file: Path) -> None:
     assert store.ring.tenants == ("globex",)
     keys_file.write_text('{"tenants": {"globex": ')
     now[0] += LOOK_EVERY_S
-    assert store.ring.tenants == ("globex",), "what can't be read is not taken"
+    assert store.ring.tenants == ("globex",), "an unreadable file is ignored"
     keys_file.unlink()
     now[0] += LOOK_EVERY_S
     assert store.ring.tenants == ("globex",)
@@ -235,14 +242,14 @@ def test_a_change_that_is_refused_is_not_written(keys_file: Path) -> None:
     assert keys_file.read_text() == before and len(store.ring.keys) == 2
 
 
-def test_a_link_to_the_file_stays_one(keys_file: Path) -> None:
+def test_a_symbolic_link_to_the_keys_file_stays_a_link(keys_file: Path) -> None:
     link = keys_file.with_name("link.json")
     link.symlink_to(keys_file)
     text, _ = KeyStore.open(link).create(Principal("acme"))
     assert link.is_symlink() and Keyring.load(keys_file).authenticate(f"Bearer {text}") == Principal("acme")
 
 
-def test_demo_keys_change_for_as_long_as_the_process_lives() -> None:
+def test_changes_of_demo_keys_last_as_long_as_the_process() -> None:
     store = KeyStore.open(None)
     text, key = store.create(Principal("acme"))
     assert store.ring.authenticate(f"Bearer {text}") == Principal("acme")
@@ -312,7 +319,7 @@ def test_the_cache_knows_only_the_tenants_of_the_keys(service: Running) -> None:
         service.service.cache.open(service.service.namespace("nobody", "", None), [1] * 32)
 
 
-def test_a_file_whose_promises_cannot_be_kept_is_refused(keys_file: Path) -> None:
+def test_a_keys_file_with_impossible_guarantees_is_refused(keys_file: Path) -> None:
     document = {"operator": BOSS, "tenants": {"acme": {"keys": [ACME], "guaranteed_blocks": 65}}}
     keys_file.write_text(json.dumps(document))
     with (
@@ -322,7 +329,7 @@ def test_a_file_whose_promises_cannot_be_kept_is_refused(keys_file: Path) -> Non
         pass
 
 
-def test_promises_change_hands_at_once() -> None:
+def test_guarantees_move_between_tenants_in_one_step() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=10, block_size=4, default_tenant=None))
     tenant_sync = TenantSync(
         cache, connect(None, replica_id="a", fleet_secret=b"0" * 16, fingerprint="f", block_size=4)
@@ -343,7 +350,9 @@ def test_promises_change_hands_at_once() -> None:
     audit.check(cache)
 
 
-def test_a_purge_forgets_at_once_and_says_who_confirmed(service: Running, text: str) -> None:
+def test_a_purge_takes_effect_at_once_and_lists_the_replicas_that_confirmed(
+    service: Running, text: str
+) -> None:
     with client(service.url, ACME) as acme:
         warmed = acme.post("/v1/warm", json={"prompt": text}).json()
         purged = service.operator.post("/v1/tenants/acme/purge").json()

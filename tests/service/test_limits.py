@@ -1,4 +1,4 @@
-"""Rates, sizes and times: each tenant has its own, and is told when to try again."""
+"""Rates, sizes and times: each tenant has its own limits, and a refusal says when to try again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOKUP = {"token_ids": [5] * 16}
 def test_a_client_waits_as_long_as_a_busy_service_says_in_seconds(
     said: str | None, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy before it may name a date."""
+    """A proxy in front of the service may send a date instead of seconds."""
     answers = [
         httpx.Response(503, headers=[] if said is None else [("Retry-After", said)]),
         httpx.Response(204),
@@ -54,7 +54,7 @@ def test_a_bucket_is_full_at_first_and_fills_again() -> None:
     assert [bucket.take(100.0, 2.0, 3) > 0 for _ in range(4)] == [False, False, False, True]
 
 
-def test_gates_are_each_tenants_own() -> None:
+def test_each_tenant_has_its_own_gate() -> None:
     gate = Gate(max_concurrent=2, clock=lambda: 0.0)
     with gate.admit("a", 1.0, 9), gate.admit("a", 1.0, 9):
         with pytest.raises(Busy), gate.admit("a", 1.0, 9):
@@ -69,7 +69,9 @@ def test_gates_are_each_tenants_own() -> None:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """acme: two requests at once and one in a thousand seconds, bodies of 100 bytes; globex: what holds for all."""
+    """A service with slow limits: acme may send two requests at once and then one in a thousand seconds. initech may
+    send bodies of 100 bytes. globex has the defaults.
+    """
     keys = tmp_path_factory.mktemp("limits") / "keys.json"
     acme = {"keys": ["demo-acme"], "requests_per_s": 0.001, "burst": 2}
     small = {"keys": ["of-initech"], "max_body_bytes": 100}
@@ -79,7 +81,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_who_asks_too_often_is_told_when_to_come_back(slow: Running) -> None:
+def test_a_tenant_above_its_rate_is_told_when_to_retry(slow: Running) -> None:
     answers = [slow.acme.post("/v1/lookup", json=LOOKUP) for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
     error = refusal(answers[2])
@@ -92,7 +94,7 @@ def test_who_asks_too_often_is_told_when_to_come_back(slow: Running) -> None:
     assert slow.nobody.get("/healthz").status_code == 200
 
 
-def test_the_operator_changes_a_rate_while_it_holds(slow: Running) -> None:
+def test_the_operator_can_change_a_rate_while_it_is_in_force(slow: Running) -> None:
     assert (
         slow.operator.put("/v1/tenants/globex", json={"burst": 1, "requests_per_s": 0.001}).status_code == 200
     )
@@ -101,7 +103,7 @@ def test_the_operator_changes_a_rate_while_it_holds(slow: Running) -> None:
     assert eventually(lambda: slow.globex.get("/v1/stats").status_code == 200)
 
 
-def test_the_size_of_a_body_is_a_tenants_own(slow: Running) -> None:
+def test_each_tenant_has_its_own_body_size_limit(slow: Running) -> None:
     with client(slow.url, "of-initech") as initech:
         assert initech.post("/v1/lookup", json={"token_ids": [5] * 10}).status_code == 200
         answer = initech.post("/v1/lookup", json={"token_ids": [5] * 100})
@@ -139,7 +141,7 @@ def hasty() -> Iterator[Running]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_takes_too_long_is_given_up(hasty: Running, stream: bool) -> None:
+def test_a_request_that_takes_too_long_is_504(hasty: Running, stream: bool) -> None:
     with model_held(hasty.service, "globex"):
         body = {"prompt": "x", "max_tokens": 2, "stream": stream}
         answer = hasty.acme.post("/v1/completions", json=body)
@@ -151,11 +153,11 @@ def test_an_answer_that_takes_too_long_is_given_up(hasty: Running, stream: bool)
     audit.check(hasty.service.cache)
 
 
-def test_a_stream_that_takes_too_long_says_so_and_ends(hasty: Running) -> None:
+def test_a_stream_that_takes_too_long_ends_with_an_error(hasty: Running) -> None:
     body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
     def begun() -> httpx.Response | None:
-        """A stream, unless it took too long to begin with."""
+        """A stream, unless the request timed out before it started."""
         answer = hasty.acme.post("/v1/completions", json=body)
         assert answer.status_code in (200, 504)
         return answer if answer.status_code == 200 else None
@@ -192,7 +194,7 @@ def test_a_head_that_does_not_arrive_closes_the_connection(monkeypatch: Any, sen
     assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
 
 
-def test_limits_are_settings(tmp_path: Path) -> None:
+def test_settings_define_the_limits(tmp_path: Path) -> None:
     settings = {"requests-per-s": "0.001", "burst": "1", "max-body-bytes": "50", "num-blocks": "64"}
     with service_in_thread(**settings) as live:
         assert live.acme.post("/v1/lookup", json={"token_ids": [5] * 100}).status_code == 413

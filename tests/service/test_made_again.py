@@ -1,4 +1,4 @@
-"""A tenant that is removed and made again under its name is another tenant: it meets nothing of the old one."""
+"""A tenant that is removed and created again under the same name is a new tenant. It has no data of the old one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def live(keys: Path) -> Iterator[Running]:
 
 
 def over_http(live: Running, keys: Path) -> None:
-    """Removed and made again by the operator's key; with a new key."""
+    """Remove the tenant and create it again with the operator's key. It gets a new key."""
     assert live.operator.delete("/v1/tenants/acme").status_code == 204
     assert live.operator.put("/v1/tenants/acme", json=SETTINGS).status_code == 200
     key = live.operator.post("/v1/tenants/acme/keys").json()["key"]
@@ -53,7 +53,7 @@ def over_http(live: Running, keys: Path) -> None:
 
 
 def by_the_file(live: Running, keys: Path) -> None:
-    """Removed and made again by two edits of the keys file, each of which is noticed."""
+    """Remove the tenant and create it again with two edits of the keys file. The service must notice each edit."""
     for tenants in (("globex",), ("acme", "globex")):
         keys.write_text(document(*tenants))
         live.service.keys._look_again_at = live.service.clock()
@@ -74,11 +74,11 @@ def warm(live: Running, key: str | None = None, **fields: Any) -> Any:
 
 
 def purged(live: Running) -> None:
-    """What is left for upkeep is done."""
+    """Wait until maintenance has finished the purge."""
     eventually(lambda: not live.service.tenant_sync.unpurged)
 
 
-def test_it_meets_no_job_and_no_key_of_a_request(
+def test_a_new_tenant_has_no_job_and_no_idempotency_key_of_the_old_one(
     live: Running, keys: Path, make_again: Callable[[Running, Path], None]
 ) -> None:
     done = warm(live, "once", wait=False).json()["job"]
@@ -88,7 +88,7 @@ def test_it_meets_no_job_and_no_key_of_a_request(
         (job,) = [job for job in live.service.warm_jobs.table._tenants["acme"].values() if job.id == running]
         make_again(live, keys)
         purged(live)
-        eventually(lambda: not job.tasks, "what ran is cancelled")
+        eventually(lambda: not job.tasks, "the running job is cancelled")
         assert job.warming is not None and not job.warming.num_shares
     never = live.acme.get(f"/v1/warm/{NEVER}")
     for each in (done, running):
@@ -101,7 +101,7 @@ def test_it_meets_no_job_and_no_key_of_a_request(
     assert other.status_code == 200
 
 
-def test_it_meets_no_pin_no_count_and_no_block(
+def test_a_new_tenant_has_no_pin_no_count_and_no_block_of_the_old_one(
     live: Running, keys: Path, make_again: Callable[[Running, Path], None]
 ) -> None:
     assert warm(live).status_code == 200
@@ -115,12 +115,16 @@ def test_it_meets_no_pin_no_count_and_no_block(
     purged(live)
     assert live.acme.get("/v1/pins").json() == {"pins": []}
     assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 0
-    assert live.acme.get("/v1/stats").json() == fresh, "requests and hits are the old one's"
-    assert live.service.cache._tenants["acme"].policy is not policy, "and so is what was learned"
+    assert live.acme.get("/v1/stats").json() == fresh, "its requests and hits belong to the old tenant"
+    assert live.service.cache._tenants["acme"].policy is not policy, (
+        "what the policy learned belongs to the old tenant"
+    )
     assert not live.service.fleet_pins._tenants
 
 
-def test_it_reads_no_base(live: Running, keys: Path, make_again: Callable[[Running, Path], None]) -> None:
+def test_a_new_tenant_reads_no_base_of_the_old_one(
+    live: Running, keys: Path, make_again: Callable[[Running, Path], None]
+) -> None:
     base = {"id": "base", **PROMPT, "readers": ["acme", "globex"]}
     assert live.operator.post("/v1/bases", json=base).status_code == 201
     assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 64
@@ -133,7 +137,7 @@ def test_it_reads_no_base(live: Running, keys: Path, make_again: Callable[[Runni
 
 
 def test_a_purge_drops_the_jobs(live: Running) -> None:
-    """Of that tenant alone; the key of a request begins a new job."""
+    """A purge drops the jobs of that tenant alone. The same idempotency key then starts a new job."""
     job = warm(live, "key", wait=False).json()["job"]
     other = live.globex.post("/v1/warm", json={**PROMPT, "wait": False}).json()["job"]
     eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
@@ -143,7 +147,7 @@ def test_a_purge_drops_the_jobs(live: Running) -> None:
     assert warm(live, "key", wait=False).json()["job"] != job
 
 
-def test_a_purge_cancels_what_runs(live: Running) -> None:
+def test_a_purge_cancels_running_jobs(live: Running) -> None:
     with model_held(live.service, "globex"):
         job = warm(live, wait=False, salt="running").json()["job"]
         found = live.service.warm_jobs.table._tenants["acme"][job]
@@ -153,10 +157,13 @@ def test_a_purge_cancels_what_runs(live: Running) -> None:
         assert found.warming is not None and not found.warming.num_shares
 
 
-def test_without_the_store_it_waits_for_the_purge(
+def test_a_new_tenant_waits_for_the_purge_while_the_store_is_away(
     live: Running, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fleet may have records of the old one: nothing that reads them is answered until they are purged."""
+    """The fleet may still have records of the old tenant.
+
+    Requests that read such records are refused until they are purged.
+    """
     coordinator = live.service.fleet.coordinator
 
     def away(*_: object) -> Any:
@@ -172,6 +179,6 @@ def test_without_the_store_it_waits_for_the_purge(
             warm(live, "once", wait=False),
         ):
             assert answer.status_code == 503 and answer.json()["error"]["type"] == "store_unavailable"
-        assert warm(live).status_code == 200, "what reads no record is served"
+        assert warm(live).status_code == 200, "a request that reads no record is served"
     purged(live)
     assert live.acme.get("/v1/pins").json() == {"pins": []}

@@ -1,4 +1,4 @@
-"""A prompt's ids become a key once between HTTP and the cache, and nothing converts or checks them again."""
+"""The ids of a prompt become a key once between HTTP and the cache. Nothing converts or checks them again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Conversions and range checks of as many ids as the prompt has, in the order in which they happen."""
+    """The conversions and range checks of at least as many ids as the prompt has, in call order."""
     found: list[tuple[str, int]] = []
 
     def noting(name: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -56,7 +56,10 @@ def test_ids_become_a_key_once(
     fields: dict[str, Any],
     place: str,
 ) -> None:
-    """The first request computes, the second one hits. A process that reads the body makes the key there."""
+    """The first request computes, the second one hits.
+
+    If a reading process parses the body, the process makes the key.
+    """
     wait_s = 0.0 if place == "loop" else 1.0
     monkeypatch.setattr(live.service.intake._loop_time, "wait_s", lambda lane: wait_s)
     ids = list(range(100, 100 + NUM_TOKENS))
@@ -70,8 +73,8 @@ def test_ids_become_a_key_once(
     assert converted == ([("_from_items", NUM_TOKENS)] * 2 if place == "loop" else [])
 
 
-def test_the_count_sees_conversions(converted: list[tuple[str, int]]) -> None:
-    """The positive control: each form of ids but a key is converted."""
+def test_conversions_are_counted(converted: list[tuple[str, int]]) -> None:
+    """A positive control: every form of ids except a key is converted."""
     ids = np.arange(NUM_TOKENS)
     key = tokens.encode(ids)
     assert [name for name, _ in converted] == ["_from_numpy", "_narrowed"]

@@ -1,4 +1,4 @@
-"""Health, metrics, the OpenAPI document, and models out of directories."""
+"""Health, metrics, the OpenAPI document, and models from local directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.service.running import DEADLINE_S, Running, service_in_thread
 from tests.tokenizer.kinds import train_byte_level
 
 
-def test_it_is_well_and_ready(live: Running) -> None:
+def test_a_running_service_is_healthy_and_ready(live: Running) -> None:
     for path in ("/healthz", "/readyz"):
         answer = live.nobody.get(path)
         assert (answer.status_code, answer.json()) == (
@@ -27,7 +27,7 @@ def test_it_is_well_and_ready(live: Running) -> None:
         )
 
 
-def test_a_broken_law_makes_it_unhealthy() -> None:
+def test_a_broken_invariant_makes_the_service_unhealthy() -> None:
     with service_in_thread() as live:
 
         def broken(_: Work[None]) -> None:
@@ -42,8 +42,11 @@ def test_a_broken_law_makes_it_unhealthy() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_cache_that_cannot_be_repaired_makes_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any request that meets the error: the health check itself looks. Upkeep's thread reports it too."""
+def test_a_cache_that_cannot_be_repaired_makes_the_service_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request meets the error: the health check itself looks for it.
+
+    The maintenance thread reports the error too.
+    """
     with service_in_thread() as live:
         cache = live.service.cache
 
@@ -61,7 +64,7 @@ def test_a_cache_that_cannot_be_repaired_makes_it_unhealthy(monkeypatch: pytest.
         assert live.nobody.get("/healthz").status_code == 503
 
 
-def test_it_is_not_ready_while_it_stops(live: Running) -> None:
+def test_a_stopping_service_is_not_ready(live: Running) -> None:
     live.service.drain.is_stopping = True
     try:
         assert live.nobody.get("/readyz").json()["reasons"] == ["stopping"]
@@ -71,7 +74,7 @@ def test_it_is_not_ready_while_it_stops(live: Running) -> None:
         live.service.drain.is_stopping = False
 
 
-def test_replicas_tell_of_themselves(live: Running) -> None:
+def test_a_replica_lists_itself(live: Running) -> None:
     for who in (live.acme, live.operator):
         (own,) = who.get("/v1/replicas").json()["replicas"]
         assert own["is_self"] and own["live"] and own["address"] == live.url and own["epoch"] > 0
@@ -99,7 +102,7 @@ def test_metrics_count_what_happened(live: Running, salt: str, text: str) -> Non
     assert grown('radixkv_tenant_requests_total{tenant="acme"}') == 1
     assert grown('radixkv_tenant_requests_total{tenant="globex"}') == 0
     assert after["radixkv_cache_num_blocks"] == 1024 and after["radixkv_has_broken_laws"] == 0
-    assert not any("nowhere" in name for name in after), "a client's text is no label"
+    assert not any("nowhere" in name for name in after), "text of a client is never a label"
 
 
 def document(live: Running) -> dict[str, Any]:
@@ -160,7 +163,7 @@ def test_every_status_that_is_answered_is_described(live: Running, text: str) ->
 
 @pytest.fixture(scope="module", params=["tokenizer.model", "tokenizer.json"])
 def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local model as transformers saves it, with a tokenizer of either kind beside it."""
+    """A local model as transformers saves it, with a tokenizer of one of the two kinds."""
     folder = tmp_path_factory.mktemp("models") / "small-llama"
     model = demo_model(seed=5, num_layers=2, hidden_size=64, intermediate_size=128, max_model_len=1024)
     model.save_pretrained(folder)

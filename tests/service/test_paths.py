@@ -1,4 +1,4 @@
-"""Paths and methods: what a path names, ids that would name another path, and 405 with what is allowed."""
+"""Paths and methods: the endpoint that a path names, ids that would name another path, and 405 with allowed methods."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.service.test_refusals import refusal
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")
 PATHS = sorted({endpoint.path for endpoint in ENDPOINTS if not endpoint.internal} | {"/openapi.json"})
-"""Of a service alone; the internal ones are those of a fleet."""
+"""The paths of a service without a fleet. Internal paths exist only in a fleet."""
 
 NO_IDS = (
     *("", "acme/keys", "/", "/acme", "acme/", "a//b", "..", ".", "../acme", "acme/..", " ", " acme", "acme ", "a\nb"),
     *("\n", "\0", "a\0", "a\x1fb", "a\x7fb", "\u200b", "\u2028", "\u202eacme", "a\tb", "é" * 129, "x" * 257),
 )  # fmt: skip
-"""What can't be a tenant's id."""
+"""Strings that are not valid tenant ids."""
 
 
 def allowed_at(path: str) -> set[str]:
@@ -33,8 +33,8 @@ def allowed_at(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_takes_its_methods_and_says_which(live: Running, path: str) -> None:
-    """All methods at all paths, those with several endpoints too."""
+def test_a_path_allows_only_its_methods_and_lists_them(live: Running, path: str) -> None:
+    """All methods at all paths, also at paths with several endpoints."""
     allowed = allowed_at(path)
     for method in METHODS:
         if method in allowed:
@@ -48,7 +48,7 @@ def test_a_path_takes_its_methods_and_says_which(live: Running, path: str) -> No
             assert error["allowed"] == answer.headers["Allow"]
 
 
-def test_keys_of_a_tenant_are_no_tenant(live: Running) -> None:
+def test_the_path_of_a_tenants_keys_is_not_a_tenant(live: Running) -> None:
     answer = live.operator.put("/v1/tenants/acme/keys", json={})
     assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
     answer = live.operator.delete("/v1/tenants/acme/purge")
@@ -58,8 +58,8 @@ def test_keys_of_a_tenant_are_no_tenant(live: Running) -> None:
 
 
 @pytest.mark.parametrize("tenant", NO_IDS)
-def test_what_can_not_be_an_id_makes_no_tenant(live: Running, tenant: str) -> None:
-    """Least of all with an encoded slash, which a server decodes before it routes."""
+def test_an_invalid_id_creates_no_tenant(live: Running, tenant: str) -> None:
+    """This includes ids with an encoded slash, which a server decodes before it routes."""
     encoded = quote(tenant, safe="").replace(".", "%2e")
     before = live.operator.get("/v1/tenants").json(), live.operator.get("/v1/keys").json()
     for method, path in (
@@ -77,7 +77,7 @@ def test_what_can_not_be_an_id_makes_no_tenant(live: Running, tenant: str) -> No
 
 
 def test_an_encoded_slash_is_no_separator(live: Running) -> None:
-    """Neither of tenants nor of anything else; a literal ``%2F`` in an id is one."""
+    """An encoded slash separates nothing, in any path. A literal ``%2F`` is allowed in an id."""
     for path in ("/v1/tenants%2Facme/purge", "/v1%2Fstats", "/v1/keys/x%2Frotate", "/v1/pins%2fx"):
         assert live.operator.get(path).status_code in (404, 405), path
     assert live.operator.post("/v1/tenants/acme%2Fpurge").status_code == 405
@@ -86,7 +86,7 @@ def test_an_encoded_slash_is_no_separator(live: Running) -> None:
 
 
 @pytest.mark.parametrize("tenant", NO_IDS)
-def test_a_keys_file_with_such_an_id_is_refused_by_file_id_and_rule(tmp_path: Path, tenant: str) -> None:
+def test_a_keys_file_with_an_invalid_id_is_refused_with_file_id_and_rule(tmp_path: Path, tenant: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"operator": "boss", "tenants": {"fine": "one", tenant: "two"}}))
     with pytest.raises(ConfigError) as error:
@@ -99,5 +99,5 @@ def test_a_keys_file_with_such_an_id_is_refused_by_file_id_and_rule(tmp_path: Pa
 @pytest.mark.parametrize(
     "tenant", ["acme", "a.b", "...", "a b", "a%2Fb", "é" * 128, "x" * 256, "租户", "a\\b", "~"]
 )
-def test_other_ids_are_taken(tenant: str) -> None:
+def test_valid_ids_are_accepted(tenant: str) -> None:
     assert Keyring.from_document({"tenants": {tenant: "key"}}, "here").tenants == (tenant,)

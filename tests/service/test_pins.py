@@ -1,4 +1,7 @@
-"""Pins over HTTP: a tenant's own, within its budget, kept through a flood; on the command line too."""
+"""Pins over HTTP: a tenant's own pins, within its budget, survive a flood of other prompts.
+
+The command line can pin too.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def warm_and_pin(service: Running, prompt: Any = PROMPT, **fields: Any) -> dict[
     return dict(answer.json())
 
 
-def test_what_is_pinned_survives_a_flood(service: Running) -> None:
+def test_a_pinned_prefix_survives_a_flood(service: Running) -> None:
     pin = warm_and_pin(service, salt="s")
     assert (pin["tokens"], pin["blocks"], pin["salt"], pin["adapter"]) == (64, 4, "s", None)
     for at in range(20):
@@ -70,7 +73,7 @@ def test_what_is_pinned_survives_a_flood(service: Running) -> None:
     assert gone.status_code == 404 and gone.content == never.content
 
 
-def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
+def test_a_pin_of_a_prefix_not_resident_or_over_budget_is_refused(service: Running) -> None:
     absent = service.acme.post("/v1/pins", json={**PROMPT, "salt": "absent", "ttl_s": 600})
     error = refusal(absent)
     assert (absent.status_code, error["type"], error["value"]) == (409, "not_resident", 0)
@@ -86,7 +89,7 @@ def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
     assert service.operator.put("/v1/tenants/globex", json={}).status_code == 200
     service.globex.post("/v1/warm", json=PROMPT)
     nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 600})
-    assert refusal(nothing)["allowed"] == "at most 0 blocks", "no guarantee, no budget"
+    assert refusal(nothing)["allowed"] == "at most 0 blocks", "without a guarantee there is no budget"
 
 
 @pytest.mark.parametrize(
@@ -101,12 +104,12 @@ def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
         ({"ttl_s": 600}, "prompt, messages, token_ids"),
     ],
 )
-def test_bad_requests(service: Running, body: Any, field: str) -> None:
+def test_bad_pin_requests_are_422(service: Running, body: Any, field: str) -> None:
     answer = service.acme.post("/v1/pins", json=body)
     assert answer.status_code == 422 and refusal(answer)["field"] == field
 
 
-def test_anothers_pin_is_one_that_does_not_exist(service: Running) -> None:
+def test_another_tenants_pin_looks_like_one_that_does_not_exist(service: Running) -> None:
     pin = warm_and_pin(service)
     assert service.globex.get("/v1/pins").json() == {"pins": []}
     theirs = service.globex.delete(f"/v1/pins/{pin['id']}")
@@ -123,7 +126,7 @@ def test_a_purge_ends_pins(service: Running) -> None:
     assert service.acme.get("/v1/pins").json() == {"pins": []}
 
 
-def test_a_policy_for_a_tenant(service: Running) -> None:
+def test_a_tenant_can_have_its_own_policy(service: Running) -> None:
     tenants = service.service.cache._tenants
     assert isinstance(tenants["acme"].policy, LRFU) and not isinstance(tenants["globex"].policy, LRFU)
     answer = service.operator.put("/v1/tenants/acme", json={"policy": "best"})
@@ -134,7 +137,10 @@ def test_a_policy_for_a_tenant(service: Running) -> None:
 def test_a_policy_over_http_is_never_imported(
     service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A class is refused, whether or not there is one; a short name is one that was loaded at the start."""
+    """Any class is refused, whether or not it exists.
+
+    Only short names of policies that were loaded at the start are allowed.
+    """
     (tmp_path / "canary_over_http.py").write_text("from radixkv_policies import LRU as Canary\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("canary_over_http:Canary", "radixkv_policies:LRU", "canary_over_http", "os:system"):
@@ -143,7 +149,7 @@ def test_a_policy_over_http_is_never_imported(
     assert "canary_over_http" not in sys.modules
 
 
-def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
+def test_the_command_line_can_pin(service: Running, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(PROMPT) + "\n")
     done = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "600", "--json"])
@@ -160,8 +166,8 @@ def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
     assert service.acme.post("/v1/lookup", json=other).json()["matched_tokens"] == 0, "nothing was warmed"
 
 
-def test_a_tenant_has_at_most_so_many_pins(service: Running) -> None:
-    """Those of the fleet among them; another tenant's don't count; the operator's settings say how many."""
+def test_the_number_of_pins_of_a_tenant_is_limited(service: Running) -> None:
+    """Pins of the fleet count, and pins of another tenant do not. The operator's settings define the limit."""
     settings = {"max_pinned_blocks": 6, "policy": "lrfu"}
     for wrong in (-1, 65_537, 1.5, "3"):
         answer = service.operator.put("/v1/tenants/acme", json={**settings, "max_pins": wrong})
@@ -198,7 +204,10 @@ def test_a_tenant_has_at_most_so_many_pins(service: Running) -> None:
 
 
 def test_many_pins_are_listed_and_unpublished_in_parts(service: Running) -> None:
-    """A reader pins a base in 1,500 namespaces: each answer lists a part, and no call does work for all of them."""
+    """A reader pins a base in 1,500 namespaces.
+
+    Each answer lists one part, and no call does the work for all of them.
+    """
     cache = service.service.cache
     settings = {"max_pinned_blocks": 6, "policy": "lrfu"}
     put = {**settings, "max_pins": 1_500}

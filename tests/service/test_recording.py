@@ -1,4 +1,4 @@
-"""`radixkv serve --record`: the service's own traffic as a trace, without a token id in it."""
+"""``radixkv serve --record`` writes the service's own traffic as a trace that contains no token id."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
         policy = live.service.engine.cache._tenants["acme"].policy
         assert isinstance(policy, Learned)
         told = {name[1] for name in policy._groups if isinstance(name, tuple)}
-    assert told == {"warm", "completion"}, "the cache was told what is recorded"
+    assert told == {"warm", "completion"}, "the cache gets the labels that are recorded"
     warm, first, second, other = lines(path)
     assert warm["labels"] == {"type": "warm"} and warm["tokens"] == 80 and warm["output_tokens"] == 0
     assert first["labels"] == {"type": "completion"} and first["output_tokens"] == 20
@@ -54,7 +54,7 @@ def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
     assert trace.tenants == ("acme", "globex")
     assert trace.block_tokens == 16
     (row,) = run([path], policies=["lru"], capacities=[100], jobs=1)["results"]
-    assert cached == [64, 80, 0], "one token of the first is left to compute"
+    assert cached == [64, 80, 0], "the last token of the first prompt is always computed"
     assert round(row["token_hit_rate"] * row["prompt_tokens"]) == 80 + 80
 
 
@@ -75,7 +75,7 @@ def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
             live.acme.post("/v1/lookup", json={"token_ids": ids}).json()["matched_tokens"]
             for ids in (kept, gone, last)
         ]
-    assert found[0] == found[2] == 256 and found[1] < 256, "the older of two has the higher priority"
+    assert found[0] == found[2] == 256 and found[1] < 256, "the oldest request has a high priority and stays"
     told = [line["labels"] for line in lines(path)]
     assert told == [
         {"type": "completion", "priority": 90, "priority_duration_s": 600.0},
@@ -124,11 +124,11 @@ def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path)
         assert not set(other) & set(known)
 
 
-def test_off_by_default(tmp_path: Path) -> None:
+def test_recording_is_off_by_default(tmp_path: Path) -> None:
     with service_in_thread() as live:
         assert live.service.recorder is None
 
 
-def test_a_place_that_cant_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--record"):
         Recorder(tmp_path / "missing" / "x", SECRET, 4)

@@ -1,4 +1,7 @@
-"""Bad requests: 4xx in one shape, naming field, value and what is allowed; never 500."""
+"""Bad requests get a 4xx answer of one format, with the field, the value and the allowed values.
+
+They never get a 500.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PATHS = ("/v1/warm", "/v1/lookup", "/v1/completions")
 
 
 def refusal(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, once its shape is known to be right."""
+    """Check the format of an error answer and return its error object."""
     document = answer.json()
     ErrorReply.model_validate(document)
     assert set(document) == {"error"} and set(document["error"]) == {
@@ -30,7 +33,9 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         "field",
         "value",
         "allowed",
+        "docs_url",
     }
+    assert document["error"]["docs_url"] == f"/docs/errors#{document['error']['type']}"
     assert 400 <= answer.status_code < 500 and len(answer.content) < 1500
     return dict(document["error"])
 
@@ -129,7 +134,7 @@ NEUTRAL = {
     "top_k": -1, "best_of": 1, "n": 1, "skip_special_tokens": True, "include_stop_str_in_output": False,
     "response_format": {"type": "text"}, "stop": None, "seed": None, "echo": False, "ignore_eos": True,
 }  # fmt: skip
-"""What clients send that set nothing."""
+"""Fields that clients often send with values that change nothing."""
 
 
 @pytest.mark.slow
@@ -151,15 +156,15 @@ def test_neutral_values_of_common_fields_change_nothing(live: Running) -> None:
         ("length_penalty", 2), ("presence_penalty", False), ("stop_token_ids", [5]),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_said_to_be(live: Running, field: str, value: Any) -> None:
+def test_an_unsupported_field_is_refused_as_unsupported(live: Running, field: str, value: Any) -> None:
     error = refusal(live.acme.post("/v1/completions", json={"prompt": "x", field: value}))
     assert error["field"] == field and "left out" in error["allowed"]
     assert error["message"].startswith(f"{field}=") and "is not supported; allowed: " in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/lookup", "/v1/warm", "/v1/route", "/v1/pins"])
-def test_other_names_of_fields(live: Running, path: str) -> None:
-    """``cache_salt`` is ``salt``; with both, they have to say the same."""
+def test_cache_salt_is_another_name_of_salt(live: Running, path: str) -> None:
+    """``cache_salt`` is another name of ``salt``. If both are given, they must be equal."""
     least = {"/v1/pins": {"ttl_s": 5}}.get(path, {})
     error = refusal(live.acme.post(path, json={"prompt": "x", "salt": "a", "cache_salt": "b", **least}))
     assert (error["field"], error["value"]) == ("cache_salt", "b") and "salt" in error["allowed"]
@@ -205,7 +210,7 @@ def test_usage_in_every_event_of_a_stream(live: Running) -> None:
         ("/v1/completions", {"prompt": "x", "n": 0}, "n=0 is not allowed; allowed: an integer from 1 to 32"),
         ("/v1/completions", {"prompt": "x", "stream": "no"}, 'stream="no" is not allowed; allowed: true or false'),
         ("/v1/completions", {"prompt": "x", "best_of": 2},
-         "best_of=2 is not allowed, as it differs from n; allowed: 1, or use_beam_search"),
+         "best_of=2 is not allowed, because it differs from n; allowed: 1, or another number with use_beam_search"),
         ("/v1/lookup", {"token_ids": [1.5]},
          "token_ids[0]=1.5 is not allowed; allowed: an integer from 0 to 4294967295"),
         ("/v1/lookup", {}, "prompt, messages, token_ids: none given; allowed: exactly one of them"),
@@ -213,14 +218,14 @@ def test_usage_in_every_event_of_a_stream(live: Running) -> None:
          "token_ids[1]=9999 is not in the vocabulary; allowed: an integer from 0 to 7999"),
     ],
 )  # fmt: skip
-def test_a_message_says_what_was_wrong_its_value_and_what_is_allowed(
+def test_messages_name_the_field_the_value_and_the_allowed_values(
     live: Running, path: str, body: dict[str, Any], message: str
 ) -> None:
     assert refusal(live.acme.post(path, json=body))["message"] == message
 
 
 def test_a_number_with_a_fraction_of_zero_is_an_integer(live: Running) -> None:
-    """JSON has one kind of number; what isn't one stays refused."""
+    """JSON has only one number type. Values that are not integers are refused."""
     body = b'{"prompt": [5.0, 6], "max_tokens": 2.0, "n": 1.0}'
     headers = {"content-type": "application/json"}
     answer = live.acme.post("/v1/completions", content=body, headers=headers)
@@ -244,7 +249,7 @@ def test_a_number_with_a_fraction_of_zero_is_an_integer(live: Running) -> None:
         {f"a{number}": number for number in range(17)},
     ],
 )
-def test_labels_that_cannot_be_are_422(live: Running, labels: dict[str, Any]) -> None:
+def test_invalid_labels_are_422(live: Running, labels: dict[str, Any]) -> None:
     answer = live.acme.post("/v1/completions", json={"prompt": "x", "hints": {"labels": labels}})
     error = refusal(answer)
     assert answer.status_code == 422 and error["field"] == "hints.labels"
@@ -296,7 +301,9 @@ def test_another_model_is_404(live: Running) -> None:
         (b'{"prompt": "x"}', "", 415),
     ],
 )
-def test_a_body_that_is_not_json(live: Running, path: str, content: bytes, kind: str, status: int) -> None:
+def test_a_body_that_is_not_json_is_refused(
+    live: Running, path: str, content: bytes, kind: str, status: int
+) -> None:
     answer = live.acme.post(path, content=content, headers={"content-type": kind})
     assert answer.status_code == status, answer.text
     refusal(answer)
@@ -346,7 +353,7 @@ def test_an_unknown_query_is_422(live: Running, query: str, field: str | None) -
     assert refusal(answer)["field"] == (field or "x" * 80 + "…")
 
 
-def test_what_is_no_http_does_no_harm(live: Running) -> None:
+def test_bytes_that_are_not_http_do_no_harm(live: Running) -> None:
     place = urlsplit(live.url)
     with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as raw:
         raw.sendall(b"\x00\x01 nonsense\r\n\r\n")
@@ -368,7 +375,7 @@ FIELDS = st.sampled_from(
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), body=st.dictionaries(FIELDS, JSON, max_size=4))
-def test_no_body_is_an_error_of_the_server(live: Running, path: str, body: dict[str, Any]) -> None:
+def test_no_body_causes_a_server_error(live: Running, path: str, body: dict[str, Any]) -> None:
     if isinstance(body.get("max_tokens"), int):
         body["max_tokens"] = min(body["max_tokens"], 3)
     content = json.dumps(body)
@@ -378,8 +385,10 @@ def test_no_body_is_an_error_of_the_server(live: Running, path: str, body: dict[
         refusal(answer)
 
 
-def test_the_description_says_which_fields_go_together(live: Running) -> None:
-    """``oneOf`` for the form of a prompt, bounds of the served model, values of queries and headers."""
+def test_openapi_describes_which_fields_go_together(live: Running) -> None:
+    """The schema has ``oneOf`` for the form of a prompt, the limits of the served model, and the values of queries and
+    headers.
+    """
     document = live.nobody.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     for name in ("LookupRequest", "WarmRequest", "PinRequest", "RouteRequest", "PublishRequest"):

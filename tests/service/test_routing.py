@@ -1,4 +1,4 @@
-"""Routing over HTTP: by a replica, by a router of its own, and by a gateway before real replicas."""
+"""Routing over HTTP: by a replica, by a separate router, and by a gateway in front of real replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.service.running import (
     service_in_thread,
 )
 
-pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch
+pytestmark = pytest.mark.timeout(600)  # starting replicas imports torch
 SECRET = b"a secret of this test's fleet"
 IDS = list(range(5, 5 + 16 * 40))
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,7 +51,7 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def join(redis_server: RedisServer, secret: Path) -> Iterator[Join]:
-    """Lets a service in a thread join one fleet: ``join(name)``."""
+    """Add a service in a thread to one fleet: ``join(name)``."""
     with ExitStack() as stack:
 
         def begin(name: str, **settings: str) -> Running:
@@ -62,7 +62,7 @@ def join(redis_server: RedisServer, secret: Path) -> Iterator[Join]:
 
 
 class Started:
-    """A command of ours in a process, on a port of its own."""
+    """A command in a process of its own, which the test started."""
 
     def __init__(self, log: Path, *command: str) -> None:
         self.log = log
@@ -103,8 +103,8 @@ def best(someone: httpx.Client) -> str | None:
     return next((str(each["replica"]) for each in ranked(someone)), None)
 
 
-def known(someone: httpx.Client, name: str, key: str = "demo-operator") -> dict[str, Any]:
-    """What it says of a replica."""
+def entry_of(someone: httpx.Client, name: str, key: str = "demo-operator") -> dict[str, Any]:
+    """Return the entry of the replica ``name`` in the answer of the caller's replica or router."""
     with client(str(someone.base_url), key) as asking:
         rows = asking.get("/v1/replicas").json()["replicas"]
     return {each["id"]: dict(each) for each in rows}[name]
@@ -120,13 +120,13 @@ def test_a_replica_alone_routes_to_itself(live: Running, salt: str) -> None:
     assert warm["matched_tokens"] == {"device": len(IDS), "host": 0, "disk": 0}
     assert warm["address"] == live.url
     assert warm["why"] == f"linear: holds {len(IDS)} of {len(IDS)} tokens, 0 more predicted"
-    assert not {"load", "cost"} & set(warm), "that is everybody's"
+    assert not {"load", "cost"} & set(warm), "load and cost would show other tenants' traffic"
     (other,) = ranked(live.globex, salt=salt)
-    assert sum(other["matched_tokens"].values()) == 0, "another tenant's prefix is nobody's business"
+    assert sum(other["matched_tokens"].values()) == 0, "another tenant's prefix stays hidden"
 
 
 @pytest.mark.slow
-def test_prompts_that_wait_for_the_model_are_load(live: Running, salt: str) -> None:
+def test_waiting_prompts_count_as_load(live: Running, salt: str) -> None:
     def queued() -> int:
         (row,) = live.operator.get("/v1/replicas").json()["replicas"]
         return int(row["load"]["queued_prefill_tokens"])
@@ -137,15 +137,17 @@ def test_prompts_that_wait_for_the_model_are_load(live: Running, salt: str) -> N
         with model_held(live.service):
             body = {"prompt": IDS, "max_tokens": 2, "salt": salt}
             stack.enter_context(sent(live, "acme", "/v1/completions", body))
-            eventually(lambda: queued() == len(IDS) - 320, "what isn't resident is to be computed")
+            eventually(lambda: queued() == len(IDS) - 320, "tokens that are not resident are queued")
             stack.enter_context(sent(live, "globex", "/v1/completions", {**body, "stream": True}))
-            eventually(lambda: queued() == 2 * len(IDS) - 320, "another tenant's prompt too")
+            eventually(lambda: queued() == 2 * len(IDS) - 320, "another tenant's prompt counts")
             stack.enter_context(sent(live, "acme", "/v1/warm", {"token_ids": IDS[::-1], "salt": salt}))
-            eventually(lambda: queued() == 3 * len(IDS) - 320, "and what is warmed")
+            eventually(lambda: queued() == 3 * len(IDS) - 320, "a warm counts")
             gone = sent(live, "globex", "/v1/completions", {**body, "salt": f"{salt}-gone"})
             eventually(lambda: queued() == 4 * len(IDS) - 320)
             gone.close()
-            eventually(lambda: queued() == 3 * len(IDS) - 320, "whoever hung up waits for nothing")
+            eventually(
+                lambda: queued() == 3 * len(IDS) - 320, "a request whose client hung up does not count"
+            )
         eventually(lambda: queued() == 0)
 
 
@@ -160,12 +162,12 @@ def test_prompts_that_wait_for_the_model_are_load(live: Running, salt: str) -> N
         ("model", ""),
     ],
 )
-def test_what_cannot_be_asked_is_422(live: Running, field: str, value: object) -> None:
+def test_an_invalid_routing_request_is_422(live: Running, field: str, value: object) -> None:
     answer = live.acme.post("/v1/route", json={"token_ids": IDS, field: value})
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
 
 
-def test_who_may_ask(live: Running) -> None:
+def test_only_tenants_may_ask_for_routes(live: Running) -> None:
     body = {"token_ids": IDS}
     assert live.nobody.post("/v1/route", json=body).status_code == 401
     assert live.operator.post("/v1/route", json=body).status_code == 403
@@ -174,8 +176,8 @@ def test_who_may_ask(live: Running) -> None:
     assert unknown.headers["Retry-After"] == "5"
 
 
-def test_a_model_has_its_served_name_too(live: Running) -> None:
-    """What a client sends with a completion can be sent to be routed."""
+def test_a_route_accepts_the_served_name_of_a_model(live: Running) -> None:
+    """A client may send the model name of a completion with a routing request."""
     told = live.acme.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()["model"]
     plain, named = (
         live.acme.post("/v1/route", json={"token_ids": IDS, **body}).json() for body in ({}, {"model": told})
@@ -198,11 +200,11 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
         return {each["replica"]: each["matched_tokens"]["device"] for each in ranked(someone)}
 
     eventually(lambda: matched(router) == {"one": 0, "two": 512}, "the router knows what two holds")
-    eventually(lambda: matched(one.acme) == {"one": 0, "two": 512}, "so does one")
-    assert matched(two.acme) == {"one": 0, "two": 640}, "two asks its own cache"
+    eventually(lambda: matched(one.acme) == {"one": 0, "two": 512}, "one knows it too")
+    assert matched(two.acme) == {"one": 0, "two": 640}, "two looks into its own cache"
     for someone in (router, one.acme):
         eventually(
-            lambda someone=someone: best(someone) == "two", "who holds it, and has nothing to do, is the best"
+            lambda someone=someone: best(someone) == "two", "the idle replica that holds the prefix is best"
         )
     assert [each["address"] for each in ranked(router, limit=1)] == [two.url]
     text = router.post(
@@ -210,18 +212,29 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
     ).json()
     assert text["prompt_tokens"] > 9 and text["candidates"][0]["why"].startswith("random")
     for someone in (router, one.acme):
-        eventually(lambda someone=someone: known(someone, "two")["staleness_s"] < 5, "it is heard of")
-        row = known(someone, "two", "demo-acme")
+        eventually(lambda someone=someone: entry_of(someone, "two")["staleness_s"] < 5, "the replica reports")
+        row = entry_of(someone, "two", "demo-acme")
         for other in ("load", "lag_entries", "lag_s", "last_seq"):
-            assert row[other] is None, "what others do shows in it"
-        row = known(someone, "two")
+            assert row[other] is None, "these values would show other tenants' traffic"
+        row = entry_of(someone, "two")
         assert row["load"]["resident_blocks"] >= 0 and row["last_seq"] > 0
         assert row["lag_entries"] is not None and row["lag_s"] is not None
     with client(str(router.base_url), "demo-operator") as operator:
         metrics = operator.get("/metrics").text
     assert "radixkv_router_replicas 2.0" in metrics and "radixkv_router_view_segments 2.0" in metrics
     assert router.get("/readyz").status_code == 200
-    assert "/v1/route" in router.get("/openapi.json").json()["paths"]
+    document = router.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/route",
+        "/v1/replicas",
+        "/metrics",
+        "/healthz",
+        "/readyz",
+        "/openapi.json",
+    }
+    assert [each["name"] for each in document["tags"]] == ["Fleet", "Process"]
+    assert router.get("/docs").status_code == router.get("/docs/errors").status_code == 200
+    assert router.get("/docs/assets/swagger-ui.css").status_code == 200
 
 
 @pytest.mark.slow
@@ -230,7 +243,7 @@ def test_a_lost_store_makes_a_router_route_by_load(
 ) -> None:
     one = join(
         "one", **{"lease-s": "12"}
-    )  # it beats often enough to notice soon that the store is there again
+    )  # A short lease: the replica's beats then soon find the restarted store.
     one.acme.post("/v1/warm", json={"token_ids": IDS})
     eventually(lambda: ranked(router) and ranked(router)[0]["matched_tokens"]["device"] == 512)
     redis_server.kill()
@@ -239,7 +252,7 @@ def test_a_lost_store_makes_a_router_route_by_load(
         answer = router.post("/v1/route", json={"token_ids": IDS, "predict": False})
         return answer.status_code == 200 and bool(answer.json()["by_load"])
 
-    eventually(blind, "who was known last is ranked by load")
+    eventually(blind, "the replicas known last are ranked by load")
     assert [(each["replica"], each["matched_tokens"]["device"]) for each in ranked(router)] == [("one", 0)]
     redis_server.restart()
 
@@ -247,7 +260,7 @@ def test_a_lost_store_makes_a_router_route_by_load(
         found = ranked(router)
         return bool(found) and found[0]["matched_tokens"]["device"] == 512
 
-    eventually(healed, "and all heals by itself")
+    eventually(healed, "the router reconnects")
 
 
 @pytest.mark.slow
@@ -268,7 +281,6 @@ def test_a_gateway_follows_the_router_and_falls_back(
             "--num-blocks",
             "256",
             *fleet,
-            forked=True,
         ) as two,
         closing(Started(tmp_path / "gateway.log", *command)),
         client(two.url, "demo-acme") as direct,
@@ -276,7 +288,7 @@ def test_a_gateway_follows_the_router_and_falls_back(
     ):
         direct.post("/v1/warm", json={"token_ids": IDS})
         done = {"queued_prefill_tokens": 0, "decode_blocks": 0, "resident_blocks": len(IDS) // 16}
-        eventually(lambda: best(router) == "two" and known(router, "two")["load"] == done)
+        eventually(lambda: best(router) == "two" and entry_of(router, "two")["load"] == done)
         eventually(lambda: reaches(acme), "the gateway listens", START_S)
         body = {"prompt": IDS, "max_tokens": 3, "temperature": 0}
         answer = acme.post("/v1/completions", json=body)
@@ -294,7 +306,7 @@ def test_a_gateway_follows_the_router_and_falls_back(
 
 
 @pytest.mark.slow
-def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
+def test_a_gateway_avoids_a_hung_replica_and_ends_abandoned_requests(
     join: Join, router: httpx.Client, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     one = join("one")
@@ -310,12 +322,14 @@ def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
         eventually(lambda: reaches(acme), "the gateway listens", START_S)
 
         def reached(someone: httpx.Client) -> httpx.Response | None:
-            """An answer, unless all that could give one stood still for so long that they seemed to hang, too."""
+            """An answer, or None if all replicas stalled for so long that the gateway treated them as hung."""
             answer = someone.post("/v1/completions?x=y", json={"prompt": IDS, "max_tokens": 3})
             return None if answer.status_code == 503 else answer
 
         refused = eventually(lambda: reached(stranger), "the router's answer")
-        assert refused.status_code == 401 and refused.headers["www-authenticate"], "as the router says"
+        assert refused.status_code == 401 and refused.headers["www-authenticate"], (
+            "the gateway passes on the router's answer"
+        )
         hung = connect(
             redis_server.url, replica_id="hung", fleet_secret=SECRET, fingerprint=row["model"], block_size=16,
             address=f"http://127.0.0.1:{mute.getsockname()[1]}",
@@ -332,7 +346,7 @@ def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
         with model_held(one.service):
             with sent(Running(one.service, url), "acme", "/v1/completions", {"prompt": IDS[::-1]}):
                 eventually(lambda: one.service.worker.num_prefill_tokens, "it waits for the model")
-            eventually(lambda: not one.service.worker.num_prefill_tokens, "it ends where it was sent to")
+            eventually(lambda: not one.service.worker.num_prefill_tokens, "the request ends on its replica")
 
 
 def reaches(someone: httpx.Client) -> bool:
@@ -362,8 +376,8 @@ def test_settings_of_a_router(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Path) -> None:
-    """And takes it for lost as long as it is, also while it knows no replica."""
+def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: Path) -> None:
+    """It reports the store as lost for as long as it is, even before it knows any replica."""
     url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
     with (

@@ -1,4 +1,4 @@
-"""Settings: what a server may be told, and how it is told what is wrong."""
+"""Settings: which values the server accepts, and how it reports invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
 from radixkv.service.server import bind
 
 
-def test_nothing_set_is_the_embedded_default() -> None:
+def test_settings_have_defaults() -> None:
     settings = ServeSettings.parse({})
     assert (settings.host, settings.port, settings.num_blocks, settings.block_size) == (
         "127.0.0.1",
@@ -35,7 +35,7 @@ def test_nothing_set_is_the_embedded_default() -> None:
 @pytest.mark.parametrize(
     ("told", "defaults"), [(cli._SERVE_OPTIONS, DEFAULTS), (cli._ROUTE_OPTIONS, ROUTE_DEFAULTS)]
 )
-def test_the_help_tells_the_defaults(told: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+def test_the_help_shows_the_defaults(told: Mapping[str, str], defaults: Mapping[str, str]) -> None:
     assert {name: text for name, text in told.items() if name in defaults} == {
         name: f"{told[name].partition('  [')[0]}  [{default}]" for name, default in defaults.items()
     }
@@ -57,13 +57,13 @@ def test_the_help_tells_the_defaults(told: Mapping[str, str], defaults: Mapping[
         ("advertise", "http://a/?q"),
     ],
 )  # fmt: skip
-def test_a_setting_that_cannot_work_is_named(setting: str, value: str) -> None:
+def test_an_invalid_setting_is_named(setting: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServeSettings.parse({setting: value})
     assert caught.value.setting == f"--{setting}" and caught.value.value == value and caught.value.allowed
 
 
-def test_a_setting_is_called_what_its_user_calls_it() -> None:
+def test_an_error_names_a_setting_as_the_user_wrote_it() -> None:
     with pytest.raises(ConfigError) as caught:
         ServeSettings.parse({"port": "x"}, {"port": "RADIXKV_PORT"})
     assert caught.value.setting == "RADIXKV_PORT"

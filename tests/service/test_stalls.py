@@ -1,4 +1,4 @@
-"""No body stops the event loop. ``fuzz/stalls.py`` found these: the worst 20 of an older service."""
+"""No request body blocks the event loop. ``fuzz/stalls.py`` found these bodies, the worst 20 for an older service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORST = [
         "list of lists of an id",
         483_981,
     ),
-    Recipe("tenant", "POST", "/v1/warm", ("wait",), "list of maps", MAX),  # 0.2 s, as those below
+    Recipe("tenant", "POST", "/v1/warm", ("wait",), "list of maps", MAX),  # 0.2 s, like those below
     Recipe("operator", "PUT", "/v1/tenants/{tenant}", ("burst",), "list of maps", MAX),
     Recipe("operator", "POST", "/v1/bases", ("messages",), "map of ids", MAX),
     Recipe("tenant", "POST", "/v1/completions", ("echo",), "map of ids", MAX),
@@ -50,7 +50,7 @@ def service() -> Iterator[Loop]:
 @pytest.mark.parametrize(
     "recipe", WORST, ids=lambda recipe: f"{recipe.path} {'.'.join(recipe.place)} {recipe.filler}"
 )
-def test_a_body_stops_nobody_elses_requests(service: Loop, recipe: Recipe) -> None:
+def test_a_body_does_not_block_other_requests(service: Loop, recipe: Recipe) -> None:
     assert len(recipe.body()) <= MAX
     stall_s, status = least_stall_s(service, recipe)
     assert stall_s <= LIMIT_S

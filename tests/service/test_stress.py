@@ -1,4 +1,4 @@
-"""Many clients at once, who also hang up and clear: afterwards nothing is held and every law holds."""
+"""Many clients at once, which also hang up and clear. Afterwards nothing is held, and every invariant holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALLOWED = {
 
 
 def act(http: httpx.Client, draw: random.Random) -> tuple[str, int]:
-    """One random request; what it was, and its status (0 for one that was hung up on)."""
+    """Send one random request. Return its kind and its status, which is 0 if the client hung up."""
     length = draw.choice((16, 40, 100, 300))
     body: dict[str, Any] = {"token_ids": [5] * length, "salt": draw.choice("ab")}
     kind = draw.choice(tuple(ALLOWED))
@@ -54,7 +54,7 @@ def act(http: httpx.Client, draw: random.Random) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_left_behind(seed: int) -> None:
+def test_random_requests_leave_nothing_behind(seed: int) -> None:
     with service_in_thread(Limits(max_queued=4, max_jobs=8), **{"num-blocks": "48"}) as live:
         seen: list[tuple[str, int]] = []
 
@@ -83,7 +83,7 @@ def settle(live: Running) -> None:
     assert live.nobody.get("/healthz").status_code == 200
 
 
-def test_clearing_under_a_warm_is_told_or_too_late() -> None:
+def test_a_warm_that_is_cleared_midway_is_done_or_in_conflict() -> None:
     with service_in_thread() as live:
         job = live.acme.post("/v1/warm", json={"token_ids": [7] * 8000, "wait": False}).json()["job"]
         eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["progress"]["computed"])

@@ -1,4 +1,4 @@
-"""Ids to text a piece at a time: characters and stop strings that span pieces."""
+"""Ids become text piece by piece. Characters and stop strings may span pieces."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ids_that_the_tokenizer_lacks_have_no_text() -> None:
     st.text("ab ", min_size=1, max_size=30),
     st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_a_stop_string_is_never_shown_nor_anything_behind_it(text: str, stops: list[str]) -> None:
+def test_a_stop_string_and_the_text_after_it_are_never_shown(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode("x" + text)[len(TOKENIZER.encode("x")) :]
     free, _ = pieces("x", ids)
     taken, stream = pieces("x", ids, tuple(stops))
@@ -69,7 +69,7 @@ def test_a_stop_string_is_never_shown_nor_anything_behind_it(text: str, stops: l
 
 
 class Counting:
-    """A tokenizer whose ids are bytes, and which counts the ids that it decodes."""
+    """A tokenizer with one id for each byte. It counts the ids that it decodes."""
 
     vocab_size = 256
 
@@ -93,7 +93,10 @@ def test_text_that_never_becomes_whole_is_decoded_in_linear_time(broken: bytes) 
 
 
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
-    """Each character moves each automaton on by one, and back by no more than it went on."""
+    """Each character moves each automaton forward by one state.
+
+    It falls back by at most as many states as it went forward.
+    """
     steps = 0
 
     class Fallback(list[int]):

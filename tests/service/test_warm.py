@@ -1,4 +1,4 @@
-"""Warming and looking up: what is computed, what is left out, who joins whom."""
+"""Warming and lookups: the computed tokens, the tokens left out, and requests that share one computation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ids_are_warmed_in_whole_blocks(
     assert (reply["tokens"], reply["left_out"], reply["blocks"]) == (tokens, left_out, tokens // 16)
 
 
-def test_what_is_warmed_of_a_text_serves_every_continuation(live: Running, salt: str, text: str) -> None:
+def test_a_warmed_text_serves_every_continuation(live: Running, salt: str, text: str) -> None:
     cut_inside_a_word = text + "Rule 12: ans"
     warmed = live.acme.post("/v1/warm", json={"prompt": cut_inside_a_word, "salt": salt}).json()
     total = len(live.service.tokenizer.encode(cut_inside_a_word))
@@ -98,7 +98,7 @@ def test_lookups_answer_while_the_model_is_busy(live: Running, salt: str, text: 
         assert live.nobody.get("/healthz").status_code == 200
 
 
-def test_a_job_tells_its_state_and_its_progress(live: Running, salt: str, text: str) -> None:
+def test_a_job_reports_its_state_and_its_progress(live: Running, salt: str, text: str) -> None:
     with model_held(live.service):
         accepted = live.acme.post("/v1/warm", json={"prompt": text, "salt": salt, "wait": False})
         assert accepted.status_code == 202 and set(accepted.json()) == {"job"}
@@ -113,11 +113,11 @@ def test_a_job_tells_its_state_and_its_progress(live: Running, salt: str, text: 
 
 
 def num_waiting(live: Running) -> int:
-    """Requests and jobs that wait for prefixes."""
+    """The number of requests and jobs that wait for prefixes."""
     return sum(each.num_shares for each in live.service.warmer.under_way())
 
 
-def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str) -> None:
+def test_warms_of_the_same_prefix_share_one_computation(live: Running, salt: str, text: str) -> None:
     body = {"prompt": text, "salt": salt}
     missed = live.acme.get("/v1/stats").json()["missed_tokens"]
     replies: list[httpx.Response] = []
@@ -139,13 +139,13 @@ def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str
     assert live.acme.get("/v1/stats").json()["missed_tokens"] == missed + tokens
 
 
-def test_a_client_that_hangs_up_takes_the_prefix_from_nobody(live: Running, salt: str, text: str) -> None:
+def test_a_client_that_hangs_up_does_not_cancel_a_shared_warm(live: Running, salt: str, text: str) -> None:
     body = {"prompt": text, "salt": salt}
     replies: list[httpx.Response] = []
     with model_held(live.service):
         with sent(live, "acme", "/v1/warm", body):
             eventually(lambda: num_waiting(live) == 1)
-        eventually(lambda: live.service.warmer.num_under_way == 0, "what nobody wants any more is cancelled")
+        eventually(lambda: live.service.warmer.num_under_way == 0, "a warm without waiters is cancelled")
         thread = threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body)))
         thread.start()
         eventually(lambda: num_waiting(live) == 1)
@@ -157,7 +157,7 @@ def test_a_client_that_hangs_up_takes_the_prefix_from_nobody(live: Running, salt
     assert eventually(lambda: live.service.worker.num_unfinished == 0)
 
 
-def test_clearing_forgets_and_tells_how_much(live: Running, salt: str) -> None:
+def test_a_clear_reports_how_much_it_forgot(live: Running, salt: str) -> None:
     ids = list(range(3, 67))
     for adapter in (None, "a"):
         live.globex.post("/v1/warm", json={"token_ids": ids, "salt": salt, "adapter": adapter})
@@ -181,7 +181,10 @@ def test_clearing_forgets_and_tells_how_much(live: Running, salt: str) -> None:
 
 @contextmanager
 def prefill_held(live: Running) -> Iterator[threading.Event]:
-    """Each prefill stops after its first chunk, until the ``with`` is left; the event says that one has."""
+    """Stop each prefill after its first chunk while the ``with`` block runs.
+
+    The event is set once a prefill has stopped.
+    """
     engine, arrived, go_on = live.service.engine, threading.Event(), threading.Event()
     prefill = engine.prefill
 
@@ -212,7 +215,7 @@ def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:
         purged = live.operator.post("/v1/tenants/acme/purge").json()
         assert purged["complete"] and purged["generation"] >= 1
         assert live.operator.get("/v1/tenants/acme/purge").json()["generation"] == purged["generation"]
-        assert live.service.warmer.num_under_way == 0, "nobody can join it any more"
+        assert live.service.warmer.num_under_way == 0, "no request can join it any more"
     thread.join()
     assert (answers[0].status_code, answers[0].json()["error"]["type"]) == (409, "conflict")
     assert answers[0].headers["Retry-After"] == "1"
@@ -236,7 +239,7 @@ def test_a_completion_that_is_purged_midway_ends_with_the_error(live: Running, s
         assert "text_completion" in next(pieces)
         assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
         events = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
-    assert events[-1]["error"]["type"] == "conflict", "a stream has its status already"
+    assert events[-1]["error"]["type"] == "conflict", "the status of the stream was already sent"
 
 
 def test_a_completion_that_is_purged_midway_may_be_asked_again(live: Running, salt: str) -> None:
@@ -257,7 +260,7 @@ def test_an_idempotency_key_makes_a_warm_one_job(live: Running, salt: str) -> No
     headers = {"Idempotency-Key": salt}
     first = live.acme.post("/v1/warm", json=body, headers=headers).json()
     again = live.acme.post("/v1/warm", json=body, headers=headers).json()
-    assert first["computed"] == again["computed"] == 96, "the same answer, not another warm"
+    assert first["computed"] == again["computed"] == 96, "the same answer, and no second warm"
     assert [each["state"] for each in first["replicas"]] == ["done"]
     job = live.acme.post("/v1/warm", json={**body, "wait": False}, headers=headers).json()["job"]
     assert live.acme.get(f"/v1/warm/{job}").json()["result"]["computed"] == 96
@@ -271,7 +274,7 @@ def test_an_idempotency_key_makes_a_warm_one_job(live: Running, salt: str) -> No
 @pytest.mark.parametrize(
     "where", ["both", 0, 2000, True, 1.5, [], ["a b"], ["x"] * 65, {"best": 2}, ["nobody-of-this-fleet"]]
 )
-def test_a_place_that_cannot_be_is_422(live: Running, where: object) -> None:
+def test_an_invalid_replicas_value_is_422(live: Running, where: object) -> None:
     answer = live.acme.post("/v1/warm", json={"token_ids": [5] * 16, "replicas": where})
     error = answer.json()["error"]
     assert answer.status_code == 422 and error["field"].startswith("replicas")
@@ -289,19 +292,19 @@ def test_jobs_are_bounded_and_counted(text: str) -> None:
             eventually(lambda: live.service.warm_jobs.table.num_unfinished == 0)
         states = [lambda job=job: live.acme.get(f"/v1/warm/{job}").status_code for job in jobs]
         for state in states[:2]:
-            eventually(lambda state=state: state() == 404, "the oldest made room")
+            eventually(lambda state=state: state() == 404, "the oldest job was dropped")
         assert [state() for state in states[2:]] == [200] * 3
         assert "radixkv_warm_jobs_kept 3.0" in live.operator.get("/metrics").text
 
 
-def test_too_much_waiting_is_429_for_that_tenant_only(text: str) -> None:
+def test_too_many_waiting_requests_are_429_for_that_tenant_only(text: str) -> None:
     with service_in_thread(Limits(max_queued=2, max_jobs=2)) as live, model_held(live.service, "globex"):
         bodies = [{"prompt": text, "salt": str(number), "wait": False} for number in range(3)]
         answers = [live.acme.post("/v1/warm", json=body) for body in bodies]
         assert [answer.status_code for answer in answers] == [202, 202, 429]
         assert answers[2].headers["Retry-After"] == "1"
         assert live.globex.post("/v1/warm", json=bodies[0]).status_code == 202
-        assert live.acme.post("/v1/warm", json=bodies[0]).status_code == 429, "no room in the table of jobs"
+        assert live.acme.post("/v1/warm", json=bodies[0]).status_code == 429, "the table of jobs is full"
         assert live.acme.post("/v1/completions", json={"prompt": "x"}).status_code == 429, (
             "no room in the lane"
         )
@@ -313,7 +316,7 @@ def test_finished_jobs_leave_the_table(text: str) -> None:
         eventually(lambda: live.acme.get(f"/v1/warm/{job}").status_code == 404)
 
 
-def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
+def test_a_warm_without_free_blocks_is_503_and_changes_nothing(salt: str) -> None:
     with service_in_thread(**{"num-blocks": "8"}) as live:
         cache = live.service.cache
         held = cache.open(live.service.namespace("globex", "", None), range(100, 196))
@@ -324,8 +327,8 @@ def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
         assert live.acme.post("/v1/warm", json={"token_ids": list(range(3, 67))}).status_code == 200
 
 
-def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) -> None:
-    """A prompt that costs replicas their lives must not travel through the fleet; records say what happened."""
+def test_no_replica_replaces_three_that_died_or_continues_after_a_purge(live: Running) -> None:
+    """A prompt that kills replicas must not travel through the fleet. The job's records say how each replica ended."""
     namespace = live.service.namespace("acme", "", None)
     job = Job("0" * 32, namespace, encode(range(5, 21)), 0)
 
@@ -338,4 +341,6 @@ def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) ->
     assert spare(JobPart("a", 1, "nonce", "failed", error="no_capacity")) == 1
     assert spare(JobPart("a", 1, "nonce", "failed", error="conflict")) == 0
     own = live.service.fleet.coordinator.replica_id
-    assert spare(JobPart(own, 1, "nonce", "failed", error="busy")) == 0, "who failed isn't asked again"
+    assert spare(JobPart(own, 1, "nonce", "failed", error="busy")) == 0, (
+        "a replica that failed is not asked again"
+    )

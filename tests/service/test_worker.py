@@ -1,4 +1,4 @@
-"""The model's thread: turns, bounds, cancelling, closing."""
+"""The thread of the model: turns between tenants, bounds, cancelling and closing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def worker() -> Iterator[ModelWorker]:
 
 
 def hold(worker: ModelWorker, tenant: str = "z") -> threading.Event:
-    """Keep the thread busy until the event is set (or the work cancelled)."""
+    """Keep the thread busy until the event is set or the work is cancelled."""
     release, started = threading.Event(), threading.Event()
 
     def run(work: Work[None]) -> None:
@@ -46,19 +46,19 @@ def test_tenants_take_turns(worker: ModelWorker) -> None:
     assert order == ["a", "b", "c", "a", "b", "a"]
 
 
-def test_a_lane_is_bounded_and_the_others_dont_mind(worker: ModelWorker) -> None:
+def test_a_full_lane_does_not_block_other_lanes(worker: ModelWorker) -> None:
     release = hold(worker)
     queued = [worker.submit("a", lambda _: None) for _ in range(3)]
     with pytest.raises(Busy):
         worker.submit("a", lambda _: None)
     other = worker.submit("b", lambda _: "b's")
     queued[1].cancel()
-    worker.submit("a", lambda _: None)  # what was cancelled takes no room
+    worker.submit("a", lambda _: None)  # a cancelled work item does not count
     release.set()
     assert other.future.result(DEADLINE_S) == "b's"
 
 
-def test_what_waits_never_starts_once_cancelled(worker: ModelWorker) -> None:
+def test_waiting_work_never_starts_once_cancelled(worker: ModelWorker) -> None:
     release, ran = hold(worker), list[int]()
     work = worker.submit("a", lambda _: ran.append(1))
     last = worker.submit("a", lambda _: None)
@@ -68,7 +68,7 @@ def test_what_waits_never_starts_once_cancelled(worker: ModelWorker) -> None:
     assert not ran and work.future.cancelled()
 
 
-def test_what_runs_is_told_to_stop(worker: ModelWorker) -> None:
+def test_running_work_is_asked_to_stop(worker: ModelWorker) -> None:
     started = threading.Event()
 
     def run(work: Work[None]) -> None:
@@ -82,7 +82,7 @@ def test_what_runs_is_told_to_stop(worker: ModelWorker) -> None:
     assert isinstance(work.future.exception(DEADLINE_S), Cancelled)
 
 
-def test_an_error_reaches_who_waits_and_the_thread_goes_on(worker: ModelWorker) -> None:
+def test_an_error_reaches_the_caller_and_the_thread_continues(worker: ModelWorker) -> None:
     def fail(_: Work[None]) -> None:
         raise ZeroDivisionError
 
@@ -102,7 +102,7 @@ def test_closing_cancels_everything() -> None:
 
 
 def steps(worker: ModelWorker, tenant: str, order: list[str], num: int) -> Work[None]:
-    """Work of so many steps, each of which is noted."""
+    """Submit work with ``num`` steps. Each step appends the tenant to ``order``."""
 
     def run(work: Work[None]) -> None:
         for _ in range(num):
@@ -125,10 +125,10 @@ def test_running_work_yields_to_other_tenants_at_each_step(worker: ModelWorker) 
         endless.future.result(DEADLINE_S)
     done = order[: len(order) - order[::-1].index("b")]
     assert done.count("b") == 6 and done.count("c") == 3
-    assert done.count("a") <= 10, "one step of a's for each of b's"
+    assert done.count("a") <= 10, "one step of a for each step of b"
 
 
-def test_a_tenants_own_work_goes_one_after_the_other(worker: ModelWorker) -> None:
+def test_work_of_one_tenant_runs_in_sequence(worker: ModelWorker) -> None:
     order: list[str] = []
     release = hold(worker)
     works = [
@@ -156,7 +156,7 @@ def test_only_one_piece_of_work_computes_at_a_time(worker: ModelWorker) -> None:
 
 
 def ahead(worker: ModelWorker, tenant: str = "a") -> tuple[Work[str], threading.Event]:
-    """Work that is suspended until the event is set and it is told to go on."""
+    """Work that is suspended until the event is set and it is resumed."""
     taken = threading.Event()
 
     def run(work: Work[str]) -> str:
@@ -188,7 +188,7 @@ def test_suspended_work_can_be_cancelled(worker: ModelWorker) -> None:
 
 
 @pytest.mark.parametrize("bound", ["MAX_OPEN_EACH", "MAX_OPEN"])
-def test_what_is_suspended_longest_ends_when_its_place_is_needed(
+def test_the_longest_suspended_work_ends_when_its_place_is_needed(
     worker: ModelWorker, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", 0.2)
@@ -206,7 +206,7 @@ def test_what_is_suspended_longest_ends_when_its_place_is_needed(
 
 
 def lacking(worker: ModelWorker, tenant: str, error: CapacityError, has_room: threading.Event) -> Work[str]:
-    """Work that needs room until the event is set."""
+    """Work that lacks blocks until the event is set."""
 
     def run(work: Work[str]) -> str:
         while not has_room.is_set():
@@ -218,7 +218,7 @@ def lacking(worker: ModelWorker, tenant: str, error: CapacityError, has_room: th
     return worker.submit(tenant, run)
 
 
-def test_work_without_room_waits_for_the_end_of_other_work(worker: ModelWorker) -> None:
+def test_work_without_free_blocks_waits_for_other_work(worker: ModelWorker) -> None:
     room = threading.Event()
     other = hold(worker)
     work = lacking(worker, "a", CapacityError(), room)
@@ -227,7 +227,7 @@ def test_work_without_room_waits_for_the_end_of_other_work(worker: ModelWorker) 
     assert work.future.result(DEADLINE_S) == "found" and last.future.done()
 
 
-def test_nothing_waits_for_room_that_cannot_come(worker: ModelWorker) -> None:
+def test_work_does_not_wait_for_blocks_that_cannot_become_free(worker: ModelWorker) -> None:
     never = threading.Event()
     assert lacking(worker, "a", CapacityError(), never).future.result(DEADLINE_S) == "refused"
     release = hold(worker)
@@ -241,16 +241,20 @@ def test_nothing_waits_for_room_that_cannot_come(worker: ModelWorker) -> None:
     suspended.cancel()
 
 
-def test_a_suspended_stream_makes_room(worker: ModelWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_stream_ends_to_free_its_blocks(
+    worker: ModelWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", 0.2)
     suspended, _ = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
     work = lacking(worker, "b", CapacityError(), threading.Event())
     assert isinstance(suspended.future.exception(DEADLINE_S), Stalled)
-    assert work.future.result(DEADLINE_S) == "refused", "all others have ended, and there still is none"
+    assert work.future.result(DEADLINE_S) == "refused", (
+        "all other work has ended, and there is still no free block"
+    )
 
 
-def test_closing_ends_what_is_suspended() -> None:
+def test_closing_ends_suspended_work() -> None:
     worker = ModelWorker()
     work, _ = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
@@ -258,7 +262,7 @@ def test_closing_ends_what_is_suspended() -> None:
     assert isinstance(work.future.exception(0), Cancelled) and worker.num_unfinished == 0
 
 
-def test_threads_are_used_again(worker: ModelWorker) -> None:
+def test_threads_are_reused(worker: ModelWorker) -> None:
     def name(_: Work[int]) -> int:
         return threading.get_ident()
 

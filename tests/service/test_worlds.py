@@ -1,8 +1,10 @@
-"""Two worlds: one in which acme is alone, one in which globex is busy between any two requests of acme's, and the
-operator makes, changes, purges and removes other tenants and their keys.
+"""A tenant sees the same replies whether or not other tenants are active.
 
-Every reply of every endpoint that a tenant may call is compared: status, headers, body, the events of streams. What
-may differ is what is random or time by its nature, and it is removed by name: acme's own random handles, and durations.
+The test runs acme's requests in two worlds. In one, acme is alone. In the other, globex sends requests between any two
+requests of acme, and the operator creates, changes, purges and removes other tenants and their keys.
+
+The test compares every reply of every endpoint that a tenant may call: status, headers, body and the events of streams.
+Before that it removes, by name, the values that are random or depend on time: acme's random handles, and durations.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ TIMES = {
     "ttl_s",
 }  # fmt: skip
 PLACES = {"epoch", "address"}
-"""Of the process, not of tenants: when it was started, and the test's own port."""
+"""Values of the process, not of tenants: when it started, and the port that the test chose."""
 
 TEXT = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
 IDS = list(range(40, 200))
@@ -39,7 +41,7 @@ Ask = Callable[..., httpx.Response]
 
 
 def scene(ask: Ask) -> None:
-    """acme's requests: every endpoint, and every way to be refused."""
+    """Send acme's requests: every endpoint, and every reason for a refusal."""
     greedy = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     for _ in range(2):
         ask("POST", "/v1/lookup", {"prompt": TEXT})
@@ -104,7 +106,10 @@ def scene(ask: Ask) -> None:
 
 
 def disturb(live: Running, number: int) -> None:
-    """Something of everything, more and more of it, with acme's prompts too; the operator's acts, on others."""
+    """Send requests of many kinds for other tenants, also with acme's prompts.
+
+    The amount grows with ``number``. The operator's requests concern other tenants only.
+    """
     globex, operator = live.globex, live.operator
     body = {"max_tokens": 2, "ignore_eos": True, "n": 1 + number % 3}
     globex.post("/v1/warm", json={"prompt": TEXT, "salt": ("", "s")[number % 2], "adapter": "theirs"})
@@ -123,7 +128,10 @@ def disturb(live: Running, number: int) -> None:
 
 @contextmanager
 def service(mode: str, folder: Path) -> Iterator[Running]:
-    """Burst: room for both. Strict: acme has a guarantee, and globex less room than it asks for."""
+    """In burst mode the cache has enough blocks for both.
+
+    In strict mode acme has a guarantee, and globex has fewer blocks than it asks for.
+    """
     keys = folder / "keys.json"
     tenants = {
         "acme": {"keys": ["demo-acme"], "mode": mode, "guaranteed_blocks": 300},
@@ -140,7 +148,7 @@ def service(mode: str, folder: Path) -> Iterator[Running]:
 def observed(
     mode: str, folder: Path, with_others: bool
 ) -> tuple[list[Any], set[tuple[str, str]], dict[str, list[str]]]:
-    """What acme saw, with what may differ removed; which endpoints it called; its random handles."""
+    """The replies to acme without values that may differ, the endpoints that it called, and its random handles."""
     seen: list[Any] = []
     called: set[tuple[str, str]] = set()
     handles: dict[str, list[str]] = {name: [] for name in RANDOM}
@@ -177,11 +185,16 @@ def headers(answer: httpx.Response) -> dict[str, str]:
 def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         return events(answer.text, handles)
+    if answer.url.path == "/openapi.json":
+        return answer.json()  # its examples are no handles
     return plain(answer.json(), handles) if answer.content else None
 
 
 def events(text: str, handles: dict[str, list[str]]) -> Any:
-    """Of a stream: what each choice says, and all other facts once. Nothing but data, and one name in all of it."""
+    """The text of each choice of a stream, and all other values once.
+
+    Check that the stream has only data lines and one id.
+    """
     *lines, end = text.split("\n\n")
     assert end == "" and lines.pop() == "data: [DONE]" and all(line.startswith("data: {") for line in lines)
     found = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -198,13 +211,15 @@ def events(text: str, handles: dict[str, list[str]]) -> Any:
 
 
 def plain(value: Any, handles: dict[str, list[str]]) -> Any:
-    """A document without what may differ."""
+    """A document without the values that may differ."""
     if isinstance(value, list):
         return [plain(each, handles) for each in value]
     if not isinstance(value, dict):
         return value
     for name in RANDOM & set(value):
-        if isinstance(value[name], str) and value[name] != "one" and not value[name].isdecimal():  # of a pin
+        if (
+            isinstance(value[name], str) and value[name] != "one" and not value[name].isdecimal()
+        ):  # a pin's id
             handles[name].append(value[name])
     kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | PLACES}
     return {name: plain(each, handles) for name, each in kept.items()}
@@ -223,7 +238,7 @@ def test_a_tenant_sees_the_same_in_both_worlds(worlds: Any) -> None:
         assert one == other
 
 
-def test_every_endpoint_was_asked(worlds: Any) -> None:
+def test_every_endpoint_was_called(worlds: Any) -> None:
     (_, called, _), _ = worlds
     patterns = {
         (each.method, re.compile(re.sub(r"{\w+}", r"[^?]+", each.path) + r"\Z"))
@@ -249,11 +264,11 @@ def test_handles_are_random_and_count_nothing(worlds: Any) -> None:
             drawn = [name.removeprefix("cmpl-") for name in names]
             assert len({name[:8] for name in drawn}) == len({name[-8:] for name in drawn}) == len(set(names))
     shared = set(worlds[0][2]["id"]) & set(worlds[1][2]["id"])
-    assert not shared, "the same requests in another process have other names"
+    assert not shared, "another process uses other ids for the same requests"
 
 
 def test_no_reply_names_a_block(worlds: Any) -> None:
-    """Block ids, node ids and sequence numbers have no field in any reply, and no reply may have unknown fields."""
+    """Block ids, node ids and sequence numbers have no field in any reply. Replies have no unknown fields."""
     (alone, _, _), _ = worlds
     names = set(
         re.findall(r'"(\w+)":', json.dumps([each[4] for each in alone if each[1] != "/openapi.json"]))
@@ -266,7 +281,7 @@ def test_no_reply_names_a_block(worlds: Any) -> None:
 
 
 def test_no_header_counts_anything(worlds: Any) -> None:
-    """Every header of every reply is one of these; none names a request, a connection or a process."""
+    """Every header of every reply is in a fixed list. No header identifies a request, a connection or a process."""
     (alone, _, _), _ = worlds
     known = {
         "allow", "cache-control", "content-security-policy", "content-type", "cross-origin-resource-policy",

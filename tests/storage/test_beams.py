@@ -1,4 +1,4 @@
-"""A beam search on the device of a storage, as an engine runs it: steps and writes without the host, then the books."""
+"""A beam search on a storage's device, as an engine runs it: steps and writes without the host, then the audit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = list(range(10, 24))
 
 
 def lent(device: str) -> tuple[PrefixCache, LentBeams]:
-    """Beams over one prompt; the KV of a token is its id, in every layer and head."""
+    """Return beams over one prompt. The KV of a token is its id, in every layer and head."""
     layout = KVLayout(3, 2, 8, "float16")
     cache = PrefixCache(CacheConfig(400, BLOCK_SIZE, layout, device))
     sequence = cache.open(Namespace("a", "m"), PROMPT)
@@ -29,7 +29,7 @@ def lent(device: str) -> tuple[PrefixCache, LentBeams]:
 
 
 def captured(call: Callable[[], None], device: str) -> Callable[[], None]:
-    """The call itself; on a GPU a graph of it, which has made it once."""
+    """Return the call itself. On a GPU return a captured graph of it; the call then ran once."""
     if device == "cpu":
         return call
     call()
@@ -40,8 +40,8 @@ def captured(call: Callable[[], None], device: str) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_search_in_a_graph(device: str) -> None:
-    """Every beam ends with its own ids and their KV; a replay after that changes nothing any more."""
+def test_a_search_in_a_cuda_graph(device: str) -> None:
+    """Every beam ends with its own ids and their KV. A replay after that changes nothing."""
     cache, beams = lent(device)
     data = cache.storage.data
     rng = np.random.default_rng(0)
@@ -79,8 +79,8 @@ def test_a_search_in_a_graph(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_nothing() -> None:
-    """Nor does it when more blocks are lent."""
+def test_a_step_does_not_wait_for_the_device() -> None:
+    """It also doesn't wait when more blocks are lent."""
     _, beams = lent("cuda")
     parents = torch.zeros(NUM_BEAMS, dtype=torch.int32, device="cuda")
     ids = torch.zeros(NUM_BEAMS, dtype=torch.int64, device="cuda")

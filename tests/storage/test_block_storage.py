@@ -1,4 +1,4 @@
-"""BlockStorage: the cache forks, copies and zeroes in an engine's own tensors, however they lie in memory."""
+"""BlockStorage: the cache forks, copies and zeroes in an engine's own tensors, in any memory layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(pool: Pool, block_ids: Any, value: float) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_forks_copy_on_write_where_the_engine_keeps_its_blocks(layout: str, device: str) -> None:
+def test_forks_copy_on_write_in_the_engines_tensors(layout: str, device: str) -> None:
     cache, pool = adopted(layout, device)
     with cache.open(A, range(6)) as parent:
         write(pool, parent.block_table, 5)
@@ -47,20 +47,20 @@ def test_forks_copy_on_write_where_the_engine_keeps_its_blocks(layout: str, devi
         np.testing.assert_array_equal(blocks_of(pool), want)
         storage = cache.storage
         assert storage is not None and (storage.num_launches, storage.num_copied_blocks) == (1, 2)
-        assert not cache.flush(), "copies are executed as they are decided"
+        assert not cache.flush(), "copies are executed when they are planned"
         assert audit.check(cache).ok
         for child in children:
             child.release()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_lay_in_the_tensors_and_what_others_wrote_is_zeroed(layout: str) -> None:
+def test_old_contents_and_blocks_of_others_are_zeroed(layout: str) -> None:
     cache, pool = adopted(layout)
     cache.add_tenant(Tenant("b", guaranteed_blocks=3, mode="strict"))
     before = blocks_of(pool)
     with cache.open(A, range(8)) as sequence:
         table = sequence.block_table
-        assert not blocks_of(pool)[table].any(), "noise of before"
+        assert not blocks_of(pool)[table].any(), "no noise of earlier contents"
         write(pool, table, 1)
         sequence.commit(8)
     others = sorted(set(range(NUM_BLOCKS)) - set(table.tolist()))
@@ -70,7 +70,7 @@ def test_what_lay_in_the_tensors_and_what_others_wrote_is_zeroed(layout: str) ->
         assert not blocks_of(pool)[sequence.block_table].any()
         write(pool, sequence.block_table, 2)
         table = sequence.block_table
-    assert not blocks_of(pool)[table].any(), "strict: zeroed when freed"
+    assert not blocks_of(pool)[table].any(), "a strict tenant's blocks are zeroed when freed"
 
 
 def test_blocks_that_the_engine_filled_are_not_zeroed() -> None:
@@ -98,14 +98,16 @@ LATENTS = Pool([torch.zeros(NUM_BLOCKS, BLOCK, 8)])
     ],
     ids=["blocks", "tokens", "no storage", "a layout too", "scrub_blocks too"],
 )
-def test_a_storage_that_cannot_be_the_caches_is_named(settings: Any, arguments: Any, setting: str) -> None:
+def test_a_storage_that_does_not_fit_the_cache_is_refused_by_name(
+    settings: Any, arguments: Any, setting: str
+) -> None:
     config = CacheConfig(**{"num_blocks": NUM_BLOCKS, "block_size": BLOCK} | settings)
     with pytest.raises(ConfigError) as caught:
         PrefixCache(config, **arguments)
     assert caught.value.setting == setting
 
 
-def test_it_takes_a_pool_and_says_what_it_is() -> None:
+def test_block_storage_takes_a_pool_and_reports_its_size() -> None:
     with pytest.raises(ConfigError, match=r"pool='Tensor' is not allowed; allowed: a radixkv_kernels\.Pool"):
         BlockStorage(torch.zeros(2, 2, 2))
     storage = BlockStorage(LATENTS)

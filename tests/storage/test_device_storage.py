@@ -1,4 +1,4 @@
-"""DeviceStorage: what it allocates, what a plan does to it, what it refuses."""
+"""DeviceStorage: its allocation, the execution of plans, and its refusals."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_storage_made_in_inference_mode_is_written_outside_it() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [2**31 - 1, 10**9])
-def test_memory_that_is_not_there_is_named_in_bytes(num_blocks: int) -> None:
+def test_a_lack_of_memory_is_reported_in_bytes(num_blocks: int) -> None:
     layout = KVLayout(num_layers=80, num_kv_heads=64, head_dim=128)
     wanted = num_blocks * 16 * layout.bytes_per_token
     with pytest.raises(ConfigError, match=f"{wanted:,} bytes") as caught:
@@ -145,7 +145,7 @@ def test_memory_that_is_not_there_is_named_in_bytes(num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2**40, 2**20, 2**20), (2**30, 2**10, 2**10)])
-def test_sizes_that_torch_cannot_count_are_named_too(shape: tuple[int, int, int]) -> None:
+def test_sizes_beyond_the_range_of_torch_are_reported_in_bytes(shape: tuple[int, int, int]) -> None:
     layout = KVLayout(*shape)
     with pytest.raises(ConfigError, match=f"{1000 * 16 * layout.bytes_per_token:,} bytes"):
         DeviceStorage(layout, 1000, 16, device="meta")
@@ -164,7 +164,7 @@ def test_sizes_that_torch_cannot_count_are_named_too(shape: tuple[int, int, int]
         ((4, 16, "cuda:99"), "device"),
     ],
 )
-def test_settings_that_cannot_work_are_named(arguments: tuple[int, int, str], setting: str) -> None:
+def test_invalid_settings_are_refused_by_name(arguments: tuple[int, int, str], setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         DeviceStorage(LAYOUT, *arguments)
     assert caught.value.setting == setting

@@ -1,5 +1,7 @@
-"""A cache whose device works on several streams: what is freed isn't zeroed, nor overwritten by its next owner, before
-everybody who reads or copies it is done; on a device with a clock of its own, and on a GPU.
+"""A cache that uses several streams of a device.
+
+Freed blocks are neither zeroed nor overwritten by their next owner while earlier work still reads or copies them.
+Tested on a simulated device with a clock, and on a GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ Blocks = frozenset[int]
 
 
 class Engine:
-    """Two workers and an operator share a cache, each on a stream of its own; a sequence stays with its worker.
+    """Two workers and an operator that share a cache, each on a stream of its own. A sequence stays with its worker.
 
-    launch(reads, writes): work of the engine on these blocks, on the current stream.
+    ``launch(reads, writes)`` is work of the engine on these blocks, on the current stream.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Engine:
         cache.add_tenant(Tenant("strict", guaranteed_blocks=6, mode="strict"))
 
     def step(self) -> None:
-        """One call of one of the three, and what it computes then."""
+        """Make one call of one of the three, and the compute that follows it."""
         act = self.draw.choice(
             (self.ask, self.ask, self.grow, self.grow, self.fork, self.fork, self.end, self.forget)
         )
@@ -97,8 +99,8 @@ def ids_of(block_ids: Any) -> Blocks:
     return frozenset(int(block_id) for block_id in block_ids)
 
 
-def lived(seed: int, fences: type[Fences] = Fences, num_steps: int = 100) -> tuple[Device, PrefixCache]:
-    """A cache's life on a device of which every work takes a time of its own."""
+def random_life(seed: int, fences: type[Fences] = Fences, num_steps: int = 100) -> tuple[Device, PrefixCache]:
+    """Return a device and a cache after random calls. Each piece of work on the device takes a time of its own."""
     device, draw = Device(), random.Random(seed)
 
     def launch(reads: Any, writes: Any, num_rows: Any = None) -> None:
@@ -119,7 +121,7 @@ def lived(seed: int, fences: type[Fences] = Fences, num_steps: int = 100) -> tup
 def watch_kernels(
     patch: pytest.MonkeyPatch, on_copies: Callable[..., None], on_scrub: Callable[..., None]
 ) -> None:
-    """Storages tell of their copies and scrubs before they launch them."""
+    """Call the callbacks before a storage launches copies and scrubs."""
     copies, scrub = device_module.fork_blocks, device_module.scrub
 
     def fork_blocks(pool: Any, src: Any, dst: Any, num_rows: Any) -> None:
@@ -136,27 +138,27 @@ def watch_kernels(
 
 @given(seed=st.integers(0, 2**32))
 def test_no_block_is_used_after_it_was_freed(seed: int) -> None:
-    device, _ = lived(seed)
+    device, _ = random_life(seed)
     assert device.first_race() is None
 
 
-def test_such_a_life_copies_scrubs_and_moves_blocks_between_streams() -> None:
-    """So the test above has something to find."""
-    lives = [lived(seed) for seed in range(10)]
+def test_a_random_life_copies_scrubs_and_uses_every_stream() -> None:
+    """Otherwise the test above would have nothing to find."""
+    lives = [random_life(seed) for seed in range(10)]
     assert {work.stream for device, _ in lives for work in device.done} == {"decode", "prefill", "side"}
     assert sum(cache.stats().copied_blocks for _, cache in lives) > 30
     assert sum(cache.stats().scrubbed_blocks for _, cache in lives) > 100
 
 
 class NeverJoins(Fences):
-    """Blocks are handed out without a look at the other streams."""
+    """Hands out blocks without waiting for the other streams."""
 
     def join(self) -> None:
         self.add(self._streams.current())
 
 
 class NeverWaits(Fences):
-    """What is aside begins at once."""
+    """Starts work on the side stream at once."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -165,8 +167,8 @@ class NeverWaits(Fences):
         self._aside = self._streams.record(self._streams.side)
 
 
-class KnowsTheCallerAlone(Fences):
-    """What is aside waits for the stream of the call that freed a block, not for those that compute."""
+class WaitsForTheCallerOnly(Fences):
+    """Work on the side stream waits for the stream that freed a block, but not for those that compute."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -175,9 +177,9 @@ class KnowsTheCallerAlone(Fences):
             yield
 
 
-@pytest.mark.parametrize("bug", [NeverJoins, NeverWaits, KnowsTheCallerAlone])
+@pytest.mark.parametrize("bug", [NeverJoins, NeverWaits, WaitsForTheCallerOnly])
 def test_a_missing_fence_is_found(bug: type[Fences]) -> None:
-    assert any(lived(seed, bug)[0].first_race() for seed in range(20))
+    assert any(random_life(seed, bug)[0].first_race() for seed in range(20))
 
 
 def test_one_stream_without_strict_tenants_costs_no_event() -> None:
@@ -193,7 +195,7 @@ def test_one_stream_without_strict_tenants_costs_no_event() -> None:
 
 
 class Fails(Fences):
-    """A device that fails while its streams are ordered, once it is told to."""
+    """A device that fails while its streams are ordered, once ``is_broken`` is set."""
 
     is_broken = False
 
@@ -203,7 +205,7 @@ class Fails(Fences):
         super().join()
 
 
-def test_a_device_that_fails_costs_the_call_and_nobody_else() -> None:
+def test_a_device_failure_fails_only_the_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fences, "of", lambda _: Fails(Device()))
         cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK, KVLayout(1, 1, 1, "int8")))
@@ -227,7 +229,7 @@ def test_a_device_that_fails_costs_the_call_and_nobody_else() -> None:
         assert again.num_cached_tokens == 8
 
 
-def test_a_cpu_has_no_streams_to_order() -> None:
+def test_a_cpu_needs_no_fences() -> None:
     storage = DeviceStorage(KVLayout(1, 1, 1), 2, 2)
     storage.add_stream("forward")
     storage.join()
@@ -236,7 +238,7 @@ def test_a_cpu_has_no_streams_to_order() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
-def test_under_stress_a_gpu_ends_as_if_all_had_been_done_in_order(seed: int) -> None:
+def test_under_stress_a_gpu_gives_the_result_of_sequential_execution(seed: int) -> None:
     cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK, KVLayout(4, 8, 128, "float32"), device="cuda"))
     storage, draw = cache.storage, random.Random(seed)
     assert isinstance(storage, DeviceStorage)

@@ -1,4 +1,4 @@
-"""Tokenizers of many kinds, trained here on real text, and texts to try them on."""
+"""Tokenizers of many kinds, trained here on real text, and texts to test them with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ODDITIES = (
 
 @functools.cache
 def real_text() -> str:
-    """English, code and oddities, about 200,000 characters."""
+    """Return about 200,000 characters of English, code and unusual characters."""
     english = "\n".join(topics[name] for name in sorted(topics)[:25])
     return english + Path(argparse.__file__).read_text(encoding="utf-8") + ODDITIES * 60
 
@@ -36,8 +36,10 @@ def _lines() -> list[str]:
 
 
 def train_sentencepiece(*more: str, **options: object) -> bytes:
-    """A small serialized model of this text and ``more``; the library's defaults but for ``options`` and a
-    fallback to bytes."""
+    """Return a small serialized model of this text and ``more``.
+
+    The settings are the library's defaults except for ``options`` and a fallback to bytes.
+    """
     model = io.BytesIO()
     settings = {"model_type": "bpe", "vocab_size": 1500, "byte_fallback": True, **options}
     sentences = (
@@ -78,7 +80,7 @@ LLAMA3 = pre_tokenizers.Sequence(
 def train_byte_level(
     pre_tokenizer: object = GPT2, special_tokens: tuple[str, ...] = ()
 ) -> tokenizers.Tokenizer:
-    """A small byte-level BPE tokenizer."""
+    """Return a small byte-level BPE tokenizer."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,4 +1,4 @@
-"""Where tokenizers are found, what is refused, and what a digest covers."""
+"""Loading tokenizers: where they are found, which are refused, and which files a digest covers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = real_text()[:2000]
 
 @pytest.fixture
 def fast_file(tmp_path: Path) -> Path:
-    """A tokenizer.json with a BOS in front and an EOS behind, in a directory of its own."""
+    """A tokenizer.json that puts a BOS in front and an EOS behind, in a directory of its own."""
     from tokenizers.processors import TemplateProcessing
 
     backend = train_byte_level(special_tokens=("<s>", "</s>"))
@@ -77,7 +77,7 @@ def test_a_directory_with_a_model(tmp_path: Path, name: str) -> None:
     assert load_tokenizer(str(tmp_path / name)).encode(TEXT) == load_tokenizer().encode(TEXT)
 
 
-def test_of_several_models_the_one_named_tokenizer_is_taken(tmp_path: Path) -> None:
+def test_of_several_models_tokenizer_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "another.model").write_bytes(b"is not looked at")
     shutil.copy(SHIPPED, tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).vocab_size == 8000
@@ -103,7 +103,7 @@ def test_special_tokens_in_a_text_stay_text(fast_file: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "sentencepiece"])
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_the_configuration_says_whether_a_text_begins_with_a_bos(
+def test_the_configuration_decides_whether_a_text_begins_with_a_bos(
     fast_file: Path, tmp_path: Path, kind: str, adds_bos: bool
 ) -> None:
     place = fast_file.parent

@@ -1,4 +1,4 @@
-"""Conversations: what their ids are, that nobody forges a role, and which of their prefixes are stable."""
+"""Conversations: their ids, that no message can forge a role, and which of their prefixes are stable."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEADERS = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|sto
 
 {% endif %}"""
 
-# Keeps an assistant's thought only in the last message; roles must alternate; only the BOS is special.
-FORGETFUL = """{{ bos_token }}{% for m in messages %}
+# Keeps an assistant's thought only in the last message. Roles must alternate. Only the BOS is special.
+DROPS_THOUGHTS = """{{ bos_token }}{% for m in messages %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
 {%- if m.role == 'assistant' and not loop.last %}{{ m.role }}: {{ m.content.split('#')[-1] }}
 {% else %}{{ m.role }}: {{ m.content }}
@@ -42,7 +42,7 @@ CONVERSATIONS = st.lists(st.builds(message, st.sampled_from(ROLES), CONTENTS), m
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory: pytest.TempPathFactory):
-    """Saves a byte-level tokenizer with a chat template, or without one; returns its folder."""
+    """A function that saves a byte-level tokenizer with a chat template, or without one, and returns its folder."""
     backend = train_byte_level(special_tokens=SPECIAL)
 
     def save_with(template: object) -> Path:
@@ -60,7 +60,7 @@ def tokenizers_by_chat(save) -> dict[str, Tokenizer]:
     return {
         "markers": load_tokenizer(),
         "headers": load_tokenizer(str(save(HEADERS))),
-        "forgetful": load_tokenizer(str(save(FORGETFUL))),
+        "drops_thoughts": load_tokenizer(str(save(DROPS_THOUGHTS))),
         "plain": load_tokenizer(str(save(None))),
     }
 
@@ -97,7 +97,7 @@ def test_with_a_template_only_the_template_makes_special_ids(
 
 
 def test_a_template_gives_what_transformers_gives(save) -> None:
-    """For messages without special strings in them, where the two differ on purpose."""
+    """For messages without special strings, where the two differ on purpose."""
     from transformers import PreTrainedTokenizerFast
 
     messages = [
@@ -105,9 +105,9 @@ def test_a_template_gives_what_transformers_gives(save) -> None:
         message("user", "Héllo,\n\nworld"),
         message("assistant", "Hi!"),
     ]
-    for template in (HEADERS, FORGETFUL):
+    for template in (HEADERS, DROPS_THOUGHTS):
         place = save(template)
-        spoken = messages[1:] if template is FORGETFUL else messages
+        spoken = messages[1:] if template is DROPS_THOUGHTS else messages
         theirs = PreTrainedTokenizerFast.from_pretrained(str(place))
         ours = load_tokenizer(str(place))
         for prompt in (True, False):
@@ -115,7 +115,7 @@ def test_a_template_gives_what_transformers_gives(save) -> None:
             assert ours.encode_messages(spoken, prompt) == ids
 
 
-def test_a_template_of_its_own_file_and_one_of_several(save) -> None:
+def test_a_template_from_a_file_and_from_a_list(save) -> None:
     messages = [message("user", "x")]
     place = save(
         [{"name": "tools", "template": "no"}, {"name": "default", "template": "1{{ messages[0].content }}"}]
@@ -133,7 +133,7 @@ def test_a_template_is_sandboxed(save) -> None:
         load_tokenizer(str(save(template))).encode_messages([message("user", "x")], False)
 
 
-def test_without_a_template_no_line_of_a_message_passes_for_a_role(
+def test_without_a_template_no_line_of_a_message_looks_like_a_role(
     tokenizers_by_chat: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers_by_chat["plain"]
@@ -142,7 +142,7 @@ def test_without_a_template_no_line_of_a_message_passes_for_a_role(
     assert tokenizer.decode(tokenizer.encode_messages(messages, True)) == text
 
 
-@pytest.mark.parametrize("chat", ["markers", "headers", "forgetful", "plain"])
+@pytest.mark.parametrize("chat", ["markers", "headers", "drops_thoughts", "plain"])
 @given(messages=CONVERSATIONS, more=CONVERSATIONS)
 def test_stable_messages_are_a_prefix_of_every_continuation(
     tokenizers_by_chat: dict[str, Tokenizer],
@@ -151,7 +151,7 @@ def test_stable_messages_are_a_prefix_of_every_continuation(
     more: list[dict[str, str]],
 ) -> None:
     tokenizer = tokenizers_by_chat[chat]
-    if chat == "forgetful":
+    if chat == "drops_thoughts":
         both = [message(ROLES[1 + n % 2], one["content"]) for n, one in enumerate(messages + more)]
         messages, more = both[: len(messages)], both[len(messages) :]
     ids, left_out = tokenizer.stable_messages(messages)
@@ -166,17 +166,17 @@ def test_stable_messages_are_a_prefix_of_every_continuation(
         assert left_out == 0
 
 
-def test_what_a_template_rewrites_later_is_not_stable(tokenizers_by_chat: dict[str, Tokenizer]) -> None:
-    tokenizer = tokenizers_by_chat["forgetful"]
+def test_text_that_a_template_rewrites_later_is_not_stable(tokenizers_by_chat: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers_by_chat["drops_thoughts"]
     asked, answered = message("user", "one two three"), message("assistant", "a long thought# and an answer")
     ids, left_out = tokenizer.stable_messages([asked, answered])
     assert tokenizer.decode(tokenizer.stable_messages([asked])[0]) == "user: one two"
     assert "thought" not in tokenizer.decode(ids) and left_out > 5
 
 
-def test_a_conversation_that_its_template_counts_is_not_stable(save) -> None:
+def test_a_conversation_with_a_count_in_its_template_is_not_stable(save) -> None:
     count = "{{ messages | selectattr('role', 'equalto', 'user') | list | length }} questions: "
-    tokenizer = load_tokenizer(str(save(count + FORGETFUL)))
+    tokenizer = load_tokenizer(str(save(count + DROPS_THOUGHTS)))
     messages = [message("user", "one two three")]
     ids, left_out = tokenizer.stable_messages(messages)
     assert (ids, left_out) == ([], len(tokenizer.encode_messages(messages, False)))
@@ -214,10 +214,10 @@ def test_malformed_messages_are_refused(
         tokenizers_by_chat[chat].encode_messages(messages, True)
 
 
-def test_roles_that_there_are_not_are_refused(tokenizers_by_chat: dict[str, Tokenizer]) -> None:
+def test_unknown_roles_are_refused(tokenizers_by_chat: dict[str, Tokenizer]) -> None:
     with pytest.raises(ArgumentError, match="one of assistant, system, user"):
         tokenizers_by_chat["markers"].encode_messages([message("tool", "x")], True)
     with pytest.raises(ArgumentError, match=r"messages\[0\]\.role=.* a word"):
         tokenizers_by_chat["plain"].encode_messages([message("us\ner:", "x")], True)
     with pytest.raises(ArgumentError, match="roles must alternate"):
-        tokenizers_by_chat["forgetful"].encode_messages([message("system", "x")], True)
+        tokenizers_by_chat["drops_thoughts"].encode_messages([message("system", "x")], True)

@@ -1,4 +1,4 @@
-"""The model that ships with the package: what it promises, and that its script makes it."""
+"""The tokenizer model in the package: its properties, and the script that trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 @example("\x00\ufffd\ufeff\U0010ffff")
 @example("<s></s><unk><pad><0x41><|user|>")
 @example(ODDITIES)
-def test_every_text_comes_back(text: str) -> None:
+def test_every_text_is_decoded_unchanged(text: str) -> None:
     tokenizer = tokenizer_of("shipped")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -69,7 +69,7 @@ def test_english_and_code_take_few_tokens() -> None:
     assert len(real_text()) / len(tokenizer.encode(real_text())) > 3.2
 
 
-def test_its_text_has_its_licence_beside_it() -> None:
+def test_the_licence_of_the_training_text_is_included() -> None:
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (PACKAGE / "LICENSE-TEXT").read_text(
         encoding="utf-8"
     )
@@ -78,7 +78,7 @@ def test_its_text_has_its_licence_beside_it() -> None:
 def test_a_text_that_is_not_unicode_is_refused() -> None:
     tokenizer = tokenizer_of("shipped")
     for call in (tokenizer.encode, tokenizer.stable_prefix):
-        with pytest.raises(ArgumentError, match=r"text=.*lone surrogate stands at 2"):
+        with pytest.raises(ArgumentError, match=r"text=.*lone surrogate at index 2"):
             call("ab\ud800")
 
 
@@ -100,8 +100,8 @@ def test_training_the_same_text_gives_the_same_bytes() -> None:
     assert train(sentences, vocab_size=1000) == train(list(sentences), vocab_size=1000)
 
 
-def test_the_script_makes_such_a_model(tmp_path: Path) -> None:
-    """Of this Python's text, which needn't be the one that the shipped model was made of."""
+def test_the_script_trains_a_model_like_the_shipped_one(tmp_path: Path) -> None:
+    """The script reads the documentation of this Python, which may differ from the text of the shipped model."""
     made = tmp_path / "made.model"
     command = [sys.executable, "-W", "error", "-m", "radixkv.tokenizer.train", "--out", str(made)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

@@ -20,13 +20,13 @@ from tests.tokenizer.kinds import (
 
 NUM_CUTS = 2_000
 
-# Characters at which tokenizers do odd things, and enough plain ones to make words of them.
+# Characters that tokenizers treat specially, and enough plain ones to make words.
 ALPHABET = st.sampled_from(sorted(set("aeist10.,'(_-\"#\n\r\t  \u00a0\u3000" + ODDITIES)))
 TEXTS = st.text(ALPHABET, max_size=40) | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
-# What a kind may leave out on average per cut of real text; those without boundaries leave out everything.
-WITHOUT = {"sentencepiece, space as suffix", "sentencepiece, case folded"}
-RARELY = {"sentencepiece, pieces over spaces", "byte-level, tokens over spaces"}
+# How often a kind may leave out ids of real text. Kinds without boundaries leave out everything.
+WITHOUT_BOUNDARIES = {"sentencepiece, space as suffix", "sentencepiece, case folded"}
+WITH_FEW_BOUNDARIES = {"sentencepiece, pieces over spaces", "byte-level, tokens over spaces"}
 
 
 def check(tokenizer: Tokenizer, text: str, continuation: str) -> tuple[list[int], int]:
@@ -37,7 +37,7 @@ def check(tokenizer: Tokenizer, text: str, continuation: str) -> tuple[list[int]
 
 
 def random_cuts(seed: int) -> list[tuple[str, str]]:
-    """(prefix, continuation) of real text cut anywhere; every other continuation is from somewhere else."""
+    """Return (prefix, continuation) pairs of real text cut anywhere. Every other continuation is from another place."""
     rng, text = random.Random(seed), real_text()
     cuts = []
     for number in range(NUM_CUTS):
@@ -53,9 +53,9 @@ def test_real_text_cut_anywhere(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     found = [check(tokenizer, *cut) for cut in random_cuts(seed=7)]
     num_empty = sum(not ids for ids, _ in found)
-    if kind in WITHOUT:
+    if kind in WITHOUT_BOUNDARIES:
         assert num_empty == len(found)
-    elif kind not in RARELY:
+    elif kind not in WITH_FEW_BOUNDARIES:
         assert num_empty < 0.25 * len(found)
         assert sum(left_out for ids, left_out in found if ids) < (1.5 if kind == "shipped" else 3) * len(
             found
@@ -70,7 +70,7 @@ def test_any_text_and_any_continuation(kind: str, text: str, continuation: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_grow_with_the_text(kind: str) -> None:
-    """What was warmed for a text is what a longer text's warm begins with."""
+    """The ids warmed for a text are the first ids of a longer text's warm."""
     tokenizer, text = tokenizer_of(kind), real_text()[5000:6000]
     shorter: list[int] = []
     for stop in range(1, len(text), 13):
@@ -79,15 +79,15 @@ def test_the_ids_grow_with_the_text(kind: str) -> None:
         shorter = ids
 
 
-def test_what_a_normaliser_composes_is_not_cut() -> None:
-    """``e`` and a combining accent become ``é``, of which and the letter before it there is a piece."""
+def test_characters_that_a_normaliser_composes_are_not_cut() -> None:
+    """``e`` and a combining accent become ``é``. The model has a piece for ``é`` with the letter before it."""
     tokenizer = sentencepiece_of(train_sentencepiece(*["a qéqé"] * 300))
     assert len(tokenizer.encode("qé")) < len(tokenizer.encode("qe"))
     check(tokenizer, "a qe", "\u0301 and more")
     assert tokenizer.decode(check(tokenizer, "a qe", "x")[0]) == "a"
 
 
-def test_the_trials_would_notice_unstable_cuts() -> None:
+def test_unstable_cuts_would_be_detected() -> None:
     """Just after a space, and anywhere, most prefixes of this text don't keep their ids."""
     tokenizer, text, rng = load_tokenizer(), real_text()[:100_000], random.Random(3)
     after_spaces = [n for n in range(1, len(text)) if text[n - 1] == " " and text[n].isalpha()]
@@ -120,7 +120,7 @@ def test_the_trials_would_notice_unstable_cuts() -> None:
         ("", ""),
     ],
 )
-def test_where_the_shipped_model_cuts(text: str, stable: str) -> None:
+def test_the_boundaries_of_the_shipped_model(text: str, stable: str) -> None:
     tokenizer = load_tokenizer()
     ids, left_out = tokenizer.stable_prefix(text)
     assert tokenizer.decode(ids) == stable
@@ -139,6 +139,6 @@ def test_where_the_shipped_model_cuts(text: str, stable: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["byte-level, as GPT-2", "byte-level, as Llama 3"])
-def test_where_byte_level_tokenizers_cut(kind: str, text: str, stable: str) -> None:
+def test_the_boundaries_of_byte_level_tokenizers(kind: str, text: str, stable: str) -> None:
     tokenizer = tokenizer_of(kind)
     assert tokenizer.decode(tokenizer.stable_prefix(text)[0]) == stable

@@ -1,4 +1,4 @@
-"""`make` sets up with a sign of life: how long it takes, and what pip is at."""
+"""`make` shows its progress while it sets up: the time, and the current step of pip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ case "$*" in
   "-m pip install"*) echo "Collecting torch"; sleep 6; echo "nothing went wrong"; exit $PIP_STATUS;;
 esac
 """
-"""Stands for the Python of the environment: pip takes a while, and everything else is done at once."""
+"""A fake Python of the environment: pip takes a while, everything else ends at once."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def command(venv: Path) -> list[str]:
     return ["make", f"{venv}/.installed-all", f"VENV={venv}", "PROGRESS_S=1"]
 
 
-def test_lines_say_that_it_goes_on(venv: Path) -> None:
+def test_progress_is_printed_in_lines(venv: Path) -> None:
     environment = {**os.environ, "PIP_STATUS": "0"}
     done = subprocess.run(
         command(venv), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
@@ -42,18 +42,18 @@ def test_lines_say_that_it_goes_on(venv: Path) -> None:
     assert ticks[:2] == ["  1 s  Collecting torch", "  2 s  Collecting torch"] and len(ticks) <= 7
 
 
-def test_on_a_terminal_it_is_one_line_that_goes_away(venv: Path) -> None:
+def test_progress_on_a_terminal_is_one_line_that_is_erased(venv: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PIP_STATUS": "0"}
     done = subprocess.run(command(venv), cwd=ROOT, env=environment, stdout=theirs, timeout=60)
     os.close(theirs)
-    said = os.read(ours, 65536).decode()
+    output = os.read(ours, 65536).decode()
     os.close(ours)
-    assert done.returncode == 0 and "\r\x1b[K  1 s  Collecting torch\r\x1b[K" in said
-    assert said.endswith("\r\x1b[K") and said.count("\n") == 1
+    assert done.returncode == 0 and "\r\x1b[K  1 s  Collecting torch\r\x1b[K" in output
+    assert output.endswith("\r\x1b[K") and output.count("\n") == 1
 
 
-def test_what_pip_said_is_shown_if_it_failed(venv: Path) -> None:
+def test_the_output_of_pip_is_shown_if_it_fails(venv: Path) -> None:
     environment = {**os.environ, "PIP_STATUS": "1"}
     done = subprocess.run(
         command(venv), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60

@@ -1,24 +1,30 @@
-"""The exported Hypothesis state machines: random lives of requests, against the oracle and the laws.
+"""The exported Hypothesis state machines: random sequences of calls (lives), checked against the oracle and the laws.
 
-The only door to Hypothesis in the package (extra ``audit``). Four machines:
+Only this subpackage imports Hypothesis (extra ``audit``). It has four machines:
 
-- ``CacheMachine`` attacks one PrefixCache with every call there is, also those that must be refused. After each step
-  every law of ``radixkv.audit`` holds, what was served is no lie (committed before, in that namespace, since
-  it was last cleared), every open sequence reads the KV of its own ids bit for bit, what a running sequence
-  committed is still matched, a refused call changed nothing and was refused truly, and copies are as many as
-  the formula says.
-- ``BeamMachine`` does so too, and lends some of its requests to the device, which moves them on by itself.
-- ``TwoRuns`` plays one tenant on two caches that others use differently, and compares all that it observes.
-- ``TwoAdapters`` does the same to whatever stands behind an ``Adapter``: an engine's integration, another cache.
+- ``CacheMachine`` attacks one PrefixCache with every call, also with calls that must be refused. It checks after
+  each step: every law of ``radixkv.audit`` holds. What was served was committed before, in that namespace, since it
+  was last cleared. Every open sequence reads the KV of its own ids, bit for bit. What a running sequence committed
+  still matches. A refused call changed nothing, and its reason was true. The number of copies is what the formula
+  says.
+- ``BeamMachine`` does the same. It also lends some of its requests to the device, which advances them by itself.
+- ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
+  observes.
+- ``TwoAdapters`` does the same with any system behind an ``Adapter``: an engine's integration, another cache.
 
-An integrator hands in a factory and gets it attacked::
+An integrator passes a factory, and the machines attack what it makes::
 
     report = properties.run(PrefixCache, max_examples=500)             # or what wraps or extends one
     report = properties.run_adapter(MyEngineAdapter, max_examples=500) # anything that can match and open
     assert report.ok, report.failure
 
-``material`` holds prompts and namespaces, ``checked`` what holds after each step, ``machine`` the steps on one cache,
-``beams`` those of beams on the device, ``adapter`` the protocol, ``two_systems`` the comparison, ``runner`` the runs.
+The modules:
+
+- ``material``: prompts and namespaces.
+- ``checked``: checks after each step.
+- ``machine``, ``beam_machine``: steps on one cache, and of beams on the device.
+- ``adapter``, ``two_systems``: the protocol of a system, and the comparison of two.
+- ``runner``: the runs.
 """
 
 from __future__ import annotations

@@ -1,34 +1,35 @@
-"""What the two-system machine drives: four calls that any prefix cache has, and more if the system has more.
+"""The protocol of the two-system machine: four calls that any prefix cache has, and optional ones.
 
-An adapter is one system under audit: a cache, or an engine with its cache. The machine makes two of them, plays the
-same requests of one tenant on both and other tenants' requests beside them, and compares all that the tenant
-observes. ``CacheAdapter`` is the one over a PrefixCache and a deterministic engine, which radixkv's own tests run.
+An adapter is one system under audit: a cache, or an engine with its cache. The machine makes two of them. It plays
+the same requests of one tenant on both, adds requests of other tenants, and compares everything that the tenant
+observes. ``CacheAdapter`` is the adapter of a PrefixCache with a deterministic engine. radixkv's own tests run it.
 
-Beyond the four calls of ``Adapter`` the machine uses whatever of these the adapter has:
+The machine also uses each of these that the adapter has:
 
-    append(request, token_id)          the request grows by one token; its copy-on-write is the system's business
+    append(request, token_id)          the request grows by one token; copy-on-write is the system's own task
     append_all(requests, token_ids)    one token to each of a batch, all or nothing
     truncate(request, num_tokens)      uncommitted tokens are rolled back
     fork(request) -> request           a second request that shares everything so far
     reorder(requests, parents) -> requests   a beam step: the i-th result continues requests[parents[i]]; consumes all
     lease(namespace, ids) -> (lease, num_tokens)   what is cached of ids stays cached until end_lease(lease)
-    insert(namespace, ids) -> int      KV computed elsewhere become cached, whole blocks; how many tokens were before
-    evict(num_blocks)                  room is made by hand; only where contents alone are compared
-    clear(namespace) -> object         everything of the namespace is forgotten; what it returns is compared
-    purge(tenant) -> object            everything of the tenant is forgotten, and its requests are released; if
-                                       purge_ends_requests is true they stay, and must refuse whatever is called next
-    pin(namespace, ids, ttl_s)         the prefix stays resident for so long; what it returns is compared
-    unpin(tenant, which)               one of the tenant's pins ends, if it has any
+    insert(namespace, ids) -> int      whole blocks of KV computed elsewhere become cached; returns how many tokens were
+                                       cached before
+    evict(num_blocks)                  evicts by hand; only used if contents alone are compared
+    clear(namespace) -> object         forgets everything of the namespace; the result is compared
+    purge(tenant) -> object            forgets everything of the tenant, and its requests are released. If
+                                       purge_ends_requests is true they stay open, and must refuse every later call
+    pin(namespace, ids, ttl_s)         the prefix stays resident for ttl_s seconds; the result is compared
+    unpin(tenant, which)               ends one of the tenant's pins, if it has any
     pins(tenant) -> object             the tenant's pins; compared by ==
-    restart()                          the process dies and comes back empty; nothing of before is called on any more
-    publish(base_id, namespace, ids, readers)   an operator publishes the whole blocks of ids, computed, for tenants
-    unpublish(base_id)                 nobody reads them any more
+    restart()                          the process dies and restarts empty; older objects are never used again
+    publish(base_id, namespace, ids, readers)   an operator computes and publishes the whole blocks of ids for tenants
+    unpublish(base_id)                 ends the base: no tenant reads it any more
     read(request, num_tokens) -> bytes the KV of the first tokens as the request reads it, deterministic in the ids
-    stats(tenant) -> object            what the tenant is told of itself; compared by ==
+    stats(tenant) -> object            the tenant's own statistics; compared by ==
     name(request) -> object            the handle that the tenant sees; compared by ==
     check()                            the system's own invariants; raises if one is broken
-    refusals: tuple[type[Exception]]   exceptions that a tenant may see (RadixKVError is one always); compared by type
-                                       and text. Any other exception is a finding.
+    refusals: tuple[type[Exception]]   exceptions that a tenant may see (always including RadixKVError); compared by
+                                       type and text. Any other exception is a finding.
 """
 
 from __future__ import annotations
@@ -51,26 +52,26 @@ class Adapter(Protocol):
     """One system under audit. ``namespace`` has tenant, model, adapter and salt; ids are small integers ≥ 0."""
 
     block_size: int
-    """Tokens a block: matches are whole blocks of it."""
+    """Tokens in a block: matches are whole blocks."""
 
     def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
         """How many leading tokens of ``ids`` are cached for this namespace now. Changes nothing."""
 
     def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Any, int]:
-        """Begin a request; the request, any object, and how many leading tokens it need not compute."""
+        """Begin a request. Returns it, as any object, and how many leading tokens it need not compute."""
 
     def commit(self, request: Any, num_tokens: int) -> None:
-        """Compute the request's first ``num_tokens`` tokens, as far as they aren't yet, and make them matchable."""
+        """Make the request's first ``num_tokens`` tokens matchable. Compute those that aren't computed yet."""
 
     def release(self, request: Any) -> None:
-        """The request ends; nothing is called on it any more."""
+        """End the request. No call on it follows."""
 
 
 class CacheAdapter:
-    """A PrefixCache with the deterministic engine of the oracle; requests are Mirrors.
+    """A PrefixCache with the oracle's deterministic engine. Requests are Mirrors.
 
-    ``make``: makes such a cache and engine anew, if the system can be restarted. Pins of a cache on the real clock
-    don't end by time here, and what is left of it isn't compared: no two calls are made at one moment.
+    ``make``: makes a new cache and engine, if the system can be restarted. On the real clock no two calls happen at
+    the same moment. So pins then don't end by time, and their remaining time isn't compared.
     """
 
     purge_ends_requests = True
@@ -100,7 +101,7 @@ class CacheAdapter:
         return int(match.num_tokens)
 
     def _states(self, namespace: Namespace, ids: Sequence[int], block_ids: list[int]) -> list[int]:
-        """The states that these blocks ought to hold: the tenant's own, or its base's where they are the base's."""
+        """The expected states of these blocks: the tenant's own, or the base's where the blocks are the base's."""
         states = chain(namespace, ids)
         for owner, base, readers, blocks in self._bases.values():
             if namespace.tenant in readers and (namespace.model, namespace.adapter) == owner[1:3]:
@@ -158,7 +159,7 @@ class CacheAdapter:
             request.ids.append(token_id)
 
     def _with_room(self, call: Callable[[], Any]) -> Any:
-        """What the call returns; copies that are in its way are executed first, as an engine does."""
+        """The result of the call. If waiting copies block it, they are executed first, as an engine does."""
         try:
             return call()
         except FlushRequired:
@@ -166,13 +167,13 @@ class CacheAdapter:
             return call()
 
     def truncate(self, request: Mirror, num_tokens: int) -> None:
-        """Roll back."""
+        """Roll back uncommitted tokens."""
         request.sequence.truncate(num_tokens)
         del request.ids[num_tokens:], request.states[num_tokens:]
         request.num_computed = min(request.num_computed, num_tokens)
 
     def fork(self, request: Mirror) -> Mirror:
-        """One child."""
+        """Fork one child."""
         (child,) = request.sequence.fork(1)
         return _heir(request, child)
 
@@ -182,16 +183,16 @@ class CacheAdapter:
         return [_heir(requests[parent], heir) for parent, heir in zip(parents, heirs, strict=True)]
 
     def lease(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Any, int]:
-        """A lease on what is matched."""
+        """Lease what is matched."""
         lease = self.cache.lease(self.cache.match(namespace, ids))
         return lease, int(lease.num_tokens)
 
     def end_lease(self, lease: Any) -> None:
-        """Release it."""
+        """Release the lease."""
         lease.release()
 
     def insert(self, namespace: Namespace, ids: Sequence[int]) -> int:
-        """Lent blocks, filled and handed in; those of what was resident before go back."""
+        """Allocate, fill and insert blocks, then free those of the prefix that was resident before."""
         block_ids = self._with_room(lambda: self.cache.allocate(len(ids) // self.block_size))
         self.engine.write(block_ids, 0, chain(namespace, ids[: len(block_ids) * self.block_size]))
         resident = int(self.cache.insert(namespace, ids, block_ids))
@@ -199,7 +200,7 @@ class CacheAdapter:
         return resident
 
     def evict(self, num_blocks: int) -> int:
-        """By policy, of the whole pool."""
+        """Evict blocks of the whole pool, by policy."""
         return int(self.cache.evict(num_blocks))
 
     def clear(self, namespace: Namespace) -> int:
@@ -229,7 +230,10 @@ class CacheAdapter:
         self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
-        """The whole blocks among them, as bytes. No copy waits for those: their last rows were written after it."""
+        """The whole blocks among the tokens, as bytes.
+
+        No copy waits for them: their last rows were written after it.
+        """
         whole = min(num_tokens, request.num_computed) // self.block_size
         return self.engine.read(request.sequence.block_table[:whole]).tobytes()
 
@@ -238,7 +242,7 @@ class CacheAdapter:
         return self.cache.tenant_stats(tenant), sorted(map(repr, self.cache.namespaces(tenant)))
 
     def name(self, request: Mirror) -> object:
-        """How the sequence calls itself."""
+        """The sequence's repr."""
         return repr(request.sequence)
 
     def check(self) -> None:
@@ -252,14 +256,14 @@ def _heir(request: Mirror, sequence: Any) -> Mirror:
 
 
 def has_strict_tenants(factory: Any) -> bool:
-    """Whether what ``factory`` makes has tenants with quotas and modes."""
+    """Whether the caches that ``factory`` makes have tenants with quotas and modes."""
     return hasattr(factory(CacheConfig(num_blocks=2)), "add_tenant")
 
 
 def strict_system(
     factory: CacheFactory, config: CacheConfig, clock: Clock, tenants: Sequence[Tenant]
 ) -> CacheAdapter:
-    """A cache that has these tenants, also after a restart."""
+    """A cache with these tenants, also after a restart."""
 
     def make() -> tuple[Any, Engine]:
         cache, engine = cache_with_engine(factory, config, clock=clock)
@@ -271,11 +275,11 @@ def strict_system(
 
 
 OPERATOR = Tenant("op", guaranteed_blocks=6, mode="strict")
-"""Who publishes: three bases of two blocks have room, whatever others do."""
+"""The tenant that publishes. Its guarantee always suffices for three bases of two blocks."""
 
 
 def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:
-    """Tenants ``a`` and ``b``, strict, each of whom has half of the pool."""
+    """The strict tenants ``a`` and ``b``, each with half of the pool."""
     each = num_blocks // 2
     return (
         Tenant("a", guaranteed_blocks=each, mode="strict", max_pins=MAX_PINS),

@@ -1,8 +1,9 @@
-"""The machine that lends beams to the device, besides all that ``CacheMachine`` does.
+"""The machine that lends beams to the device, in addition to all that ``CacheMachine`` does.
 
-Requests are lent, step on, run out of blocks and get more, and come back by ``reconcile`` or because one of them is
-released, while others share their blocks, commit, evict and clear. Whenever it is looked at, every beam reads the KV
-of its own ids under the device's tables, and the host says of it what it was before.
+It lends requests to the device, steps them, and lends them more blocks when they run out. They come back by
+``reconcile``, or because one of them is released. Other requests share their blocks, commit, evict and clear at the
+same time. After each step, every beam reads the KV of its own ids under the device's tables. The host still reports
+each beam as it was before the lending.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from radixkv.errors import LeaseError, OutOfBlocks, SequenceLent
 
 @dataclass
 class Lent:
-    """Beams on the device: what each was when it was lent, and what it stands for now."""
+    """Beams on the device: the state of each when it was lent, and its state now."""
 
     beams: Any
     runs: list[Mirror]
@@ -30,10 +31,10 @@ class Lent:
 
 
 class BeamMachine(CacheMachine):
-    """A cache under attack, some of whose requests are on the device, if it has a storage of its own."""
+    """A cache under attack. If it has a storage of its own, some of its requests are on the device."""
 
     def start(self, *args: Any) -> None:
-        """Nothing is lent at first."""
+        """Begin without lendings."""
         super().start(*args)
         self.lendings: list[Lent] = []
 
@@ -49,7 +50,10 @@ class BeamMachine(CacheMachine):
         steps=st.integers(0, 5),
     )
     def lend(self, mask: int, width: int, num_blocks: int, steps: int) -> None:
-        """Some requests of a tenant, and children of one, are lent, with few blocks or all they can need; and step."""
+        """Lend some requests of a tenant, and children of one, with few blocks or as many as they can need.
+
+        Then step.
+        """
         chosen = self._masked(mask)
         chosen = [run for run in chosen if run.namespace.tenant == chosen[0].namespace.tenant]
         for run in chosen:
@@ -80,7 +84,10 @@ class BeamMachine(CacheMachine):
         ids=st.lists(token_id, min_size=4, max_size=4),
     )
     def step(self, which: int, parents: list[int], ids: list[int]) -> None:
-        """A beam step, or the flag that says why there was none; then it gets more blocks, if there are any."""
+        """Make a beam step, or check the flag that says why there was none.
+
+        Then lend more blocks, if there are any.
+        """
         lent = self.lendings[which % len(self.lendings)]
         width = len(lent.runs)
         chosen = [parents[at % len(parents)] % width for at in range(width)]
@@ -122,7 +129,7 @@ class BeamMachine(CacheMachine):
     @precondition(lambda self: self.lendings)
     @rule(which=small, releases=st.booleans())
     def take_back(self, which: int, releases: bool) -> None:
-        """The books come back, because somebody asks for them or because a request ends."""
+        """The host takes the beams back, by ``reconcile`` or because a request is released."""
         lent = self.lendings.pop(which % len(self.lendings))
         self._refuses(lent, which)
         gone = lent.runs[which % len(lent.runs)].sequence

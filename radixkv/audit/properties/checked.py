@@ -1,7 +1,7 @@
-"""What holds after each step of a life: the laws, the contents, and whether a refusal was true.
+"""Checks after each step of a life: the laws, the contents, and whether a refusal was true.
 
-``CheckedCache`` is one cache under attack with its oracle, its engine and a mirror of each open sequence; the
-machine beside it (``machine.py``) adds the steps.
+``CheckedCache`` is one cache under attack, with its oracle, its engine and a mirror of each open sequence. The
+machine in ``machine.py`` adds the steps.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from radixkv.errors import FlushRequired, LeaseError, OutOfBlocks
 
 
 class CheckedCache(RuleBasedStateMachine):
-    """A cache, and what must be true of it after each step."""
+    """A cache, and the checks after each step."""
 
     factory: ClassVar[CacheFactory]
     policies: ClassVar[tuple[str, ...]] = ("lru", "lfu")
     with_storage: ClassVar[tuple[bool, ...]] = (False, True)
 
     def start(self, config: CacheConfig) -> None:
-        """A cache with ``config``, and nothing in it."""
+        """Make an empty cache with ``config``."""
         self.clock = ManualClock()
         self.cache, self.engine = cache_with_engine(type(self).factory, config, clock=self.clock)
         self.block_size = config.block_size
         self.oracle = Oracle(config.block_size)
         self.runs: list[Mirror] = []
-        self.away: list[Mirror] = []  # running, and nobody may use them now
+        self.away: list[Mirror] = []  # running, but lent to the device
         self.held: list[Held] = []
         self.lent: list[int] = []
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
@@ -54,7 +54,7 @@ class CheckedCache(RuleBasedStateMachine):
 
     @invariant()
     def after_each_step(self) -> None:
-        """The laws hold, and everything is what the oracle says."""
+        """The laws hold, and everything agrees with the oracle."""
         if hasattr(self, "cache"):
             self._stepped()
             self.laws()
@@ -65,7 +65,7 @@ class CheckedCache(RuleBasedStateMachine):
         invariants.check(self.cache)
 
     def contents(self) -> None:
-        """Sequences are what the oracle says, and read their own KV; leases and pins keep what they hold."""
+        """Sequences agree with the oracle and read their own KV. Leases and pins keep what they hold."""
         self._counts_agree()
         behind = self.engine.is_behind
         for run in self.runs:
@@ -83,7 +83,7 @@ class CheckedCache(RuleBasedStateMachine):
             expect(counted == len(pinned), f"{counted} pinned blocks, and {len(pinned)} are")
 
     def _counts_agree(self) -> None:
-        """What the cache counts of itself and of each tenant is what happened, whatever other tenants did."""
+        """The counts of the cache and of each tenant match the calls that were made, whatever other tenants did."""
         stats = self.cache.stats()
         parts = (stats.resident_blocks, stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks)
         expect(stats.free_blocks + sum(parts) == stats.num_blocks and min(parts) >= 0, stats)
@@ -116,7 +116,7 @@ class CheckedCache(RuleBasedStateMachine):
         expect(self.engine.holds(table, states), f"wrong KV under blocks {table.tolist()}")
 
     def teardown(self) -> None:
-        """Everything ends: what remains is the trees'."""
+        """Release everything: only the trees remain, and can be evicted."""
         if (
             not hasattr(self, "cache") or sys.exc_info()[0] is not None
         ):  # an example that failed, or was cut off
@@ -152,7 +152,7 @@ class CheckedCache(RuleBasedStateMachine):
     # Helpers.
 
     def _pass(self, seconds: float) -> None:
-        """Time passes, and pins end."""
+        """Advance the clock, and end the pins that have expired."""
         self.clock.advance(seconds)
         if self.pinned:
             now = self.clock()
@@ -163,7 +163,7 @@ class CheckedCache(RuleBasedStateMachine):
             expect(told == held, f"pins {told} are listed, and {held} hold")
 
     def _pinned_prefixes(self, tenant: str) -> set[tuple[Namespace, tuple[int, ...]]]:
-        """The last blocks' prefixes, one for each block that a tenant's pins hold."""
+        """The blocks that a tenant's pins hold, each as the prefix that ends with it."""
         return {
             prefix
             for namespace, ids in self.pinned
@@ -193,7 +193,7 @@ class CheckedCache(RuleBasedStateMachine):
         return int(self.cache.stats().copied_blocks)
 
     def _matched(self, namespace: Namespace, ids: Sequence[int]) -> Any:
-        """A match that is no lie, and whose blocks hold what they should."""
+        """A match that the oracle allows, with the right KV in its blocks."""
         match = self.cache.match(namespace, ids)
         lie = self.oracle.served_lie(namespace, ids, match.num_tokens)
         expect(lie is None, lie)
@@ -223,9 +223,10 @@ class CheckedCache(RuleBasedStateMachine):
     def _is_pending(
         self, namespace: Namespace, ids: Sequence[int], cached: int, *, certainly: bool = False
     ) -> bool:
-        """Whether a running sequence will commit a block of ``ids`` beyond those that are cached.
+        """Whether a running sequence will commit a block of ``ids`` beyond the cached ones.
 
-        ``certainly``: as the next block of its own prompt. An heir's is left open, and who is further behind.
+        ``certainly``: as the next block of its own prompt. Heirs, and sequences that are further behind, then don't
+        count.
         """
         stop = cached + self.block_size
         if stop > (len(ids) - 1) // self.block_size * self.block_size:
@@ -331,7 +332,7 @@ class CheckedCache(RuleBasedStateMachine):
         expect(not changed, f"changed by a call that must change nothing: {', '.join(changed)}")
 
     def _fetch(self, error: FlushRequired, before: Any) -> None:
-        """The call changed nothing, and copies that wait may be in its way: they are executed."""
+        """The call changed nothing, and waiting copies may be in its way: execute them."""
         self._same(before)
         expect(error.needed > error.free >= len(before.free_ids), f"{len(before.free_ids)} are free: {error}")
         expect(self.engine.is_behind, f"no copy waits: {error}")
@@ -340,13 +341,15 @@ class CheckedCache(RuleBasedStateMachine):
     def _true_refusal(
         self, error: OutOfBlocks, before: Any, needed: int, path: set[int], tenants: set[str]
     ) -> None:
-        """The call changed nothing, there was no room, and it told the tenant's own numbers, or the engine the pool's.
+        """The call changed nothing, and too few blocks were free or evictable.
 
-        Blocks held for copies that wait are room.
+        Blocks held for waiting copies count as free.
+
+        The error has the tenant's own numbers; for the engine, it has the pool's.
         """
         self._same(before)
         room = len(before.free_ids) + len(before.held_ids) + invariants.num_evictable(before, path)
-        expect(needed > room, f"refused, though there was room for {room}: {error}")
+        expect(needed > room, f"refused, though {room} blocks were available: {error}")
         expect(error.needed <= needed, f"{error}, but {needed} are needed")
         if not tenants:
             facts = (needed, len(before.free_ids), room - len(before.free_ids))
@@ -358,7 +361,7 @@ class CheckedCache(RuleBasedStateMachine):
 
 
 def _own_numbers(before: Any, tenant: str, path: set[int]) -> tuple[int, int]:
-    """What a tenant's limit leaves it, and what it could evict of its own beside a path."""
+    """What a tenant's limit leaves it, and what it could evict of its own outside a path."""
     used = sum(each.used_blocks for each in before.tenants if each.tenant == tenant)
     own = tuple(tree for tree in before.trees if tree.namespace.tenant == tenant)
     return before.num_blocks - used, invariants.num_evictable(replace(before, trees=own), path)

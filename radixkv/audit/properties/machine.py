@@ -1,7 +1,8 @@
 """The machine that attacks one cache: random lives of requests, one call a step.
 
-Block sizes 1, 2 and 4, pools of a few blocks, every policy asked for, storage of its own or none; two tenants, and one
-tenant's namespaces that differ in adapter or salt only. Calls that must be refused are made too.
+Block sizes are 1, 2 and 4, pools have a few blocks. It uses every given policy, with and without a storage. There
+are two tenants; the namespaces of one of them differ only in adapter or salt. It also makes calls that must be
+refused.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class CacheMachine(CheckedCache):
     def make(
         self, policy: int, stored: bool, block_size: int, num_blocks: int, first: tuple[int, ...]
     ) -> None:
-        """A tiny cache, its oracle and its engine, and a first request."""
+        """Make a tiny cache, its oracle and its engine, and open a first request."""
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
@@ -74,14 +75,14 @@ class CacheMachine(CheckedCache):
         done=st.sampled_from((0, 17, 4)),
     )
     def open(self, where: int, prompt: tuple[int, ...], on_pending: str, done: int) -> None:
-        """A request arrives, and ``done`` tokens are computed; ``wait`` never waits here: its timeout is 0."""
+        """A request arrives, and ``done`` tokens are computed. ``wait`` never waits here: its timeout is 0."""
         run = self._open(where, prompt, on_pending)
         if run is not None:
             self._commit(run, done)
 
     @rule(where=where_to, prompt=prompts)
     def serve(self, where: int, prompt: tuple[int, ...]) -> None:
-        """A whole request: it arrives, all is computed, it ends."""
+        """A whole request: it arrives, is computed and ends."""
         run = self._open(where, prompt, "compute")
         if run is not None:
             self._commit(run, run.num_tokens)
@@ -132,7 +133,7 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: self.runs)
     @rule(which=small, by=st.integers(0, 8))
     def compute(self, which: int, by: int) -> None:
-        """The engine computes the next tokens' KV, and nobody commits them yet; 0 of them: waiting copies only."""
+        """The engine computes KV of the next tokens, without a commit. 0 tokens: it only executes waiting copies."""
         run = self._run(which)
         self.engine.settle()
         self._compute(run, min(run.num_tokens, run.num_computed + by))
@@ -140,19 +141,19 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: self.runs)
     @rule(which=small, by=st.integers(0, 17))
     def commit(self, which: int, by: int) -> None:
-        """A chunk of prefill, or a decoded token, is done; ``by`` beyond the end means all."""
+        """A chunk of prefill, or a decoded token, is done. ``by`` beyond the end means all."""
         self._commit(self._run(which), by)
 
     @precondition(lambda self: self.runs)
     @rule(mask=st.integers(1, 2**MAX_OPEN - 1), ids=st.tuples(token_id, token_id))
     def append(self, mask: int, ids: tuple[int, int]) -> None:
-        """One id to each of a batch, all or nothing."""
+        """Append one id to each sequence of a batch, all or nothing."""
         self._append(self._masked(mask), ids)
 
     @precondition(lambda self: self.runs)
     @rule(which=small, ids=prompts)
     def extend(self, which: int, ids: tuple[int, ...]) -> None:
-        """Several ids to one: a next turn, or drafts."""
+        """Append several ids to one sequence: the next turn, or draft tokens."""
         run = self._run(which)
         ids = ids[: 2 * self.block_size + 1]
         self._extend([run], [ids], lambda runs, _: runs[0].sequence.extend(ids))
@@ -160,7 +161,7 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: self.runs)
     @rule(which=small, by=st.integers(1, 6))
     def truncate(self, which: int, by: int) -> None:
-        """Drafts are rejected."""
+        """Reject draft tokens."""
         run = self._run(which)
         stop = max(run.num_committed, run.num_tokens - by)
         run.sequence.truncate(stop)
@@ -171,7 +172,7 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
     @rule(which=small, num_children=st.integers(1, 3), writers=st.integers(0, 4), computed=st.booleans())
     def fork(self, which: int, num_children: int, writers: int, computed: bool) -> None:
-        """Children share every block; the parent stays open. Then so many of them write."""
+        """Children share every block; the parent stays open. Then ``writers`` of them append."""
         run = self._run(which)
         if computed:
             self._compute(run, run.num_tokens)
@@ -188,7 +189,10 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
     @rule(whose=st.lists(small, min_size=1, max_size=3), leaves=st.integers(0, 2))
     def diverge(self, whose: list[int], leaves: int) -> None:
-        """Several fork and write one after the other, and the parent leaves, or the child; the engine makes no step."""
+        """Sequences fork and write one after the other, and the parent or the child ends.
+
+        The engine makes no step.
+        """
         for run in self.runs:
             self._compute(run, run.num_tokens)
         for which in whose:
@@ -203,7 +207,10 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: self.runs)
     @rule(mask=st.integers(1, 2**MAX_OPEN - 1), parents=st.lists(small, max_size=4), writes=st.booleans())
     def reorder(self, mask: int, parents: list[int], writes: bool) -> None:
-        """A beam step: inputs are consumed, some continue, perhaps several times, some not at all; then all write."""
+        """A beam step consumes its inputs.
+
+        Each continues once, several times or not at all. Then all results may write.
+        """
         inputs = self._masked(mask)
         heirs = self._reorder(inputs, [parent % len(inputs) for parent in parents])
         if writes:
@@ -248,7 +255,7 @@ class CacheMachine(CheckedCache):
 
     @rule(where=where_to, prompt=prompts, opens=st.booleans())
     def match(self, where: int, prompt: tuple[int, ...], opens: bool) -> None:
-        """A lookup changes nothing; its match is kept for a lease, now or when it is stale; a request may follow."""
+        """A lookup changes nothing. Its match is kept for a lease, now or when it is stale. A request may follow."""
         namespace, ids = self._place(where, prompt)
         before = self.cache.snapshot()
         match = self._matched(namespace, ids)
@@ -263,7 +270,7 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: self.held)
     @rule(which=small)
     def lease(self, which: int) -> None:
-        """A match that was kept is leased, or its lease is released, once."""
+        """Lease a kept match, or release its lease, once."""
         held = self.held[which % len(self.held)]
         if held.lease is None:
             self._lease(held)
@@ -273,7 +280,7 @@ class CacheMachine(CheckedCache):
         self._refused(held.lease.release, LeaseError)
 
     def _lease(self, held: Held) -> None:
-        """A lease makes a match's block ids valid, or refuses a match that is stale."""
+        """A lease makes the block ids of a match valid, or refuses a stale match."""
         now = self.cache.match(held.namespace, held.ids[: held.match.num_tokens])
         before = self.cache.snapshot()
         try:
@@ -298,7 +305,7 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: hasattr(self.cache, "pin"))
     @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 20), which=small, unpins=st.booleans())
     def pin(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, unpins: bool) -> None:
-        """Up to three prefixes of a prompt are pinned, or pinned again; or a pin ends before its time."""
+        """Pin up to three prefixes of a prompt, or pin them again; or end a pin early."""
         if unpins and self.pinned:
             pin, _ = self.pinned.pop(list(self.pinned)[which % len(self.pinned)])
             self.cache.unpin(pin)
@@ -341,11 +348,11 @@ class CacheMachine(CheckedCache):
         expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
         self.pinned[namespace, ids] = pin, self.clock() + seconds
 
-    # What an operator or an engine does to the pool.
+    # Calls of an operator or an engine on the pool.
 
     @rule(kind=st.integers(0, 3), num_blocks=st.integers(0, 6))
     def pool(self, kind: int, num_blocks: int) -> None:
-        """Blocks are evicted, lent to the engine, or come back from it."""
+        """Evict blocks, lend blocks to the engine, or take them back."""
         if kind < 2:
             self._evict(num_blocks)
         elif kind == 2 and len(self.lent) < 4:
@@ -354,7 +361,7 @@ class CacheMachine(CheckedCache):
             self._free(num_blocks)
 
     def _evict(self, num_blocks: int) -> None:
-        """As many blocks as asked for, or all that no lease protects."""
+        """Evict as many blocks as asked for, or all that no lease protects."""
         before = self.cache.snapshot()
         freed = self.cache.evict(num_blocks)
         evictable = invariants.num_evictable(before)
@@ -364,7 +371,7 @@ class CacheMachine(CheckedCache):
         expect(gained == freed, "evicted blocks are neither free nor held for a copy")
 
     def _allocate(self, num_blocks: int) -> None:
-        """Blocks are lent to the engine."""
+        """Lend blocks to the engine."""
         before = self.cache.snapshot()
         try:
             block_ids = self.cache.allocate(num_blocks)
@@ -378,7 +385,7 @@ class CacheMachine(CheckedCache):
         self.lent.extend(block_ids.tolist())
 
     def _free(self, count: int) -> None:
-        """Lent blocks come back, once."""
+        """Take lent blocks back, once."""
         back, self.lent = self.lent[:count], self.lent[count:]
         self.cache.free(back)
         if back:
@@ -386,7 +393,7 @@ class CacheMachine(CheckedCache):
 
     @rule(where=where_to)
     def clear(self, where: int) -> None:
-        """A namespace is forgotten; what runs in it runs on."""
+        """Clear a namespace. Its running sequences continue."""
         namespace = NAMESPACES[where % len(NAMESPACES)]
         self.cache.clear(namespace)
         self.oracle.clear(namespace)
@@ -396,13 +403,13 @@ class CacheMachine(CheckedCache):
             expect(self.cache.match(namespace, prompt).num_tokens == 0, "a cleared namespace matches")
 
     def _forget(self, namespace: Namespace) -> None:
-        """What runs in it is served to nobody any more."""
+        """From now on, what runs in the namespace is never served."""
         for run in self.runs:
             run.forgotten |= run.namespace == namespace
 
     @rule(where=where_to, prompt=prompts)
     def insert(self, where: int, prompt: tuple[int, ...]) -> None:
-        """An engine hands in blocks that it filled; those of a prefix that is resident already stay its own."""
+        """An engine inserts blocks that it filled. Blocks for an already resident prefix stay the engine's."""
         namespace, ids = self._place(where, prompt)
         ids = ids[: len(ids) // self.block_size * self.block_size]
         try:
@@ -424,11 +431,11 @@ class CacheMachine(CheckedCache):
         )
         self.cache.free(left)
 
-    # What must be refused.
+    # Calls that must be refused.
 
     @rule(kind=st.integers(0, 63), which=small)
     def refuse(self, kind: int, which: int) -> None:
-        """Calls that can't work: each raises what it should and changes nothing."""
+        """Calls that can't work: each raises the expected error and changes nothing."""
         calls = self._wrong_calls(which)
         if self.runs:
             calls += self._wrong_calls_of(self._run(which))

@@ -1,4 +1,4 @@
-"""What the machines work with: namespaces, prompts that meet on purpose, and the mirror of an open sequence."""
+"""What the machines use: namespaces, prompts that share prefixes on purpose, and the mirror of an open sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from radixkv.config import KVLayout, Namespace
 
 CacheFactory = Callable[..., Any]
-"""Called as ``factory(config, clock=clock)``, with ``scrub_blocks`` where the config has no layout (see PrefixCache);
-returns a PrefixCache or what behaves like one."""
+"""Called as ``factory(config, clock=clock)``, with ``scrub_blocks`` if the config has no layout (see PrefixCache).
+
+Returns a PrefixCache, or an object that behaves like one.
+"""
 
 NAMESPACES = (
     Namespace("a", "m"),
@@ -24,7 +26,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float64")
 MAX_OPEN = 6
 MAX_PROMPT_BLOCKS = 4
 MAX_PINS = 2
-"""Pins that a tenant may have, in all machines."""
+"""Maximum pins of a tenant, in all machines."""
 
 small = st.integers(0, 7)
 where_to = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3))
@@ -32,7 +34,7 @@ token_id = st.integers(0, 2)
 
 
 def _universe() -> list[tuple[int, ...]]:
-    """Prompts that coincide on purpose: all zeros, or zeros with one id changed, of up to 17 ids; short first."""
+    """Prompts that share prefixes: all zeros, or zeros with one id changed, of up to 17 ids; short ones first."""
     found: list[tuple[int, ...]] = []
     for length in range(1, 18):
         plain = (0,) * length
@@ -44,11 +46,11 @@ def _universe() -> list[tuple[int, ...]]:
 _HOT = ((0,) * 4, (0,) * 8, (0,) * 5, (0, 0, 0, 0, 1, 0, 0, 0, 0), (0, 0, 1, 0, 0))
 
 prompts = st.one_of(st.sampled_from(_universe()), st.sampled_from(_HOT))
-"""Half of them are few, so that requests meet."""
+"""Half of the draws come from five prompts, so that requests meet."""
 
 
 def expect(truth: object, said: object) -> None:
-    """Raise unless ``truth``. Not an ``assert``: an audit under ``python -O`` must find what it finds."""
+    """Raise AssertionError unless ``truth``. An ``assert`` statement would not work under ``python -O``."""
     if not truth:
         raise AssertionError(said)
 
@@ -64,9 +66,9 @@ class Mirror:
     num_committed: int
     num_computed: int
     num_prompt: int = 0
-    """Tokens that it was opened with and still has: what others may wait for."""
+    """Tokens of its prompt that it still has: other requests may wait for them."""
     forgotten: bool = False
-    """Its namespace was cleared while it ran: what it commits isn't served any more."""
+    """Its namespace was cleared while it ran: what it commits is no longer served."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs of a machine: so many lives under a seed, and what they found."""
+"""Runs a machine: a number of lives under a seed, and the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOISE = ("state.after_each_step()", "state.nothing_seen_differs()")
 
 @dataclass(frozen=True, slots=True)
 class PropertyReport:
-    """What a run did and found. ``failure`` is the smallest life that breaks something, as steps and the error."""
+    """The result of a run. ``failure``: the smallest life that breaks something, as steps and the error; or None."""
 
     examples: int
     steps: int
@@ -53,11 +53,13 @@ def run(
 ) -> PropertyReport:
     """Attack the caches that ``factory`` makes with ``max_examples`` lives of up to ``steps`` calls.
 
-    ``with_storage``: run without a storage, with one (needs torch), or both. ``modes``: ``"strict"`` needs a
-    cache with tenants (``TwoRuns`` alone). ``progress`` is called after each example that found nothing, with
-    their number. The same arguments do the same while the same modules are loaded: Hypothesis draws constants of their
-    sources too. It is quiet and keeps nothing on disk; a failure is shrunk, which takes some hundred further examples,
-    and reported. Raises ArgumentError.
+    ``with_storage``: run without a storage, with one (needs torch), or both. ``modes``: ``"strict"`` needs a cache
+    with tenants (``TwoRuns`` only). ``progress`` is called after each example that found nothing, with their
+    number.
+
+    The same arguments give the same run as long as the same modules are loaded, because Hypothesis also draws
+    constants from their sources. The run prints nothing and stores nothing on disk. A failure is shrunk, which
+    takes some hundred more examples, and reported. Raises ArgumentError.
     """
     for argument, names, known in (
         ("policies", policies, policy_names()),
@@ -85,11 +87,12 @@ def run_adapter(
     shrink: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> PropertyReport:
-    """Attack the systems that ``factory()`` makes with two-system lives; each example makes two of them.
+    """Attack the systems that ``factory()`` makes with two-system lives. Each example makes two systems.
 
-    Everything that a tenant observes must be independent of others, which holds where there is room for all
-    (some hundred blocks) or quotas that nobody else touches; ``contents_only`` compares bytes and holds
-    answers against the oracle, for systems in which a tenant may take another's room. Otherwise as ``run``.
+    Everything that a tenant observes must be independent of other tenants. This holds in a pool large enough for
+    all (some hundred blocks), or if each tenant has a quota that others can't use. For systems in which one tenant
+    may evict another's blocks, set ``contents_only``: it compares bytes, and checks answers only with the oracle.
+    Otherwise like ``run``.
     """
     attributes = {"factory": staticmethod(factory), "contents_only": contents_only}
     return _run(TwoAdapters, attributes, _settings(max_examples, steps, shrink), seed, progress)
@@ -118,7 +121,7 @@ def _run(
     failure = None
     try:
         run_state_machine_as_test(with_seed(seed)(attacked), settings=chosen)
-    except Exception as error:  # noqa: BLE001 - whatever broke is the finding
+    except Exception as error:  # noqa: BLE001 - any error is the finding
         failure = _told(error)
     return PropertyReport(done["examples"], done["steps"], time.perf_counter() - started, seed, failure)
 
@@ -142,7 +145,7 @@ def _settings(max_examples: int, steps: int, shrink: bool) -> settings:
 
 
 def _told(error: BaseException) -> str:
-    """The error with the notes that Hypothesis left on it: the steps of the smallest example."""
+    """The error, with the notes that Hypothesis added: the steps of the smallest example."""
     notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
     steps = [line for line in notes if not line.startswith(_NOISE)]
     return "\n".join([f"{type(error).__name__}: {error}", *steps])

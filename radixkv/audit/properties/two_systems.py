@@ -1,23 +1,28 @@
 """Non-interference: tenant A's calls on two systems that other tenants use differently, compared call by call.
 
     low    A's call on both systems; what A observes must be equal
-    high   another tenant's call on one of them: only on the second (NI-1: A alone against A among others), or now
-           on this, now on that (NI-2: two runs with different others)
+    high   another tenant's call on one of them: only on the second (NI-1: A alone against A among others), or on
+           either one (NI-2: two runs with different others)
 
-Calls: requests, whole or cancelled, lookups, chunks of prefill, appends one by one and in batches, rollbacks,
-forks, beam steps, leases, blocks handed in by an engine, room made by hand, clears, purges with requests under way,
-tenants added and taken back, time that passes, and a crash of both systems. (There are no tiers to demote to yet.)
+The calls:
 
-A observes: matched and cached lengths, refusals (type and text), names, statistics, the bytes that it is served. The
-prompts of all tenants come from one small universe, so another's are A's own, one id off, cut at or beside a
-block's boundary, or other ids that spell the same text (2 may stand for 0, 0). Each answer is held against the
-oracle too: nothing is served that the tenant did not commit in that namespace.
+- requests, whole or cancelled, lookups, chunks of prefill, rollbacks, forks, beam steps and leases
+- appends, one by one and in batches
+- blocks that an engine inserts, evictions by hand, clears, purges with open requests
+- tenants added and removed, time that passes, a crash of both systems
 
-An operator publishes bases for both, on both systems alike, and ends them: what A observes may depend on that, and not
-on how others read them.
+No call demotes: there are no tiers yet.
 
-Where one tenant may take another's room (a pool that is full, burst mode) answers may differ; the bytes served and
-the oracle's word may not.
+A observes matched and cached lengths, refusals (type and text), names, statistics, and the bytes that it is served.
+The prompts of all tenants come from one small set. So another tenant's prompt may be equal to A's or differ in one
+id. It may end at or near a block boundary, or spell the same text with other ids (2 may mean 0, 0). Each answer is
+also checked with the oracle: only what the tenant committed in that namespace may be served.
+
+An operator publishes and ends bases, on both systems alike. What A observes may depend on the bases, but not on how
+other tenants read them.
+
+If one tenant may evict another's blocks (a full pool in burst mode), answers may differ. The served bytes and the
+oracle's verdict may not.
 """
 
 from __future__ import annotations
@@ -47,12 +52,12 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, IntegrityError, RadixKVError
 
 who = st.integers(0, 3)
-"""0 and 1: A. 2: another tenant on the second system. 3: on the first, unless A is alone there."""
+"""0 and 1: A. 2: another tenant on the first system. 3: on the second. If A is alone on the first, 2 means 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a call told its caller, and the bytes that it was served."""
+    """What a call returned to its caller, and the bytes that were served."""
 
     answer: tuple[object, ...]
     served: bytes = b""
@@ -60,7 +65,7 @@ class Observed:
 
 @dataclass(slots=True)
 class Request:
-    """An open request as its player knows it."""
+    """An open request as its player sees it."""
 
     handle: Any
     namespace: Namespace
@@ -73,7 +78,10 @@ class Request:
 
 @dataclass(slots=True)
 class Player:
-    """One tenant's calls on one system, and all that the tenant observes of them. Refused calls leave a gap."""
+    """One tenant's calls on one system, and everything that the tenant observes.
+
+    A refused ``open`` leaves None in ``requests``. Each method returns what the tenant observed.
+    """
 
     tenant: str
     system: Any
@@ -83,11 +91,11 @@ class Player:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """The tenant's: they differ in adapter or salt only."""
+        """The tenant's namespaces. They differ only in adapter or salt."""
         return [Namespace(self.tenant, *each[1:]) for each in NAMESPACES if each.tenant == "a"]
 
     def open(self, where: int, prompt: Sequence[int], done: int) -> Observed:
-        """What was cached, and its bytes; then ``done`` tokens are committed."""
+        """What was cached, the request's name and the cached bytes; then ``done`` tokens are committed."""
         namespace = self.namespaces[where % 3]
 
         def begin() -> Observed:
@@ -102,7 +110,7 @@ class Player:
         return self._told(begin)
 
     def serve(self, where: int, prompt: Sequence[int]) -> Observed:
-        """What ``open`` tells; the request is computed and ends."""
+        """The same as ``open``; the request is computed and ends."""
         observed = self.open(where, prompt, len(prompt))
         self.release(len(self.requests) - 1)
         return observed
@@ -115,7 +123,7 @@ class Player:
         return Observed((matched,))
 
     def go_on(self, kind: int, which: int, amount: int) -> Observed:
-        """A request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
+        """A request commits, grows, shrinks or forks; or several grow in one call or make a beam step."""
         if kind == 6:
             return self.diverge(which, amount)
         if kind == 4:
@@ -129,11 +137,11 @@ class Player:
         return self.append(which, amount % 3) if kind else self.commit(which, amount)
 
     def commit(self, which: int, by: int) -> Observed:
-        """What is committed after."""
+        """How much is committed afterwards."""
         return self._on(which, lambda request: self._commit(request, by))
 
     def append(self, which: int, token_id: int) -> Observed:
-        """How long the request is after, or that there was no room."""
+        """How long the request is afterwards, or that the pool was full."""
 
         def call(request: Request) -> None:
             self.system.append(request.handle, token_id)
@@ -142,7 +150,7 @@ class Player:
         return self._on(which, call, needs="append")
 
     def append_all(self, mask: int, token_id: int) -> Observed:
-        """How long the requests of a batch are after, or that there was no room for all."""
+        """How long the requests of a batch are afterwards, or that there were too few blocks for all."""
         batch = self._masked(mask)
         if not batch or not hasattr(self.system, "append_all"):
             return Observed(())
@@ -157,7 +165,7 @@ class Player:
         return self._told(call)
 
     def reorder(self, mask: int, parents: Sequence[int]) -> Observed:
-        """How long the heirs are, and their names; the requests that they continue are consumed."""
+        """The lengths and names of the heirs. The requests that they continue are consumed."""
         batch = self._masked(mask)
         if not batch or not hasattr(self.system, "reorder"):
             return Observed(())
@@ -176,7 +184,10 @@ class Player:
         return self._told(call)
 
     def lease(self, where: int, prompt: Sequence[int]) -> Observed:
-        """How much is leased of a prompt; every other time a lease ends instead, without a word."""
+        """How much of a prompt is leased.
+
+        If two leases are open, the older one ends instead, and nothing is observed.
+        """
         if not hasattr(self.system, "lease"):
             return Observed(())
         if len(self.leases) > 1:
@@ -208,13 +219,13 @@ class Player:
         return self._told(call)
 
     def evict(self, num_blocks: int) -> Observed:
-        """Nothing: an operator does this, not the tenant."""
+        """Nothing is observed: an operator does this, not the tenant."""
         if hasattr(self.system, "evict"):
             self.system.evict(num_blocks)
         return Observed(())
 
     def truncate(self, which: int, by: int) -> Observed:
-        """How long the request is after."""
+        """How long the request is afterwards."""
 
         def call(request: Request) -> None:
             stop = max(request.num_committed, len(request.ids) - by)
@@ -224,7 +235,7 @@ class Player:
         return self._on(which, call, needs="truncate")
 
     def fork(self, which: int) -> Observed:
-        """How long the child is, and its name."""
+        """The parent's length and name. The child becomes a request."""
 
         def call(request: Request) -> None:
             handle = self.system.fork(request.handle)
@@ -233,7 +244,7 @@ class Player:
         return self._on(which, call, needs="fork")
 
     def diverge(self, which: int, amount: int) -> Observed:
-        """What a fork tells, and its first step; then the request that it came from ends, or the fork."""
+        """What a fork and the child's first append return. Then the parent or the child ends."""
         parent = which % max(len(self.requests), 1)
         forked = self.fork(parent)
         grown = self.append(-1, amount % 3)
@@ -241,7 +252,7 @@ class Player:
         return Observed((*forked.answer, *grown.answer))
 
     def release(self, which: int) -> Observed:
-        """Nothing."""
+        """End a request. Nothing is observed."""
         if self.requests:
             request = self.requests.pop(which % len(self.requests))
             if request is not None:
@@ -257,7 +268,10 @@ class Player:
         return Observed((self.system.clear(namespace),))
 
     def purge(self) -> Observed:
-        """Everything of the tenant is forgotten. Its requests end; or they stay, and nothing of theirs is served."""
+        """Everything of the tenant is forgotten.
+
+        Its requests end; or they stay open, and nothing of theirs is served.
+        """
         if not hasattr(self.system, "purge"):
             return Observed(())
         for namespace in self.namespaces:
@@ -277,7 +291,7 @@ class Player:
         self.requests, self.leases = [], []
 
     def end(self) -> None:
-        """Give back everything."""
+        """Release all requests and leases."""
         while self.requests:
             self.release(0)
         while self.leases:
@@ -291,7 +305,7 @@ class Player:
         return self._told(lambda: Observed((self.system.pin(namespace, prompt, seconds),)))
 
     def unpin(self, which: int) -> Observed:
-        """Nothing."""
+        """End one of the tenant's pins."""
         if not hasattr(self.system, "unpin"):
             return Observed(())
         return self._told(lambda: Observed((self.system.unpin(self.tenant, which),)))
@@ -306,7 +320,7 @@ class Player:
 
     @property
     def open_requests(self) -> list[Request]:
-        """Without the gaps."""
+        """The requests without the gaps."""
         return [request for request in self.requests if request is not None]
 
     def _masked(self, mask: int) -> list[Request]:
@@ -327,7 +341,7 @@ class Player:
         try:
             return call()
         except IntegrityError:
-            raise  # a bug of the system's, whoever else sees it
+            raise  # a bug of the system, never an answer
         except (RadixKVError, *getattr(self.system, "refusals", ())) as error:
             return Observed((type(error).__name__, str(error)))
 
@@ -339,7 +353,7 @@ class Player:
         request.num_committed = stop
 
     def _is_no_lie(self, namespace: Namespace, ids: Sequence[int], num_tokens: int) -> None:
-        expect(type(num_tokens) is int and num_tokens >= 0, f"{num_tokens!r} is no number of tokens")
+        expect(type(num_tokens) is int and num_tokens >= 0, f"{num_tokens!r} is not a number of tokens")
         lie = self.oracle.served_lie(namespace, ids, num_tokens)
         expect(lie is None, lie)
 
@@ -370,10 +384,13 @@ def _refusal(call: Callable[..., object], *args: object) -> str | None:
 
 
 class TwoSystems(RuleBasedStateMachine):
-    """The steps. A subclass makes the two systems in an ``initialize`` rule that calls ``start``."""
+    """The steps of the machine. A subclass makes the two systems in an ``initialize`` rule that calls ``start``."""
 
     def start(self, systems: Sequence[Adapter], *, is_alone: bool, compares_all: bool) -> None:
-        """Two systems alike. ``compares_all``: answers too, not only bytes and the oracle's word."""
+        """Begin with two equal systems.
+
+        ``compares_all``: compare answers too, not only bytes and the oracle's verdict.
+        """
         self.systems, self.is_alone, self.compares_all = list(systems), is_alone, compares_all
         self.may_insert = True
         self.published: dict[str, tuple[int, list[int]]] = {}
@@ -385,7 +402,7 @@ class TwoSystems(RuleBasedStateMachine):
         self.high = [Player("b", *pair) for pair in pairs]
 
     def _prompt(self, prompt: tuple[int, ...]) -> list[int]:
-        """Of up to four blocks and a token, whatever the block size."""
+        """The prompt scaled to the block size: at most four blocks and one token."""
         times = max(self.block_size // 4, 1)
         return [token for token in prompt for _ in range(times)][: MAX_PROMPT_BLOCKS * self.block_size + 1]
 
@@ -406,7 +423,7 @@ class TwoSystems(RuleBasedStateMachine):
         kind: str,
         then: list[tuple[int, int]],
     ) -> None:
-        """A request, which goes on at once; or a lookup, a lease, blocks that an engine hands in."""
+        """A request, which continues at once; or a lookup, a lease, or blocks that an engine inserts."""
         ids = self._prompt(prompt)
         done *= max(self.block_size // 4, 1)
         calls: dict[str, Callable[[Player], Observed]] = {
@@ -429,9 +446,9 @@ class TwoSystems(RuleBasedStateMachine):
         times=st.sampled_from((1, 2, 1, 4)),
     )
     def serve(self, by: int, where: int, first: int, count: int, blocks: int, times: int) -> None:
-        """Whole requests, one after another, that differ in their first ids: what fills a cache, and floods one.
+        """Whole requests, one after another, that differ in their first id. They fill or flood a cache.
 
-        Each is made ``times`` times, so that some are asked for more often than others.
+        Each is made ``times`` times, so that some prompts are asked more often than others.
         """
         for at in [at for at in range(first, first + count) for _ in range(times)]:
             ids = [at % 10] + [0] * (blocks * self.block_size - 1)
@@ -439,7 +456,7 @@ class TwoSystems(RuleBasedStateMachine):
 
     @rule(by=who, kind=st.integers(0, 6), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
-        """A running request goes on."""
+        """A running request continues."""
         self._play(by, lambda player: player.go_on(kind, which, amount))
 
     @rule(
@@ -450,7 +467,7 @@ class TwoSystems(RuleBasedStateMachine):
         ends=st.booleans(),
     )
     def branch(self, by: int, where: int, prompt: tuple[int, ...], amounts: list[int], ends: bool) -> None:
-        """A request whose last block isn't full branches, again and again, with no step of an engine between."""
+        """A request with a partial last block branches repeatedly, without an engine's step in between."""
         ids = self._prompt(prompt)
         ids += [1] * (len(ids) % self.block_size == 0)
         self._play(by, lambda player: player.open(where, ids, len(ids)))
@@ -466,9 +483,9 @@ class TwoSystems(RuleBasedStateMachine):
 
     @rule(by=who, where=small, kind=st.integers(0, 7))
     def forget(self, by: int, where: int, kind: int) -> None:
-        """A namespace is cleared, or a tenant purged; seldom both systems crash, and come back with nothing.
+        """A namespace is cleared, or a tenant purged. Seldom, both systems crash and restart empty.
 
-        Where contents alone are compared an operator evicts, too, whosever blocks.
+        If only contents are compared, an operator also evicts blocks of any tenant.
         """
         if kind == 7:
             self._restart()
@@ -493,7 +510,7 @@ class TwoSystems(RuleBasedStateMachine):
         by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), unpins=st.integers(0, 3)
     )
     def pin(self, by: int, where: int, prompt: tuple[int, ...], seconds: int, unpins: int) -> None:
-        """A prefix is computed and pinned, or a pin ends before its time."""
+        """A prefix is computed and pinned, or a pin ends early."""
         if not unpins:
             self._play(by, lambda player: player.unpin(where))
             return
@@ -509,7 +526,7 @@ class TwoSystems(RuleBasedStateMachine):
         which=st.integers(0, 1),
     )
     def publish(self, where: int, prompt: tuple[int, ...], readers: tuple[str, ...], which: int) -> None:
-        """The operator publishes a base of one or two blocks on both systems, or ends it; three in a life at most."""
+        """The operator publishes a base of one or two blocks on both systems, or ends it; at most three in a life."""
         base_id, namespace = f"base {which}", self.low[0].namespaces[where]._replace(tenant=OPERATOR.id)
         ids = self._prompt(prompt)[: 2 * self.block_size]
         pairs: list[tuple[Any, Oracle]] = list(zip(self.systems, self.oracles, strict=True))
@@ -530,7 +547,7 @@ class TwoSystems(RuleBasedStateMachine):
     @precondition(lambda self: bool(getattr(self, "published", None)))
     @rule(by=who, which=small, more=st.lists(st.integers(0, 1), max_size=2), ends=st.booleans())
     def read(self, by: int, which: int, more: list[int], ends: bool) -> None:
-        """A request that begins with a base, and goes on with up to two blocks, computed; it ends or runs on."""
+        """A request that begins with a base and continues with up to two blocks, computed; it ends or stays open."""
         where, base = list(self.published.values())[which % len(self.published)]
         ids = [*base, *(token for token in more for _ in range(self.block_size))]
         if ends:
@@ -540,7 +557,7 @@ class TwoSystems(RuleBasedStateMachine):
 
     @invariant()
     def nothing_seen_differs(self) -> None:
-        """What A sees between calls is the same; the systems' own laws hold."""
+        """What A sees between calls is the same on both systems; the systems' own laws hold."""
         if not hasattr(self, "systems"):
             return
         self._stepped()
@@ -550,7 +567,7 @@ class TwoSystems(RuleBasedStateMachine):
         self._check()
 
     def teardown(self) -> None:
-        """Everything ends."""
+        """Release everything."""
         if not hasattr(self, "systems") or sys.exc_info()[0] is not None:
             return
         for player in (*self.low, *self.high):
@@ -583,12 +600,12 @@ class TwoSystems(RuleBasedStateMachine):
 
 
 class TwoRuns(TwoSystems):
-    """The machine over two caches of ``factory``: a pool that is never full, a tiny one, or a tiny one with A strict.
+    """The machine over two caches of ``factory``: a pool that is never full, a tiny pool, or a pool with A strict.
 
-    In the first and the last A must observe the same; in a tiny pool of burst tenants contents alone count. Where A is
-    strict the other one may be strict too, or borrow with a guarantee and without one, or be nobody that the cache
-    was told of; and operators add tenants, change them and remove them on one of the systems, all but A. One clock
-    runs for both; segments are single blocks, so that policies have ghosts.
+    In the first and the last, A must observe the same. In a tiny pool of burst tenants, only contents are compared.
+    If A is strict, the other tenant may be strict, may borrow with or without a guarantee, or may be unknown to the
+    cache. Operators add, change and remove tenants other than A on one of the systems. Both caches share one clock.
+    Segments are single blocks, so that policies have ghosts.
     """
 
     factory: ClassVar[CacheFactory]
@@ -617,7 +634,7 @@ class TwoRuns(TwoSystems):
         room: int,
         beside: int,
     ) -> None:
-        """Two caches that are alike."""
+        """Make two equal caches."""
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
@@ -633,7 +650,7 @@ class TwoRuns(TwoSystems):
             is_alone=is_alone,
             compares_all=self.is_strict or not is_tiny,
         )
-        self.may_insert = not self.is_strict  # blocks are lent to engines from what nobody is promised
+        self.may_insert = not self.is_strict  # engines may take only blocks that no tenant is guaranteed
 
     def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
         factory = type(self).factory
@@ -645,7 +662,7 @@ class TwoRuns(TwoSystems):
 
     @rule(seconds=st.sampled_from((1, 0, 60)), learns=st.booleans())
     def wait(self, seconds: int, learns: bool) -> None:
-        """Time passes, on both systems; policies learn."""
+        """Time passes on both systems, and policies may learn."""
         self.clock.advance(seconds)
         for system in self.systems if learns else ():
             system.cache.maintain()  # type: ignore[attr-defined]
@@ -658,7 +675,7 @@ class TwoRuns(TwoSystems):
         kind=st.integers(0, 7),
     )
     def promise(self, by: int, tenant: str, guarantee: int, kind: int) -> None:
-        """Another tenant is added, changed or removed (-1) on one system, or it can't be."""
+        """Add, change or remove (-1) another tenant on one system, if the cache accepts it."""
         cache = self.systems[1 if self.is_alone else by - 2].cache  # type: ignore[attr-defined]
         try:
             if guarantee < 0:
@@ -674,7 +691,7 @@ class TwoRuns(TwoSystems):
 
 
 def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
-    """A tenant: strict, or one that borrows, up to a limit or not, at one of three weights."""
+    """A tenant: strict, or borrowing, with or without a limit, at one of three weights."""
     if kind >= 6 and guarantee:
         return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
     most = guarantee + 3 if kind % 2 else None
@@ -689,7 +706,7 @@ class TwoAdapters(TwoSystems):
 
     @initialize(is_alone=st.booleans())
     def make(self, is_alone: bool) -> None:
-        """Two systems that are alike."""
+        """Make two equal systems."""
         cls = type(self)
         systems = [cls.factory() for _ in range(2)]
         self.start(systems, is_alone=is_alone, compares_all=not cls.contents_only)

@@ -1,1 +1,1 @@
-"""The trace simulator's parts: traces, replay through a live cache, the offline optimum, scores, the report."""
+"""Parts of the trace simulator: traces, replay through a real cache, the offline optimum, scores, the report."""

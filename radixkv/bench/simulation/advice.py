@@ -1,4 +1,4 @@
-"""Advice: what the rows of a simulation mean for who buys the memory."""
+"""Advice: what a simulation's rows mean for the choice of a policy and of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORTH_SAYING = 0.01
 
 
 def advise(result: Mapping[str, Any]) -> list[str]:
-    """Sentences, the most useful first; from a result without them."""
+    """Return sentences about a result, the most useful first."""
     lru = [row for row in result["baselines"] if row["policy"] == LRU]
     online = [row for row in result["results"] if row["policy"] not in BASELINES]
     best = {
@@ -40,24 +40,24 @@ def _percent(share: float) -> str:
 
 
 def size(num_blocks: float, result: Mapping[str, Any]) -> str:
-    """Blocks, and what they weigh."""
+    """Format a number of blocks and their bytes."""
     gigabytes = num_blocks * result["block_bytes"] / 1e9
     weight = f"{gigabytes:,.{0 if gigabytes >= 10 else 1}f}\N{NO-BREAK SPACE}GB"
     return f"{num_blocks:,.0f} block{'' if num_blocks == 1 else 's'} ({weight})"
 
 
 def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
-    """None where LRU itself has that rate with less, which is said there."""
+    """Return a sentence, or None if LRU itself has that rate with less memory, which another sentence says."""
     saved, capacity = best["memory_saved"], lru["capacity"]
     if not _rate(lru):
         return _instead_of_nothing(best, size(capacity, result)) if _rate(best) else None
     if lru["memory_saved"] >= _WORTH_SAYING:
         return None
     if saved is None or saved < _WORTH_SAYING:
-        return f"At {size(capacity, result)} no policy that was tried beats LRU's {_percent(_rate(lru))}."
+        return f"At {size(capacity, result)}, no simulated policy beats LRU's {_percent(_rate(lru))}."
     needed = best["capacity_for_lru_rate"]
     least = min(row["capacity"] for row in result["baselines"])
-    guess = "" if needed >= least else f", a guess: nothing below {least:,} was run"
+    guess = "" if needed >= least else f", an estimate: no capacity below {least:,} was simulated"
     return (
         f"At {size(capacity, result)}, {best['policy']} has the same hit rate as LRU "
         f"with {100 * saved:.0f}\N{NO-BREAK SPACE}% less memory: "
@@ -67,11 +67,11 @@ def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
 
 
 def _instead_of_nothing(best: Row, capacity: str) -> str:
-    return f"At {capacity}, LRU hits nothing, and {best['policy']} {_percent(_rate(best))}."
+    return f"At {capacity}, LRU has no hits, and {best['policy']} has {_percent(_rate(best))}."
 
 
 def _best_overall(online: list[Row]) -> list[str]:
-    """The policy with the highest mean share of the gap, and where it dips deepest."""
+    """Name the policy with the highest mean share of the gap, and its deepest dip."""
     shares: dict[str, list[float]] = {}
     for row in online:
         if row["share_of_gap"] is not None:
@@ -81,25 +81,25 @@ def _best_overall(online: list[Row]) -> list[str]:
     means = {name: sum(each) / len(each) for name, each in shares.items()}
     name = max(means, key=means.__getitem__)
     if means[name] <= 0:
-        return ["Over all capacities, LRU is the best of what was tried."]
+        return ["Over all capacities, LRU is the best simulated policy."]
     worst = min(
         (row for row in online if row["policy"] == name), key=lambda row: row["worst_slice"]["above_lru"]
     )
     dip = worst["worst_slice"]
     said = (
-        f"Of what was tried, {name} closes the largest part of the gap from LRU to the optimum: "
+        f"Of the simulated policies, {name} closes the largest part of the gap from LRU to the optimum: "
         f"{_percent(means[name])} on average over all capacities."
     )
     if dip["above_lru"] < 0:
         said += (
             f" In its worst stretch, {dip['from_s']:,.0f}–{dip['to_s']:,.0f}\N{NO-BREAK SPACE}s "
-            f"at {worst['capacity']:,} blocks, it lies {-100 * dip['above_lru']:.1f} points below LRU."
+            f"at {worst['capacity']:,} blocks, it is {-100 * dip['above_lru']:.1f} points below LRU."
         )
     return [said]
 
 
 def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
-    """The step at which memory brings most for each doubling, against what the best policy brings there."""
+    """Name the step at which each doubling of memory gains most, and what the best policy gains there."""
     steps = [(row, more) for row, more in pairwise(lru) if row["capacity"] in best]
     if not steps:
         return []
@@ -116,12 +116,12 @@ def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
 
 
 def _enough(lru: list[Row], result: Mapping[str, Any]) -> list[str]:
-    """From where on memory brings little."""
+    """Name the capacity above which more memory gains little."""
     endless = result["endless_token_hit_rate"]
     for row in lru:
         if _rate(row) >= endless - _WORTH_SAYING:
             return [
-                f"Beyond {size(row['capacity'], result)} little is left: LRU has {_percent(_rate(row))} there, "
+                f"More than {size(row['capacity'], result)} brings little: LRU has {_percent(_rate(row))} there, "
                 f"an endless cache would have {_percent(endless)}."
             ]
     return [

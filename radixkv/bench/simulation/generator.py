@@ -1,16 +1,17 @@
 """Workloads from a seed: traces in the plain format, with the labels that a service would know.
 
-A mix says which tenant sends what, how often and when: ``acme:chat=2,rag=0.5@10m-40m`` is 2 chat and half a RAG request
-a second by ``acme`` from minute 10 to minute 40. Rates are averages over long runs: in an hour, sessions that began
-late are cut off. Sessions arrive with gamma gaps, burstier than Poisson, as BurstGPT (2401.17644) found. Every part
-of a mix has a random stream of its own: it stays what it is when others are added behind it.
+A mix says which tenant sends which requests, how often and when. ``acme:chat=2,rag=0.5@10m-40m`` means 2 chat
+requests and half a RAG request a second by ``acme``, from minute 10 to minute 40. Rates are averages over long runs:
+a trace of an hour cuts off the sessions that began late. Gaps between sessions have a gamma distribution, burstier
+than Poisson, as in BurstGPT (2401.17644). Every part of a mix has its own random stream. Adding parts at the end
+doesn't change the earlier parts.
 
 Sources: *mooncake*, measured on the first 30 minutes of Mooncake's public conversation trace (FAST'25); *wild*,
 "KVCache Cache in the Wild" (2506.02634, ATC'25); *tracelab*, 357,161 steps of coding agents (2606.30560); *ragcache*,
-2404.12457. Where no source is named, the number is ours. Sizes in tokens are log-normal, given by median and σ.
+2404.12457. A number without a source is our choice. Sizes in tokens are log-normal, given by median and σ.
 
     chat     Conversations.
-             goes on after turn t with p = .28 .40 .56 .54 .74 .75 .75 …      mooncake
+             continues after turn t with p = .28 .40 .56 .54 .74 .75 .75 …   mooncake
              until the next turn: median 120 s, p90 430 s                     mooncake: 120, 432
              first prompt: 5,000, σ 1.3                                       mooncake: quartiles 1.6k, 6.7k, 15.4k
              a turn adds 130, σ 1.2; one in eight attaches 5,000, σ 0.8       mooncake, answer included: 487, p90 4.7k
@@ -21,7 +22,7 @@ Sources: *mooncake*, measured on the first 30 minutes of Mooncake's public conve
              a step adds 1,500, σ 1.5: mean 4.6k                              tracelab: mean 6.4k
              answers: 250, σ 1.2: mean 510                                    tracelab: mean 523
              a tool takes 3 s, σ 1.5; at 120,000 tokens the context is folded into a summary of 2,000
-    rag      A question over two documents, the better known one first.
+    rag      A question over two documents, the more popular one first.
              Zipf over 10,000 documents: the first 3 % get 62 % of the draws  ragcache: 60 %
              documents: 1,500, σ 0.7                                          ragcache: more than 1,000
     batch    Jobs: one prompt of 1,500 tokens over 200 to 2,000 items, each once, 4 a second.
@@ -30,8 +31,8 @@ Sources: *mooncake*, measured on the first 30 minutes of Mooncake's public conve
     scan     A flood of prompts, 8,000, σ 0.8, that share nothing and never return.
     loop     600 documents of 10,240 tokens, over and over in one order: a loop larger than the cache.
 
-System prompts are drawn by Zipf's law too, with exponent 1, so that few of them get most of the use (wild: 10 % of the
-blocks get 77 % of the reuses): 64 for chat (600, σ 0.6), 8 for agents (10,000, σ 0.6).
+System prompts are drawn by Zipf's law with exponent 1 too, so a few of them get most of the use (wild: 10 % of the
+blocks get 77 % of the reuses). There are 64 for chat (600, σ 0.6) and 8 for agents (10,000, σ 0.6).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _ARRIVAL_SHAPE = 0.5
 
 
 class Part(NamedTuple):
-    """A kind of traffic of one tenant: ``rate`` requests a second on average, from ``start_s`` to ``stop_s``."""
+    """One kind of traffic of one tenant: ``rate`` requests a second on average, from ``start_s`` to ``stop_s``."""
 
     tenant: str
     kind: str
@@ -72,7 +73,7 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request of a session. ``blocks``: of prompt and answer."""
+    """One request of a session. ``blocks``: block ids of prompt and answer."""
 
     time_s: float
     tenant: str
@@ -88,7 +89,7 @@ _SPEC = re.compile(r"(?:(?P<tenant>[^:=@,]+):)?(?P<parts>[^@]+)(?:@(?P<start>[^-
 
 
 def parse_mix(specs: Sequence[str], duration_s: float, seconds: Callable[[str], float]) -> list[Part]:
-    """The parts of ``[tenant:]kind=rate[,kind=rate…][@from[-to]]``, each. Raises ConfigError."""
+    """Parse specs ``[tenant:]kind=rate[,kind=rate…][@from[-to]]`` into parts. Raises ConfigError."""
     if not duration_s > 0:
         raise ConfigError("--duration", duration_s, "a time > 0")
     return [part for spec in specs for part in _parts(spec, duration_s, seconds)]
@@ -97,7 +98,7 @@ def parse_mix(specs: Sequence[str], duration_s: float, seconds: Callable[[str], 
 def _parts(spec: str, duration_s: float, seconds: Callable[[str], float]) -> Iterator[Part]:
     allowed = (
         f"[tenant:]kind=rate[,kind=rate…][@from[-to]], kinds {', '.join(KINDS)}, rates > 0, "
-        f"from before to and before the end of the trace, {duration_s:g} s"
+        f"from is before to and before the end of the trace ({duration_s:g} s)"
     )
     found = _SPEC.fullmatch(spec.strip())
     if found is None or not is_tenant_id(found["tenant"] or "default"):
@@ -121,7 +122,7 @@ def _parts(spec: str, duration_s: float, seconds: Callable[[str], float]) -> Ite
 
 
 class _Blocks:
-    """Ids of blocks by what they hold and what comes before them."""
+    """Block ids, which depend on the content of the block and of all blocks before it."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -132,18 +133,18 @@ class _Blocks:
 
 
 class Context:
-    """A prompt that grows by texts; equal beginnings have equal blocks. ``tokens``: of all."""
+    """A prompt that grows by texts. Equal beginnings have equal blocks. ``tokens``: of the whole prompt."""
 
     def __init__(self, blocks: _Blocks) -> None:
         self._blocks = blocks
         self._ids: list[int] = []
         self._open: list[
             tuple[int, int]
-        ] = []  # (text, its tokens before the block's end), of the block not yet full
+        ] = []  # of the last, partial block: (text, its tokens before the block's end)
         self.tokens = 0
 
     def add(self, text: int, tokens: int) -> None:
-        """Append ``tokens`` of a text; the same text at the same place is the same content."""
+        """Append ``tokens`` of a text. The same text at the same position has the same content."""
         size, at = self._blocks.block_tokens, 0
         while at < tokens:
             taken = min(tokens - at, size - self.tokens % size)
@@ -157,13 +158,13 @@ class Context:
 
     @property
     def blocks(self) -> list[int]:
-        """Ids of the whole blocks, a copy."""
+        """A copy of the ids of the whole blocks."""
         return self._ids[:]
 
 
 @dataclass(slots=True)
 class World:
-    """What the sessions of one kind and tenant share: contents, and how to draw."""
+    """The contents and the random stream that all sessions of one kind and tenant share."""
 
     part: Part
     blocks: _Blocks
@@ -172,42 +173,42 @@ class World:
     shared: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def size(self, median: float, sigma: float, most: float = _MAX_PROMPT) -> int:
-        """A log-normal number ≥ 1."""
+        """Draw a log-normal number ≥ 1."""
         return int(min(max(self.rng.lognormal(log(median), sigma), 1.0), most))
 
     def text(self, name: str, number: int, median: float, sigma: float) -> tuple[int, int]:
-        """A text that everybody of this tenant and kind means by that name: its id and its tokens."""
+        """Return id and number of tokens of a named text, the same in all sessions of this tenant and kind."""
         if (name, number) not in self.shared:
             self.shared[name, number] = next(self.texts), self.size(median, sigma, 40_000)
         return self.shared[name, number]
 
     def pause(self) -> float:
-        """Seconds until a person writes again."""
+        """Draw the seconds until a person writes again."""
         return min(float(self.rng.lognormal(log(120), 1.0)), 7_200.0)
 
     def zipf(self, most: int) -> int:
-        """A rank below ``most`` by Zipf's law with exponent 1."""
+        """Draw a rank below ``most`` by Zipf's law with exponent 1."""
         return int(np.exp(self.rng.random() * log(most + 1))) - 1
 
     def context(self, *begins: tuple[int, int]) -> Context:
-        """A prompt that begins with these texts."""
+        """Make a prompt that begins with these texts."""
         made = Context(self.blocks)
         for text, tokens in begins:
             made.add(text, tokens)
         return made
 
     def system(self, most: int, median: float) -> tuple[int, int]:
-        """One of ``most`` system prompts."""
+        """Draw one of ``most`` system prompts."""
         return self.text("system", self.zipf(most), median, 0.6)
 
     def fresh(self, tokens: int) -> tuple[int, int]:
-        """A text that nobody has sent before."""
+        """Make a new text."""
         return next(self.texts), tokens
 
     def call(
         self, context: Context, time_s: float, answer: int, session: int, turn: int, **labels: Any
     ) -> Call:
-        """Ask with the context as it is; the answer becomes a part of it."""
+        """Make a call with the current context as its prompt, then append the answer to the context."""
         prompt = context.tokens
         context.add(next(self.texts), answer)
         known = {
@@ -222,7 +223,7 @@ class World:
 # kinds ----------------------------------------------------------------------------------------------------------------
 
 Session = Callable[[World, float, int], Iterator[Call]]
-"""Of a world, from a time on, with a number: its calls in order."""
+"""A function of world, start time and session number that yields the session's calls in order."""
 
 
 def _chat(world: World, time_s: float, session: int) -> Iterator[Call]:
@@ -289,7 +290,7 @@ def _loop(world: World, time_s: float, session: int) -> Iterator[Call]:
 
 
 class Kind(NamedTuple):
-    """How its sessions go, and how many calls one has on average."""
+    """The sessions of a kind, and their mean number of calls."""
 
     session: Session
     mean_calls: float
@@ -309,7 +310,7 @@ KINDS: dict[str, Kind] = {
 
 
 def generate(parts: Sequence[Part], *, seed: int = 0, block_tokens: int = 512) -> Iterator[Call]:
-    """The calls of a mix in the order of time. Deterministic: the same arguments give the same calls. O(blocks)."""
+    """Generate the calls of a mix in the order of time. The same arguments give the same calls. O(blocks)."""
     blocks, order = _Blocks(block_tokens), count()
     waiting: list[tuple[float, int, Part, Iterator[Call], Call | None]] = []
     for index, part in enumerate(parts):
@@ -328,7 +329,7 @@ def generate(parts: Sequence[Part], *, seed: int = 0, block_tokens: int = 512) -
 
 
 def _arrivals(world: World) -> Iterator[float]:
-    """When sessions begin."""
+    """The start times of sessions."""
     part = world.part
     gap = KINDS[part.kind].mean_calls / part.rate
     time_s = part.start_s + world.rng.random() * min(gap, part.stop_s - part.start_s)
@@ -338,7 +339,10 @@ def _arrivals(world: World) -> Iterator[float]:
 
 
 def line(call: Call, block_tokens: int, *, labels: bool = True, tokens_per_s: float | None = None) -> str:
-    """A call in the plain format; with ``tokens_per_s`` it holds its blocks while its answer comes at that speed."""
+    """Format a call as a line of the plain format.
+
+    tokens_per_s: speed of the answer, which gives the time for which the request holds its blocks; by default none.
+    """
     fields: dict[str, Any] = {
         "time": round(call.time_s, 3),
         "tenant": call.tenant,

@@ -1,21 +1,28 @@
-"""The offline optimum: what nobody who can't see the future can beat.
+"""The offline optimum: an upper bound for all policies that don't know the future.
 
-**Why it is exact.** A request that uses a block uses its parent, so a parent's next use is never later than its
-child's. Evicting the block with the farthest next use, the deepest first on ties, therefore always takes a leaf: the
-rule of Belady (1966) for single blocks, optimal for equal blocks, never breaks a prefix. Leases don't change that:
-between now and the earlier of two next uses neither block is leased, so the exchange that proves the rule goes
-through, and which blocks are leased, and which requests find no room at all, depends on the trace alone.
+**Why it is exact.** A request that uses a block also uses the block's parent. So a parent's next use is never later
+than its child's. The rule evicts the block with the farthest next use, and on ties the deepest one. That block is
+always a leaf. So the rule of Belady (1966) for single blocks, which is optimal for equal blocks, never breaks a
+prefix.
 
-*Without bypass* (``optimum``) a request's blocks are all resident while it runs, as in a live cache: what is evicted
-for them are blocks that nobody leases. *With bypass* (``optimum_bypass``) a request may run outside of the cache:
-its blocks are kept only if their next use comes earlier than that of others, no request is refused, and leases
-don't bind. It is the bound for policies that decline to keep (``admit``): exact where requests take no time or have no
-answers. Where an answer comes later than its prompt, blocks of it may be kept although what stands before them wasn't.
-No cache can do that, so there it is a bound, and not always reached.
+Leases don't change that. Between now and the earlier of two next uses neither block is leased, so the exchange
+argument that proves the rule still holds. And the trace alone decides which blocks are leased, and which requests
+don't fit.
 
-One reservation about the first: an answer that comes out the same again uses its blocks without gaining tokens, and
-the rule counts that as a use. Where all answers are new when they are generated, as in every trace without equal
-requests, the result is exact.
+Two variants differ in the treatment of running requests:
+
+- *Without bypass* (``optimum``): a request's blocks are all resident while it runs, as in a real cache. Only blocks
+  without a lease are evicted for them.
+- *With bypass* (``optimum_bypass``): a request may run outside of the cache. Its blocks are kept only if their next use
+  is earlier than that of others. No request is refused, and leases don't prevent eviction.
+
+The result with bypass bounds policies that may reject blocks (``admit``). It is exact if requests take no time or
+have no answers. Otherwise the rule may keep blocks of an answer without the blocks before them. No cache can do that,
+so the bound may not be reachable.
+
+The result without bypass has one exception too. If the same answer is generated again, it uses its blocks without a
+hit, and the rule counts that as a use. The result is exact if all answers are new, as in every trace without equal
+requests.
 
 Cost: O(uses × log uses), O(uses) memory.
 """
@@ -34,7 +41,7 @@ from radixkv.bench.simulation.trace import Outcome, Trace, events
 
 
 class Step(NamedTuple):
-    """A request starts, using the blocks ``trace.blocks[low:high]``; or it ends, and these are its answer's."""
+    """The start of a request that uses ``trace.blocks[low:high]``, or its end, with the answer's blocks."""
 
     number: int
     ends: bool
@@ -43,7 +50,7 @@ class Step(NamedTuple):
 
 
 def optimum(trace: Trace, capacity: int, *, bypass: bool = False) -> Outcome:
-    """The most hit blocks that a cache of ``capacity`` blocks can have."""
+    """Return the largest possible number of hit blocks of a cache of ``capacity`` blocks."""
     steps = list(_steps(trace))
     if bypass:
         return _Bypass(trace, capacity, steps).run()
@@ -62,9 +69,9 @@ def _steps(trace: Trace) -> Iterator[Step]:
 
 
 def _feasible(trace: Trace, capacity: int, steps: list[Step]) -> Iterator[Step]:
-    """The steps without the requests that find no room beside what is leased; answers that find none are dropped.
+    """Yield the steps without requests that don't fit beside the leased blocks. Answers that don't fit are dropped.
 
-    Which these are doesn't depend on the policy: what runs holds its path.
+    Which ones fit doesn't depend on the policy, because each running request leases its whole path.
     """
     blocks = trace.blocks.tolist()
     leases: Counter[int] = Counter()
@@ -86,14 +93,15 @@ def _feasible(trace: Trace, capacity: int, steps: list[Step]) -> Iterator[Step]:
 
 
 class _Belady:
-    """What both variants share: the order in which blocks go, by a use of each.
+    """Base of both variants: the order of eviction, by a use of each block.
 
-    A *use* is a position in ``trace.blocks``. ``rank`` orders the uses by the next use of the same block, farthest
-    first, then the deepest first; so the heap holds small integers, valid while they are their block's ``entry``.
+    A *use* is a position in ``trace.blocks``. ``rank`` orders the uses by the next use of the same block, the
+    farthest first, then by depth, the deepest first. So the heap holds small integers. One is valid while it is its
+    block's ``entry``.
     """
 
     keeps_for_answers: ClassVar[bool] = True
-    """An answer that comes out the same again is a use of its blocks."""
+    """Whether an answer that is generated again counts as a use of its blocks."""
 
     def __init__(self, trace: Trace, capacity: int, steps: list[Step]) -> None:
         self.capacity, self.steps = capacity, steps
@@ -111,7 +119,7 @@ class _Belady:
         self.evicted = 0
 
     def run(self) -> Outcome:
-        """All steps in order."""
+        """Run all steps in order."""
         for step in self.steps:
             if not step.ends:
                 self.hits[step.number] = self.matched(step)
@@ -123,19 +131,19 @@ class _Belady:
         raise NotImplementedError
 
     def matched(self, step: Step) -> int:
-        """Resident blocks of the path, from the first on."""
+        """Number of resident blocks of the path, up to the first missing one."""
         resident = self.resident
         path = self.blocks[step.low : step.high]
         return next((at for at, block in enumerate(path) if not resident[block]), len(path))
 
     def enter(self, use: int) -> None:
-        """The block of this use may go, in the order of its next use."""
+        """Make the block of this use evictable, ordered by its next use."""
         rank = self.rank[use]
         self.entry[self.blocks[use]] = rank
         heappush(self.heap, rank)
 
     def evict(self) -> None:
-        """The block that goes first."""
+        """Evict the first block in the order."""
         while True:
             rank = heappop(self.heap)
             block = self.block_at[rank]
@@ -157,7 +165,7 @@ class _Optimum(_Belady):
         self.started: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:
-        """Make room, then lease; or make room for the answer, then let go."""
+        """At a start, make space and lease the path. At an end, make space for the answer, then release everything."""
         self._lease(step)
         if not step.ends:
             self.started[step.number] = step
@@ -186,17 +194,17 @@ class _Optimum(_Belady):
 
 
 class _Bypass(_Belady):
-    """With bypass: of what is resident and what was just computed, the blocks with the nearest next uses stay."""
+    """With bypass: of all resident and newly computed blocks, those with the nearest next uses stay."""
 
     keeps_for_answers = False
 
     def matched(self, step: Step) -> int:
-        """Resident blocks of the path, each by itself: an answer's may be there without those before them."""
+        """Number of resident blocks of the path. Blocks of an answer count even if an earlier block is missing."""
         resident = self.resident
         return sum(resident[block] for block in self.blocks[step.low : step.high])
 
     def step(self, step: Step) -> None:
-        """Keep everything, then the best of it."""
+        """Keep all blocks of the step, then evict down to the capacity."""
         for use in range(step.low, step.high):
             block = self.blocks[use]
             if not self.resident[block]:
@@ -208,7 +216,7 @@ class _Bypass(_Belady):
 
 
 def _farthest_first(trace: Trace, steps: list[Step], keeps_for_answers: bool) -> NDArray[np.int64]:
-    """All uses, those first whose block is next used farthest ahead, or never; among equals the deepest."""
+    """Order all uses by the next use of their block, the farthest or never first; on ties the deepest first."""
     never = len(steps)
     step_of = np.full(len(trace.blocks), never, np.int64)
     for index, step in enumerate(steps):

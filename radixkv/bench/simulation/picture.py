@@ -1,8 +1,8 @@
-"""The picture: hit rates by capacity as an SVG for pages that show images, LRU and the optimum as the edges of a band.
+"""The picture: hit rates by capacity as an SVG. LRU and the optimum are the edges of a band.
 
-For READMEs and pages that can't run the script of Plotly's ``report``. Matplotlib draws: unlike Plotly it makes an SVG
-without a browser or a display. Text stays text, nothing is loaded, and the same result gives the same bytes. The
-colours are those of a light page, and a style sheet in the file turns them for readers who prefer a dark one.
+For READMEs and pages that can't run the script of Plotly's ``report``. Matplotlib draws it, because it needs neither
+a browser nor a display for an SVG. Text stays text, nothing is loaded, and the same result gives the same bytes. The
+colours are for a light page. A style sheet in the file changes them for readers who prefer a dark one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STYLE: Final = {
 
 
 def draw(result: Result) -> str:
-    """The SVG, of everybody's hit rates, about 20 KB. O(rows)."""
+    """Return an SVG of the hit rates of all tenants together, about 20 KB. O(rows)."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def draw(result: Result) -> str:
 
 
 def _plot(axes: Any, curves: Curves) -> None:
-    """A line each, from the optimum down; each line's id in the file is its policy."""
+    """Draw a line for each policy, the optimum first. A line's id in the file is its policy."""
     best, least = curves.pop(OPTIMUM), curves.pop(LRU)
     sizes = [size for size, _ in best]
     axes.fill_between(sizes, [rate for _, rate in least], [rate for _, rate in best], **_BAND)

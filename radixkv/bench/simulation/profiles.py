@@ -1,10 +1,10 @@
-"""What a model's prefill costs and what its KV weighs: for seconds saved and gigabytes needed.
+"""The cost of a model's prefill and the size of its KV, to convert hits to seconds and blocks to gigabytes.
 
     flops(n)   = 2 × parameters × n + 2 × layers × heads × head size × n²     causal attention, both products
     seconds(n) = flops(n) ÷ sustained flops
 
-Tokens found in the cache are the first ones, so what they save is ``seconds(hits)``. Parameters are those a token
-passes through (for a mixture of experts the active ones); KV is in 16 bits, by KV heads, or by the latent for MLA.
+Cached tokens are the first ones of a prompt, so hits save ``seconds(hits)``. Parameters are those that a token uses:
+for a mixture of experts, the active ones. KV has 16 bits a value, and counts KV heads, or the latent for MLA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_TFLOPS = 400.0
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A model on a machine. ``kv_values``: numbers kept a token and layer. ``tflops``: sustained, of all its GPUs."""
+    """A model on a machine. ``kv_values``: values stored per token and layer. ``tflops``: sustained, all GPUs."""
 
     name: str
     parameters: float
@@ -35,22 +35,22 @@ class ModelProfile:
 
     @property
     def attention_flops(self) -> float:
-        """Of n tokens together, divided by n²."""
+        """Flops of attention over n tokens, divided by n²."""
         return 2.0 * self.num_layers * self.num_heads * self.head_dim
 
     @property
     def for_policies(self) -> PrefillProfile:
-        """What a policy that weighs prefill is told: the derivative of ``prefill_seconds``."""
+        """The profile for policies that weigh prefill: the derivative of ``prefill_seconds``."""
         flops = self.tflops * 1e12
         return PrefillProfile(2.0 * self.parameters / flops, 2.0 * self.attention_flops / flops)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In 16 bits."""
+        """KV bytes per token in 16 bits."""
         return 2 * self.num_layers * self.kv_values
 
     def prefill_seconds(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds that the first so many tokens of a prompt take to compute."""
+        """Seconds to compute the first ``tokens`` tokens of a prompt."""
         n = tokens.astype(np.float64)
         flops: NDArray[np.float64] = n * (2.0 * self.parameters + self.attention_flops * n)
         return flops / (self.tflops * 1e12)
@@ -72,7 +72,7 @@ PROFILES = {
 
 
 def profile_of(name: str, tflops: float = DEFAULT_TFLOPS) -> ModelProfile:
-    """The profile of that name at that speed. Raises ConfigError."""
+    """Return the profile of that name at that speed. Raises ConfigError."""
     if name not in PROFILES:
         raise ConfigError("--profile", name, f"one of {', '.join(PROFILES)}")
     if not 0 < tflops < float("inf"):

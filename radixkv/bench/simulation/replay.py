@@ -1,14 +1,14 @@
-"""Replay: a trace through a live PrefixCache, one token standing for one block of the trace.
+"""Replay of a trace through a real PrefixCache. One token represents one block of the trace.
 
-There is no second implementation of the index or of any policy here: the same ``PrefixCache`` that serves is opened,
-committed and released, with ``block_size=1`` and the trace's block ids as token ids, on the trace's clock. So what
-a policy is told, and in which order, is what it is told in production. One difference: a live cache starts a new node
-every 30,720 tokens, here a node may be as long as a prompt; who ranks whole nodes may notice.
+The replay uses the production index and policies. It opens, commits and releases requests with ``block_size=1``, the
+trace's block ids as token ids, and the trace's clock. So a policy gets the same calls in the same order as in
+production. There is one difference: a production cache starts a new node every 30,720 tokens, and here a node may be
+as long as a prompt. Policies that rank whole nodes may behave differently.
 
-A request opens with its prompt's blocks and one token more, the one that a cache always leaves to be computed; that
-one is given back at once, which is why the pool has one block more than the capacity. Its prompt is committed as
-it starts, its answer as it ends; in between it holds its lease. A request that finds no room is counted as
-refused and computes everything itself; an answer that finds none isn't kept.
+A request opens with its prompt's blocks and one extra token, because a cache always leaves one token to compute. The
+extra token is released at once; for it the pool has one block more than the capacity. The prompt is committed at the
+request's start and the answer at its end, and the request holds its lease in between. A request that doesn't fit
+counts as refused and computes everything. An answer that doesn't fit isn't kept.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def replay(
     profile: ModelProfile | None = None,
     admits_all: bool = False,
 ) -> Outcome:
-    """Hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions).
+    """Return the hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions).
 
-    profile: of the model, for policies that weigh what its prefill costs. admits_all: the policy isn't asked what to
-    admit.
+    profile: of the model, for policies that weigh the cost of prefill. admits_all: skip the policy's ``admit``, so
+    that everything is admitted.
     """
     made = resolve("policy", policy)
     if profile is not None and issubclass(made, GDSF):
@@ -54,14 +54,14 @@ def replay(
 
 
 def declines(policy: str) -> bool:
-    """Whether the policy of this name may decline to keep something."""
+    """Whether the policy of this name may reject blocks."""
     return resolve("policy", policy).admit is not Policy.admit
 
 
 class _Replay:
     def __init__(self, trace: Trace, policy: type[Policy], capacity: int, seed: int) -> None:
         self._clock = ManualClock()
-        segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token stands for a block
+        segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token represents a block
         config = CacheConfig(
             num_blocks=capacity + 1,
             block_size=1,
@@ -82,7 +82,7 @@ class _Replay:
         self._refused = 0
 
     def run(self) -> Outcome:
-        """All of the trace."""
+        """Run the whole trace."""
         ends_at = (self._trace.times + self._trace.durations).tolist()
         maintain_at = 0.0
         for number, ends in events(self._trace):

@@ -1,7 +1,7 @@
-"""The report: one self-contained HTML page. Curves, the band between LRU and the optimum, a table, the advice.
+"""The report: a self-contained HTML page with curves, the band between LRU and the optimum, a table and the advice.
 
-Plotly draws; its script goes into the page, and the page's content policy forbids to load anything. Whatever comes from
-the trace (file and tenant names) is escaped.
+The page includes Plotly's script, which draws the charts. The page's content policy forbids loading anything. File
+and tenant names from the trace are escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from radixkv.bench.simulation.score import BASELINES, LRU, OPTIMUM, OPTIMUM_BYPA
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 Curves = dict[str, list[tuple[int, float]]]
-"""By policy: capacity in blocks, token hit rate in %."""
+"""For each policy: capacity in blocks, token hit rate in %."""
 
 _COLOURS: Final = ("#1f6feb", "#d1242f", "#8250df", "#bf8700", "#0a7ea4", "#cf5aa0", "#7a4a1d", "#57606a")
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
@@ -43,7 +43,7 @@ _CONTENT_POLICY: Final = (
 
 
 def render(result: Result) -> str:
-    """The page. O(rows), about 5 MB, nearly all of it Plotly's script."""
+    """Return the page, about 5 MB, nearly all of it Plotly's script. O(rows)."""
     from plotly.offline import get_plotlyjs
 
     names = result["tenants"] if len(result["tenants"]) > 1 else []
@@ -98,7 +98,7 @@ def _chart(result: Result, tenant: str | None) -> str:
 
 
 def curves_of(result: Result, tenant: str | None = None) -> Curves:
-    """Everybody's, or a tenant's; each from the smallest capacity up."""
+    """Curves of all tenants together, or of one tenant, in increasing order of capacity."""
     curves: Curves = {}
     for row in _distinct([*result["baselines"], *result["results"]]):
         scores = row if tenant is None else row["tenants"][tenant]
@@ -107,7 +107,7 @@ def curves_of(result: Result, tenant: str | None = None) -> Curves:
 
 
 def _slices(result: Result) -> str:
-    """Points above LRU in each slice, at the capacity where somebody dips deepest."""
+    """Points above LRU in each slice, at the capacity with the deepest dip of any policy."""
     rows = [row for row in result["results"] if row["policy"] not in BASELINES]
     if not rows:
         return "<p>Only LRU and the optimum were run.</p>"
@@ -123,7 +123,7 @@ def _slices(result: Result) -> str:
 
 
 def _dips(result: Result) -> str:
-    """How deep below LRU each policy dips in a stretch of time, at which capacity and when."""
+    """For each policy, its deepest dip below LRU in a slice of time, with capacity and time."""
     deepest: dict[str, Row] = {}
     for row in result["results"]:
         if row["policy"] not in BASELINES:
@@ -141,7 +141,7 @@ def _above_lru(row: Row) -> float:
 
 
 def look(index: int) -> dict[str, Any]:
-    """Of a policy's line: neighbours, which may lie on each other, differ in colour and dash."""
+    """The style of a policy's line. Neighbouring lines may overlap, so they differ in colour and dash."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "dash": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
@@ -244,10 +244,10 @@ def _percent(share: float | None) -> str:
 
 
 def _hundredfold(share: float, digits: int) -> str:
-    """In percent or points; never a negative nothing."""
+    """Format a share in percent or points, without a negative zero."""
     return f"{round(100 * share, digits) + 0.0:.{digits}f}"
 
 
 def _distinct(rows: Iterable[Row]) -> list[Row]:
-    """Each policy and capacity once."""
+    """Keep one row for each policy and capacity."""
     return list({(row["policy"], row["capacity"]): row for row in rows}.values())

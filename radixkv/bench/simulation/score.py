@@ -1,14 +1,14 @@
-"""Scores: what a run's hits are worth, in all, by tenant and by slice of time.
+"""Scores of a run's hits: over everything, by tenant and by slice of time.
 
     token hit rate          Σ min(hit tokens, prompt) ÷ Σ prompt, over the requests that are scored
     share of the gap        (rate − LRU's) ÷ (optimum's − LRU's) at the same capacity; none where the two meet
-    capacity for LRU's rate  where the policy's curve reaches what LRU has at this capacity. Curves go through the
-                            measured capacities, straight lines over the logarithm of the capacity, and to the
-                            origin below the first; none if the curve doesn't get there
+    capacity for LRU's rate  the capacity at which the policy's curve reaches LRU's rate at this capacity. Curves are
+                            straight lines over the logarithm of the capacity between the measured capacities, and
+                            straight lines from the origin to the first; none if the curve doesn't reach the rate
     prefill seconds saved   see ``profiles``
-    admission gain          the rate, less that of the same policy when it admits all; none where it always does
+    admission gain          the rate, minus that of the same policy when it admits all; none where it always does
 
-A run is reduced to sums by tenant and slice at once, so many runs over a long trace take no memory.
+A run is immediately reduced to sums by tenant and slice, so many runs over a long trace take little memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from radixkv.bench.simulation.trace import Outcome, Trace
 from radixkv.errors import ConfigError
 
 NUM_SLICES = 6
-"""Equal parts of the scored time that are reported one by one."""
+"""The scored time is divided into so many equal slices."""
 
 LRU, OPTIMUM, OPTIMUM_BYPASS = BASELINES = "lru", "optimum", "optimum_bypass"
 _LEAST_GAP = 1e-4
 
 ADMITTING_ALL = ", admitting all"
-"""After the name of a policy: the run in which it declines nothing."""
+"""Suffix of a policy's name for the run in which it rejects nothing."""
 
 Cells = NDArray[np.float64]
 """Sums ``[tenants, slices]``."""
@@ -70,7 +70,7 @@ class Scorer:
         self.prompt_tokens = self._sum(trace.prompt_tokens[self._scored])
 
     def describe(self) -> dict[str, Any]:
-        """What was run, and what an endless cache would have found."""
+        """Describe the trace and the model, with the hit rate of an unlimited cache."""
         trace, profile = self._trace, self.profile
         return {
             "requests": len(trace),
@@ -87,14 +87,14 @@ class Scorer:
         }
 
     def _endless(self) -> Sums:
-        """Hits of a cache that forgets nothing: block ids count up, so a new one is above all before it."""
+        """Hits of a cache that never evicts. Ids count up, so a block is new if its id is above all before it."""
         blocks, starts = self._trace.blocks.astype(np.int64), self._trace.starts[:-1]
         highest = np.concatenate([[-1], np.maximum.accumulate(blocks)])
         seen = np.concatenate([[0], np.cumsum(blocks <= highest[:-1])])
         return self.reduce(Outcome(seen[starts + self._trace.num_prompt_blocks] - seen[starts], 0, 0))
 
     def reduce(self, outcome: Outcome) -> Sums:
-        """Sums over the scored requests; ``refused`` and ``evicted_blocks`` are the whole run's. O(requests)."""
+        """Sums over the scored requests. ``refused`` and ``evicted_blocks`` cover the whole run. O(requests)."""
         hits = np.minimum(outcome.hit_blocks * self._trace.block_tokens, self._trace.prompt_tokens)[
             self._scored
         ]
@@ -109,13 +109,13 @@ class Scorer:
 
 
 class Curve:
-    """Hit rates of one policy by capacity, for everybody or one tenant."""
+    """Hit rates of one policy by capacity, for all tenants or for one."""
 
     def __init__(self, rates: Mapping[int, float]) -> None:
         self.rates = dict(sorted(rates.items()))
 
     def capacity_for(self, rate: float) -> float | None:
-        """The least capacity with this rate, between measured ones by interpolation; None if none has it."""
+        """The smallest capacity with this rate, interpolated between measured ones. None if none has it."""
         before, low = 0, 0.0
         for capacity, high in self.rates.items():
             if high >= rate:
@@ -132,18 +132,18 @@ def _between(low: int, high: int, share: float) -> float:
 
 
 Runs = Mapping[tuple[str, int], Sums]
-"""By policy and capacity; LRU's and the optimum's are there for every capacity."""
+"""Runs by policy and capacity. LRU's and the optimum's are there for every capacity."""
 
 
 class Scores:
-    """Rows for people and machines, from the runs over one trace."""
+    """Rows of the result, from the runs over one trace."""
 
     def __init__(self, scorer: Scorer, tenants: Sequence[str], runs: Runs) -> None:
         self._scorer, self._tenants, self._runs = scorer, tenants, runs
         self._capacities = sorted({capacity for _, capacity in runs})
 
     def row(self, policy: str, capacity: int) -> dict[str, Any]:
-        """Everything about one run."""
+        """Return all results of one run."""
         sums = self._runs[policy, capacity]
         return {
             "policy": policy,
@@ -179,7 +179,7 @@ class Scores:
         }
 
     def _slices(self, policy: str, capacity: int) -> dict[str, Any]:
-        """By slice, and the one that lies deepest below LRU."""
+        """Results by slice, and the slice that is deepest below LRU."""
         total = self._scorer.prompt_tokens.sum(axis=0)
         ours, lru = (self._runs[name, capacity].hit_tokens.sum(axis=0) for name in (policy, LRU))
         slices = [

@@ -1,33 +1,32 @@
-"""Traces: what was asked of a cache, when and by whom. Three formats of JSON lines, told apart by their fields.
+"""Traces of requests: content, time, tenant. Read from three formats of JSON lines, recognised by their fields.
 
-**Mooncake's** (FAST'25): ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one chained
-id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
+**Mooncake's** (FAST'25): ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids``. There is one
+chained id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial.
 
 **Bailian's** (ATC'25): ``chat_id``, ``timestamp`` (s), ``input_length``, ``output_length``, ``hash_ids`` (an id for
-each ``block_tokens`` = 16 tokens of the prompt); ``parent_chat_id`` (-1: none), ``type`` and ``turn`` become labels,
-with the first chat of a conversation as its ``session``.
+each ``block_tokens`` = 16 tokens of the prompt). ``parent_chat_id`` (-1: none), ``type`` and ``turn`` become labels.
+The label ``session`` is the first chat of a conversation.
 
-**Plain**, one object a line, what ``radixkv serve --record`` and ``radixkv workload`` write:
+**Plain**, one object a line, written by ``radixkv serve --record`` and ``radixkv workload``:
 
-    time            seconds, any zero; required
-    hashes          strings or integers, one for each whole block of prompt and then answer, each standing for its
-                    block's content; or, in place of it,
-    token_ids       the prompt's token ids, with ``output_ids`` for the answer's
+    time            seconds from any zero point; required
+    hashes          strings or integers that identify content, one for each whole block of prompt, then answer; or
+    token_ids       instead of them, the prompt's token ids, with ``output_ids`` for the answer's
     tokens          prompt tokens; required with ``hashes``
     output_tokens   answer tokens, 0 by default
     block_tokens    tokens a block; required with ``hashes``, and the same on every line; ignored with ``token_ids``
     duration_s      seconds from the request's start to its end, while it holds its blocks; 0 by default
     tenant          a name; by default the file's, if there are several files, otherwise "default"
-    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority
-                    (0 to 100), priority_duration_s (seconds that it holds) …; strings, numbers and booleans, null
-                    for what it didn't know
+    labels          an object of facts that the service knew: session, turn, type, tool_pending, session_over, priority
+                    (0 to 100), priority_duration_s (seconds that it lasts) …; strings, numbers and booleans, null
+                    for unknown
 
-Mooncake's and Bailian's lines may have ``tenant``, ``duration_s`` and ``labels`` too. A field that is null is left out.
-Several files make one trace, merged by time.
+Mooncake's and Bailian's lines may also have ``tenant``, ``duration_s`` and ``labels``. A null field counts as
+missing. Several files make one trace, merged by time.
 
-In memory a trace is columns. A block's id stands for its *path*: the block, all before it, and the tenant. So
-equal ids mean equal prefixes, whatever the hashes of the file were chained over. Partial blocks at the end of a
-prompt are dropped, because a cache never keeps them; ``keep_tails`` keeps them as blocks of their own, as
+In memory a trace is a set of columns. A block's id identifies its *path*: the block, all blocks before it, and the
+tenant. So equal ids mean equal prefixes, even if the file's hashes were chained differently. Partial blocks at the
+end of a prompt are dropped, because a cache never keeps them. ``keep_tails`` keeps them as separate blocks, as
 published studies of Mooncake's traces do.
 """
 
@@ -50,16 +49,16 @@ from radixkv.index.tokens import TOKEN_BYTES, encode
 from radixkv_policies import RequestHints
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
+"""Tokens per hash id of Mooncake."""
 
 BAILIAN_BLOCK_TOKENS = 16
-"""Tokens that one of Bailian's hash ids stands for."""
+"""Tokens per hash id of Bailian."""
 
 MAX_BLOCKS = 2**32 - 1
-"""Different blocks in a trace: ids are uint32, and the last one is not given out."""
+"""The maximum of different blocks in a trace. Ids are uint32, and the largest value is reserved."""
 
 MAX_NUMBER = 1e15
-"""Of seconds and milliseconds: up to here floats still tell them apart."""
+"""The maximum of seconds and milliseconds. Up to here floats still distinguish milliseconds."""
 
 Labels = Mapping[str, Any]
 
@@ -81,9 +80,11 @@ class Request(NamedTuple):
 class Trace:
     """n requests in the order of their times, as columns.
 
-    blocks: uint32, the paths one after the other; request i's is ``blocks[starts[i]:starts[i + 1]]``, of which the
-    first ``num_prompt_blocks[i]`` are the prompt's. times: float64 seconds from the first request. durations: float64
-    seconds. prompt_tokens, output_tokens: int64. tenant: int32, an index of ``tenants``.
+    - blocks: uint32, the paths one after the other. Request i's path is ``blocks[starts[i]:starts[i + 1]]``, and its
+      first ``num_prompt_blocks[i]`` blocks are the prompt's.
+    - times: float64 seconds since the first request. durations: float64 seconds.
+    - prompt_tokens, output_tokens: int64.
+    - tenant: int32, an index of ``tenants``.
     """
 
     block_tokens: int
@@ -103,23 +104,23 @@ class Trace:
 
     @property
     def num_different_blocks(self) -> int:
-        """How many blocks an endless cache would hold at the end."""
+        """The number of blocks in an unlimited cache at the end."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return float(self.times[-1]) if len(self) else 0.0
 
     def save(self, file: Path) -> None:
-        """Write it to a file for ``load``: an archive of NumPy's with the columns, and the rest as JSON. O(size)."""
+        """Write the trace to a file for ``load``: a NumPy archive of the columns, with the rest as JSON. O(size)."""
         columns = {each.name: getattr(self, each.name) for each in fields(self)}
         rest = {name: columns.pop(name) for name in ("block_tokens", "tenants", "labels")}
         np.savez(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), **columns)
 
     @classmethod
     def load(cls, file: Path) -> Trace:
-        """Read what ``save`` wrote. O(size)."""
+        """Read a file of ``save``. O(size)."""
         with np.load(file, allow_pickle=False) as archive:
             columns = dict(archive)
         rest = json.loads(columns.pop("rest").tobytes())
@@ -127,7 +128,7 @@ class Trace:
 
 
 class Outcome(NamedTuple):
-    """What a run over a trace gave. ``hit_blocks``: int64 ``[requests]``. ``refused``: requests that found no room."""
+    """The result of a run. ``hit_blocks``: int64 ``[requests]``. ``refused``: number of requests that didn't fit."""
 
     hit_blocks: NDArray[np.int64]
     refused: int
@@ -136,7 +137,7 @@ class Outcome(NamedTuple):
 
 
 def events(trace: Trace) -> Iterator[tuple[int, bool]]:
-    """(request, whether it ends), in the order of time; what ends when another starts ends first."""
+    """Yield (request, whether it ends) in the order of time. On ties, ends come before starts."""
     running: list[tuple[float, int]] = []
     for number, (time_s, duration_s) in enumerate(
         zip(trace.times.tolist(), trace.durations.tolist(), strict=True)
@@ -153,7 +154,7 @@ def events(trace: Trace) -> Iterator[tuple[int, bool]]:
 
 
 def hints_of(labels: Labels | None) -> RequestHints | None:
-    """What a service would have told its cache of the request. Raises ValueError for what can't be told."""
+    """The hints that a service would have given its cache. Raises ValueError for invalid labels."""
     if not labels:
         return None
     given: Any = labels.get("priority"), labels.get("priority_duration_s")
@@ -167,10 +168,12 @@ def read(
     keep_tails: bool = False,
     tenants: Sequence[str] | None = None,
 ) -> Trace:
-    """The trace of these files. ``block_tokens`` cuts lines of ``token_ids``; ``tenants`` leaves out everybody else's.
+    """Read the trace of these files.
 
-    Raises ConfigError for a line that can't be read (naming file, line and field), for files whose blocks differ in
-    size, for an unknown tenant, and if nothing is left. O(blocks).
+    block_tokens: the block size for lines of ``token_ids``. tenants: all others are left out. O(blocks).
+
+    Raises ConfigError for an unreadable line (with file, line and field), for files with different block sizes, for
+    an unknown tenant, and if no request is left.
     """
     if not paths:
         raise ConfigError("TRACE", None, "at least one file")
@@ -186,9 +189,9 @@ def read(
 
 
 def stream(path: Path, block_tokens: int) -> Iterator[Request]:
-    """The requests of one file with blocks of that size, as they stand there, partial blocks at their ends included.
+    """Yield the requests of one file with blocks of that size, in the file's order, including partial last blocks.
 
-    Raises ConfigError for a line that can't be read, when it comes to it.
+    Raises ConfigError at an unreadable line.
     """
     reader = _Reader(block_tokens, keep_tails=True)
     reader.block_tokens = block_tokens
@@ -204,7 +207,7 @@ def _only(requests: list[Request], tenants: Sequence[str]) -> list[Request]:
 
 
 def build(requests: Iterable[Request], block_tokens: int) -> Trace:
-    """The columns of some requests, in the order of their times."""
+    """Make the columns of some requests, in the order of their times."""
     ordered = sorted(requests, key=lambda request: request.time_s)
     names = tuple(dict.fromkeys(request.tenant for request in ordered))
     index = {name: number for number, name in enumerate(names)}
@@ -236,7 +239,7 @@ def build(requests: Iterable[Request], block_tokens: int) -> Trace:
 
 
 class _Line:
-    """A line's fields, each checked when it is taken."""
+    """The fields of a line. Each is checked when it is read."""
 
     def __init__(self, place: str, fields: dict[str, Any]) -> None:
         self._place, self._fields = place, fields
@@ -251,7 +254,7 @@ class _Line:
         )
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; ≥ 0 where there is a default."""
+        """A finite number; ≥ 0 if there is a default."""
         value = self._fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
             raise self.bad(name, f"a number within ±{MAX_NUMBER:g}")
@@ -278,7 +281,7 @@ class _Line:
         return value
 
     def labels(self, others: Labels) -> Labels | None:
-        """What ``labels`` say, and ``others`` where they say nothing."""
+        """The line's labels, with ``others`` for missing ones."""
         value = self._fields.get("labels")
         if value is not None and not isinstance(value, dict):
             raise self.bad("labels", "an object")
@@ -305,12 +308,12 @@ class _Line:
 
 
 class _Reader:
-    """Reads files into requests; all must agree on the tokens of a block."""
+    """Reads files into requests. All files must have the same block size."""
 
     def __init__(self, block_tokens: int, keep_tails: bool) -> None:
         self.block_tokens: int | None = None
         self._cut_tokens, self._keep_tails = block_tokens, keep_tails
-        self._sessions: dict[int, int] = {}  # the first chat of each chat's conversation, in Bailian's files
+        self._sessions: dict[int, int] = {}  # for Bailian's files: the first chat of each chat's conversation
 
     def read(self, path: Path, tenant: str) -> Iterator[Request]:
         self._sessions = {}
@@ -350,7 +353,7 @@ class _Reader:
         )
 
     def _num_blocks(self, tokens: int) -> int:
-        """Blocks kept of so many tokens."""
+        """The number of blocks kept of ``tokens`` tokens."""
         assert self.block_tokens is not None
         return -(-tokens // self.block_tokens) if self._keep_tails else tokens // self.block_tokens
 
@@ -377,9 +380,7 @@ class _Reader:
         kept = self._num_blocks(prompt)
         hashes, output = line.hashes("hash_ids", kept), line.count("output_length", 0)
         most = (prompt + output) // block_tokens + 2
-        if (
-            len(hashes) > most
-        ):  # blocks of another size, of which the first few would be taken for the whole prompt
+        if len(hashes) > most:  # smaller blocks than expected: the first few would count as the whole prompt
             allowed = f"an id for each {block_tokens} tokens, at most {most} here; there are {len(hashes)}"
             raise line.bad("hash_ids", allowed)
         return hashes[:kept], prompt, output
@@ -403,7 +404,7 @@ class _Reader:
             self.block_tokens = block_tokens
         if block_tokens != self.block_tokens:
             raise line.bad(
-                name, f"blocks of {self.block_tokens} tokens, as elsewhere; these have {block_tokens}"
+                name, f"blocks of {self.block_tokens} tokens, as on other lines; these have {block_tokens}"
             )
 
 

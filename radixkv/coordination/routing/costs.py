@@ -7,8 +7,8 @@ excludes work that the replica is predicted to do for this same prompt.
     linear        max(queued + prompt − credit, 0) + decode
     lmetric       max(queued + prompt − credit, 0) × (decode + 1)
     threshold     the longest match among replicas that are not overloaded, if it exceeds 0.3 of the prompt;
-                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × max(least, 64). The 64
-                  is there because with a least load near 0 the factor alone would call every busy replica overloaded
+                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × max(least, 64). Without
+                  the 64, every busy replica would count as overloaded if the least load is near 0
     stddev        the longest match among replicas whose load is at most the mean + one standard deviation
     least_loaded, round_robin, random     the baselines, which ignore what replicas hold
 """
@@ -55,7 +55,7 @@ CostName = Literal["linear", "lmetric", "threshold", "stddev", "least_loaded", "
 
 
 def linear(facts: Facts) -> Floats:
-    """Work before the first token, plus the decode work beside it."""
+    """Work before the first token, plus the decode work that runs at the same time."""
     return facts.prefill + facts.decode
 
 

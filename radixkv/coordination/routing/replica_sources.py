@@ -5,8 +5,8 @@
     LocalSource for a router inside a replica: uses its coordinator's reader. The replica itself is a member, and
                 its cache is asked directly
 
-The members are made anew after each fetch of the registrations. Until then ``members`` returns the same object, so that
-a router can keep arrays of them.
+The members are made again after each fetch of the registrations. Until then ``members`` returns the same object, so
+that a router can keep arrays of them.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Generations:
     def follow(self, registrations: frozenset[Writer]) -> None:
         """Read raises since the last call; read everything if replicas have joined. Raises StoreUnavailable.
 
-        Replicas also register anew if the store has lost something. Then generations that only this object knows are
+        Replicas also register again if the store has lost something. Then generations that only this object knows are
         dropped.
         """
         if registrations - self._met:

@@ -9,8 +9,8 @@ store. Liveness is checked at the moment of the call, so a lost replica is in no
 store is lost and all other leases are over, the last known replicas are ranked by their load alone.
 
 The **predicted index** keeps siblings together before the first event arrives. For ``predict_s`` seconds, prompts
-reported by ``routed`` count as held, and their tokens as queued until the replica reports a newer load. A prompt isn't
-charged for waiting for its own prefix: the part of it that is predicted there doesn't count as queued before it.
+reported by ``routed`` count as held, and their tokens as queued until the replica reports a newer load. The predicted
+part of a prompt doesn't count as queued before this prompt, because a prompt doesn't wait for its own prefix.
 
 Predictions are kept by tenant. A tenant's ``routed`` changes only that tenant's rankings, because a tenant may call it
 through ``/v1/route`` and send nothing. The turn of ``round_robin`` is kept by tenant too. Cost: other tenants see the
@@ -117,10 +117,10 @@ class Router:
         background: bool = True,
         **options: Any,
     ) -> Router:
-        """Make a router over the Redis at ``url``, beside any number of replicas; ``close`` it when done.
+        """Make a router over the Redis at ``url``, for any number of replicas; ``close`` it when done.
 
-        On return the view is complete, if Redis can be reached. ``max_segments``: most different
-        segments in the view, about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
+        On return the view is complete, if Redis can be reached. ``max_segments``: most different segments in the view,
+        about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
         """
         check_count("max_segments", max_segments)
         try:
@@ -156,11 +156,13 @@ class Router:
     ) -> list[Candidate]:
         """Return the replicas that serve the namespace's model, best first, at most ``limit``; local.
 
-        ``ignore_load``: leaves load out, so that the order tells the caller nothing about others; round robin is then
+        Empty if there are none.
+
+        ``ignore_load``: leave load out, so that the order reveals nothing about other tenants. Round robin is then
         random.
 
-        Empty if there are none. A ranking changes no prediction; ``routed`` does. Raises TokenError, ConfigError,
-        ArgumentError. O(tokens + segments + replicas log replicas), plus one digest a segment.
+        A ranking changes no prediction; ``routed`` does. Raises TokenError, ConfigError, ArgumentError. O(tokens +
+        segments + replicas log replicas), plus one digest a segment.
         """
         name = self.cost if cost is None else _checked_cost(cost)
         heat = self.temperature if temperature is None else _checked_temperature(temperature)
@@ -230,7 +232,7 @@ class Router:
         return roster.only(np.flatnonzero(living)), False
 
     def _known(self, namespace: Namespace, key: bytes, roster: _Roster, now: float) -> _Known:
-        """Return what is known of the members about this prompt."""
+        """Return the known facts of the members about this prompt."""
         digests = self._digests(namespace, key)
         held = self._held(namespace, key, digests, roster)
         known = self._unknown(namespace.tenant, roster, now)

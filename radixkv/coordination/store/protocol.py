@@ -59,9 +59,11 @@ Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
 class WriteResult(NamedTuple):
     """The answer to a write, and the last sequence number of the log after it.
 
-    ``GAP``: the log doesn't end where the writer thinks. ``LOST``: the store knows no registration, or only an older
-    one. ``FENCED``: a newer one has the id. Nothing was written unless ``OK``; ``last_seq`` is 0 for
-    LOST and FENCED.
+    - ``GAP``: the log doesn't end where the writer expects.
+    - ``LOST``: the store has no registration, or only an older one.
+    - ``FENCED``: a newer registration has the id.
+
+    Nothing was written unless ``OK``. ``last_seq`` is 0 for LOST and FENCED.
     """
 
     verdict: Verdict
@@ -229,7 +231,9 @@ class Store(Protocol):
         """
 
     def reserve(self, tenant: bytes, share: Share, keep_s: float, limit: Limit = NO_LIMIT) -> Grant:
-        """Request blocks for a replica to hold, as an absolute number; grants what ``limit`` leaves beside the others.
+        """Request blocks for a replica to hold, as an absolute number.
+
+        Grants what ``limit`` leaves after the other shares.
 
         The grant counts until the next request, or for ``keep_s``. STALE, and nothing is written, if the store has
         another limit, unless no blocks are requested. FENCED by a share of a greater epoch. A share with the same epoch
@@ -253,7 +257,7 @@ class Store(Protocol):
         ``proof``: see ``Proofs.of_confirmation``.
 
         The last confirmation by any registration of a replica counts. Beyond 4,096 replicas, confirmations of replicas
-        that aren't listed any more are forgotten.
+        that are no longer listed are forgotten.
         """
 
     def tenant(self, tenant: bytes) -> TenantFacts:
@@ -295,12 +299,10 @@ class Store(Protocol):
     def keep_pin(
         self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool, most: int = MAX_PINS
     ) -> Durable:
-        """Keep a pin for ``ttl_s`` from now; unless ``anew``, only if no record of it exists.
+        """Keep a pin for ``ttl_s`` from now. Unless ``anew``, only if no record of it exists.
 
-        ``value`` 0: too many pins.
-
-        Too many: the tenant has ``most`` other pins, at most MAX_PINS.
-        Its parts stay. ``value`` is 1 also if it was kept already.
+        The result's ``value`` is 1 if it is kept, also if it was kept already. It is 0 if the tenant has ``most`` other
+        pins, at most MAX_PINS. The pin's parts stay.
         """
 
     def end_pin(self, tenant: bytes, pin: FleetPin, keep_s: float) -> Durable:

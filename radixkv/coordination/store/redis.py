@@ -17,8 +17,8 @@ tenant, and of one job:
 
 Writes that must not be lost (epoch, limit, generation, pin) wait for a second copy: ``Connection.run_durably``.
 
-Bounds: 1,024 replicas; 65,536 announced purges; snapshots of 4 M segments; a log reaches back to the snapshot before
-the last one; 4,096 jobs of 1,024 parts, for an hour; 256 pins a tenant and as many ended ones, of 1,024 parts.
+Bounds: 1,024 replicas; 65,536 announced purges; snapshots of 4 M segments. A log reaches back to the snapshot before
+the last one. 4,096 jobs of 1,024 parts, for an hour. 256 pins a tenant and as many ended ones, of 1,024 parts.
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ class RedisStore(Store):
             if not is_wrong_type(error.__cause__):
                 raise
             reason = "a key of another type"
-        self._tell("job", f"a warm job can't be read, and counts as none: {reason}")
+        self._tell("job", f"a warm job can't be read and is ignored: {reason}")
         return None
 
     # ---- pins

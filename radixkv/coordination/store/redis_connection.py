@@ -127,7 +127,7 @@ class Address:
     def _parse(cls, url: str) -> Address:
         found = _URL.fullmatch(url)
         if found is None:
-            raise ValueError("no such form")
+            raise ValueError("not a URL of these forms")
         scheme, user, hosts, path, query = (part or "" for part in found.groups())
         plain, _, kind = scheme.partition("+")
         names = [name for name in hosts.split(",") if name]
@@ -138,7 +138,7 @@ class Address:
         path = path.strip("/")
         service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
         if not is_socket and not re.fullmatch("[0-9]*", database):
-            raise ValueError(f"{database!r} is no number of a database")
+            raise ValueError(f"{database!r} is not the number of a database")
         shown = url if is_socket else f"{plain}://{user}{names[0] if names else ''}/{database}{query}"
         options = dict(_parse_url(shown))
         unknown = sorted(options.keys() - _OPTIONS)
@@ -265,7 +265,7 @@ class Connection:
         return pool, pool.get_connection()
 
     def check(self) -> None:
-        """Under Sentinel: leave a server that isn't the master any more, even if it still answers."""
+        """Under Sentinel: leave a server that is no longer the master, even if it still answers."""
         if self._sentinel is None:
             return
         with translated():
@@ -318,7 +318,9 @@ class Connection:
         types = [_TYPES[key.rpartition(":")[2]] for key in keys]
         for place in self._run(node, scripts.REPAIR, keys, types):
             at = int(place) - 1
-            log.warning("Redis: %s was no %s, which only an outsider writes: deleted", keys[at], types[at])
+            log.warning(
+                "Redis: %s was not a %s. No replica writes that, so it was deleted", keys[at], types[at]
+            )
 
     def _by_node(self, keys: Sequence[str]) -> list[tuple[Any, list[int]]]:
         found: dict[int, tuple[Any, list[int]]] = {}
@@ -366,7 +368,7 @@ class Connection:
         return self._cluster(self._address.hosts)
 
     def _remapped(self, client: Any) -> Any:
-        """Read the map of slots anew. If all nodes that the client knows are gone, make a new client from the URL."""
+        """Read the map of slots again. If all nodes that the client knows are gone, make a new client from the URL."""
         try:
             client.nodes_manager.initialize()
         except RedisClusterException:

@@ -6,7 +6,7 @@ because Lua would print them with an exponent.
 
 Any writer may have made the records that a script reads. Numbers are read by ``count``, which accepts up to 15 digits
 and nothing else. A registration with unreadable numbers, or a log that takes no entry, is LOST: its replica registers
-anew, and ``boot`` begins from its own writes. Epochs and log numbers close to 15 digits are begun anew, too. The client
+again, and ``boot`` begins from its own writes. Epochs and log numbers close to 15 digits also start again. The client
 deletes a key of another type (``REPAIR``), then runs the script again.
 
     boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix process

@@ -69,10 +69,13 @@ class WireError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One entry of a log: ``op`` is one of ``OPS``; ``digests`` up to 64, packed, each the child of the one before.
+    """One entry of a log.
 
-    ``parent`` is the digest before the first of them (empty at a prefix's start). ``store`` puts them into
-    ``tier``, ``tier`` moves those that are held there. A ``clear`` without a namespace means all of them.
+    - ``op``: one of ``OPS``. ``store`` puts the digests into ``tier``; ``tier`` moves those that are held there.
+    - ``digests``: up to 64, packed, each the child of the one before.
+    - ``parent``: the digest before the first of them; empty at a prefix's start.
+
+    A ``clear`` without a namespace means all namespaces.
     """
 
     op: str
@@ -114,7 +117,7 @@ class Registration:
 
     @property
     def process(self) -> str:
-        """The part of the nonce that a process keeps when it registers anew."""
+        """The part of the nonce that a process keeps when it registers again."""
         return self.nonce[:PROCESS_DIGITS]
 
     def difference(self, other: Registration) -> tuple[str, object, object] | None:
@@ -361,7 +364,7 @@ def _parse_part(replica_id: str, value: bytes) -> JobPart:
 
 def _job_state(word: str) -> JobState:
     if word not in _JOB_STATES:
-        raise WireError(f"no state of a job: {word[:32]!r}")
+        raise WireError(f"not a state of a job: {word[:32]!r}")
     return _JOB_STATES[word]
 
 
@@ -373,7 +376,7 @@ def is_code(text: str) -> bool:
 def number(value: bytes | None) -> int:
     """Parse a non-negative decimal of at most 15 digits."""
     if value is None or not _NUMBER.fullmatch(value):
-        raise WireError(f"no number: {value[:32] if value else value!r}")
+        raise WireError(f"not a number: {value[:32] if value else value!r}")
     return int(value)
 
 
@@ -388,7 +391,7 @@ def _text(value: bytes | None) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise WireError("a field that is no text") from None
+        raise WireError("a field that isn't text") from None
 
 
 _SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")

@@ -1,14 +1,16 @@
 """Discovers the other replicas, and follows their logs, over any store.
 
-The registrations are fetched once a beat, and at least every second. Liveness is the lease's remaining time, counted on
-the local clock from before the fetch, and checked at each question. So a replica is gone when its lease is over, even
-if the store is gone too. Only a beat extends a lease, whatever the store's clock does. Only the logs of replicas that
-are live, proven and compatible are read, each after its cursor ``(epoch, seq)``. ``view.RemoteLog`` defines gaps.
+The registrations are fetched once a beat, and at least every second. A replica is live as long as its lease has time
+left. This time is counted on the local clock from before the fetch, and checked at each question. So a replica is gone
+when its lease is over, even if the store is gone too. Only a beat extends a lease; jumps of the store's clock don't.
+Only the logs of replicas that are live, proven and compatible are read, each after its cursor ``(epoch, seq)``.
+``view.RemoteLog`` defines gaps.
 
 A registration counts only if its last beat is signed (``proofs.py``); an unsigned one is ignored. If a replica's
-registration was damaged or put back, the replica counts as lost by the store until its next beat. If the signed time is
-further away than its lease plus the allowed skew (``MAX_CLOCK_SKEW_S``), the replica is shown, but neither followed nor
-asked. The reason: any writer can write back an old record of a dead replica.
+registration was damaged, or an older one was written back, the replica counts as lost by the store until its next beat.
+The signed time may be further away than its lease plus the allowed skew (``MAX_CLOCK_SKEW_S``). Then the replica is
+listed, but its log isn't read and it gets no requests. The reason: any writer can write back an old record of a dead
+replica.
 
 A registration that can't be read for a moment (one shard of a Cluster is unreachable) is kept until its lease is over.
 The other shards continue.
@@ -35,7 +37,7 @@ from radixkv.errors import StoreUnavailable
 
 BLOCK_S = 0.25
 _FETCH_S = 1.0
-"""A new replica is seen after at most this time, or a beat's time if that is shorter."""
+"""A new replica is seen after at most this time, or after a beat's time if that is shorter."""
 _MIN_FETCH_S = 0.05
 _READS_A_POLL = 64
 _SILENT_S = 0.5
@@ -71,33 +73,35 @@ class Remote:
 
 
 class _Sighted(NamedTuple):
-    """The last beat seen of a replica, and the latest end of the lease that it stated."""
+    """The last beat seen of a replica, and the latest end of the lease that the replica stated."""
 
     registration: Registration
     latest: float
 
     @property
     def lease_s(self) -> float:
-        """The lease's length as stated."""
+        """The stated length of the lease."""
         return self.registration.lease_ms / 1000
 
     def is_before(self, other: Registration) -> bool:
-        """Whether ``other`` is of a later beat, of the same registration or a newer one."""
+        """Whether ``other`` has a later beat, of the same registration or of a newer one."""
         mine = self.registration
         if mine.nonce != other.nonce and mine.epoch == other.epoch:
             return 0 < other.beats
         return 0 < other.beats and (mine.epoch, mine.beats) < (other.epoch, other.beats)
 
     def is_as_new_as(self, other: Registration) -> bool:
-        """Whether ``other`` is of the same registration and not of a later beat; after leaving there is no beat."""
+        """Whether ``other`` has the same registration and no later beat. A registration that left has no beat."""
         mine = self.registration
         return mine.writer == other.writer and 0 < other.beats <= mine.beats
 
 
 class _Replaced(NamedTuple):
-    """Processes that lost the id to another one, and until when they may think that their lease runs.
+    """An earlier process of an id.
 
-    ``writer``: the last registration of the id that was seen. ``most_s``: the longest such time, from any start.
+    - ``writer``: the last registration of the id that was seen.
+    - ``until``: the latest time at which the process may believe that its lease runs.
+    - ``most_s``: the most seconds of such a lease, from any start.
     """
 
     writer: Writer
@@ -110,8 +114,9 @@ class Reader:
 
     One thread at a time may poll. The rest may be called from any thread.
 
-    ``any_block_size``: follow replicas of any block size, not only of the settings' size. ``fetched_at``: when the
-    registrations were last read. ``failed_at``: when the store last failed to answer; ``failure`` has the reason.
+    - ``any_block_size``: follow replicas of any block size, not only of the settings' size.
+    - ``fetched_at``: when the registrations were last read.
+    - ``failed_at``: when the store last failed to answer. ``failure`` has the reason.
     """
 
     def __init__(
@@ -191,19 +196,19 @@ class Reader:
         return frozenset(remote.registration.writer for remote in self.remotes.values())
 
     def is_signed(self, registration: Registration) -> bool:
-        """Whether a replica of the fleet signed it, at any time. Local; about 10 µs."""
+        """Whether a replica of the fleet signed the registration, at any time. Local; about 10 µs."""
         return self._proofs.is_beat(registration) or self._proofs.is_farewell(registration)
 
     def is_registered(self, writer: Writer) -> bool:
-        """Whether the store has exactly this registration as the last of its id, signed. Raises StoreUnavailable."""
+        """Whether the store's last registration of the id is exactly this one, signed. Raises StoreUnavailable."""
         seen = self._store.fetch([writer.replica_id]).seen
         return any(each.registration.writer == writer and self.is_signed(each.registration) for each in seen)
 
     def sorted_out(self, fetched: Iterable[Seen]) -> tuple[list[Seen], dict[str, bool]]:
-        """Return the signed registrations, and the ids of the others: True if one may still be a replica's.
+        """Return the signed registrations, and the ids of unsigned ones: True if the id may still be that of a replica.
 
-        An unsigned one may be a replica's for one lease after it was first seen, because a live replica writes its
-        registration again within that time. Local.
+        For one lease after an unsigned registration was first seen, it may be that of a replica. A live replica writes
+        its registration again within that time. Local.
         """
         now, signed, unsigned = self._clock(), list[Seen](), dict[str, bool]()
         for seen in fetched:
@@ -217,8 +222,10 @@ class Reader:
         return signed, unsigned
 
     def remaining_s(self, seen: Seen) -> float:
-        """Return how long a replica that was just fetched may think that its lease runs, whatever the store thinks;
-        local."""
+        """Return the longest time for which a replica may believe that its lease runs, counted from now. Local.
+
+        ``seen``: as just fetched. The store's own view of the lease doesn't count.
+        """
         registration, now = seen.registration, self._clock()
         sighted = self._sighted.get(registration.replica_id)
         if sighted is None or not sighted.is_as_new_as(registration):
@@ -229,14 +236,13 @@ class Reader:
         return max(0.0, (self._lost_until(sighted) if is_lost else self._latest(sighted)) - now)
 
     def forgotten(self, known: Mapping[str, int]) -> set[str]:
-        """Return replicas whose lease may still run, but which a store with the epochs ``known`` has lost; local."""
+        """Return replicas that a store with the epochs ``known`` has lost, but that may have a running lease. Local."""
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
         return {name for name, each in lost if self._lost_until(each) > now or self._is_turned(now)}
 
     def replaced(self, fetched: Iterable[Seen]) -> set[str]:
-        """Return ids that were taken over from a process whose lease may still run, even if the new one has left;
-        local.
+        """Return ids with an earlier process that may have a running lease, even if the new process has left. Local.
 
         ``fetched``: the registrations as of now.
         """
@@ -261,7 +267,7 @@ class Reader:
         return {name: each for name, each in noted.items() if each.most_s > 0}
 
     def _note(self, registration: Registration, now: float, known: _Replaced | None) -> _Replaced:
-        """Record the replaced process, from the registration's first statement and from what was seen before it."""
+        """Record the earlier process of an id, as stated by the registration and as seen before it."""
         if known is not None and known.writer == registration.writer:
             return known
         sighted = self._sighted.get(registration.replica_id)
@@ -275,12 +281,14 @@ class Reader:
         return _Replaced(registration.writer, *(max(each) for each in zip(*found, strict=True)))
 
     def _latest(self, sighted: _Sighted) -> float:
-        """Return the latest end of its lease: while the store was unreachable, it may have taken and lost an unseen
-        beat."""
+        """Return the latest possible end of a replica's lease.
+
+        While the store was unreachable, it may have accepted a beat that was then lost unseen.
+        """
         return max(sighted.latest, self.failed_at + sighted.lease_s)
 
     def _lost_until(self, sighted: _Sighted) -> float:
-        """Return until when a replica that the store has lost may think that its lease runs.
+        """Return the latest time at which a replica that the store has lost may believe that its lease runs.
 
         Its last beat may never have been seen, but it is not later than the moment at which the loss is noticed.
         """
@@ -324,19 +332,21 @@ class Reader:
         self._has_failed = False
 
     def _is_turned(self, now: float) -> bool:
-        """Whether the clock has jumped since the last check, or there was no check for two leases: times mean
-        nothing then."""
+        """Whether the clock has jumped since the last check, or there was no check for two leases.
+
+        Times then mean nothing.
+        """
         return not 0.0 <= now - self._tried_at <= 2 * self._settings.lease_s
 
     def _turn(self, now: float) -> None:
-        """Extend leases that may have run at the last check, by their stated length and no longer."""
+        """Extend the leases that may have run at the last check, by at most their stated length."""
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
         self._replaced = self._counted_anew(now)
         lost = [
             name for name in list(self._lost) if name in self._sighted
-        ]  # another thread may add one meanwhile
+        ]  # another thread may add one during this
         self._lost = {name: now + self._sighted[name].lease_s for name in lost}
         self.failed_at = min(self.failed_at, now)
         self.remotes = {
@@ -345,7 +355,10 @@ class Reader:
         }
 
     def _pause_s(self, seen: Iterable[Seen]) -> float:
-        """Return the time until the next fetch: soon enough that no lease extended in time seems expired before it."""
+        """Return the time until the next fetch.
+
+        It is short enough that a lease extended in time never seems expired before.
+        """
         shortest_s = min((each.remaining_s for each in seen if each.remaining_s > 0), default=_FETCH_S)
         return max(_MIN_FETCH_S, min(self._settings.beat_s, _FETCH_S, shortest_s / 2))
 
@@ -395,7 +408,7 @@ class Reader:
             del self._lost[name]
 
     def _sight(self, seen: Seen, after: float) -> float:
-        """Return the latest end of a lease: only a beat extends it, by the time that the beat states."""
+        """Return the latest end of a lease. Only a beat extends a lease, by the time that the beat states."""
         registration, latest = seen.registration, after + self._latest_s(seen)
         if not registration.beats:
             return latest
@@ -433,9 +446,9 @@ class Reader:
         return any(len(entries) >= ENTRIES_A_READ for entries in news.values())
 
     def _take(self, name: str, log: RemoteLog, logged: Logged) -> bool:
-        """Apply one entry; False if it belongs to a registration that isn't known yet."""
+        """Apply one entry. Returns False if it belongs to a registration that isn't known yet."""
         epoch, seq, entry = logged
-        if epoch != log.epoch:  # it has registered anew, or another writer wrote here
+        if epoch != log.epoch:  # it has registered again, or another writer wrote here
             self._fetch_at = min(self._fetch_at, self._tried_at + _MIN_FETCH_S)
             return False
         if entry is None:
@@ -450,10 +463,10 @@ class Reader:
         return True
 
     def _catch_up(self) -> None:
-        """Handle a log that ends before its registration's last number, because it was trimmed past the cursor to
-        nothing.
+        """Handle logs that don't reach their registration's last number, by a snapshot.
 
-        Or it couldn't be read, as while a shard or a master is replaced. The log is then begun anew at the next fetch.
+        Such a log was trimmed past the cursor and is empty, or it couldn't be read, for example while a master is
+        replaced. Without a snapshot, the log starts again at the next fetch.
         """
         for name, remote in self.remotes.items():
             log = remote.log
@@ -465,7 +478,7 @@ class Reader:
                 log.forget(0)
 
     def _load_snapshot(self, name: str, log: RemoteLog, after: int) -> None:
-        """Replace what is known by the replica's snapshot, if there is one after number ``after``."""
+        """Replace the known holdings by the replica's snapshot, if there is one after number ``after``."""
         saved = self._store.load(name, log.epoch, after)
         if saved is not None:
             log.load(saved.groups, saved.seq)
@@ -477,7 +490,7 @@ def _stated_s(seen: Seen) -> float:
 
 
 def _off(registration: Registration, wall_s: float) -> float | None:
-    """Return by how many seconds its last beat's time is too far from the time ``wall_s``; None if it isn't."""
+    """Return the seconds since the last beat was sent (< 0: in the future) if out of range; otherwise None."""
     ago_s = wall_s - registration.stated_ms / 1000
     longest_s = registration.lease_ms / 1000 + MAX_CLOCK_SKEW_S
     return None if -MAX_CLOCK_SKEW_S <= ago_s <= longest_s else ago_s
@@ -491,7 +504,7 @@ def describe(
     remaining_s: float,
     load: Load,
 ) -> ReplicaInfo:
-    """Return another replica's ReplicaInfo, as its reader judges it; ``off_s``: see ``_off``."""
+    """Return another replica's ReplicaInfo, as its reader judges it. ``off_s``: see ``_off``."""
     difference = mine.difference(registration)
     reason = None if difference is None else "another {}: {} here, {} there".format(*difference)
     if reason is None and off_s is not None:

@@ -12,7 +12,7 @@ set. Segments of one prompt mostly have the same holders, so there are few sets,
 Forgetting a replica or one of its namespaces rewrites bitmaps, not rows: O(holder sets).
 
 Rows are at ``home = high bits of the key × capacity`` or after it, without wrapping. Homes grow with the keys, so one
-sort builds the table. When it is four fifths full, it is built anew without rows that have no holder, with 1.6 rows a
+sort builds the table. When it is four fifths full, it is rebuilt without rows that have no holder, with 1.6 rows a
 segment.
 
 Two digests that agree in 63 bits count as one: 1 in 10⁶ for three million segments. Then a hint is wrong.
@@ -229,7 +229,7 @@ class Segments:
             keys, sets, rows = keys[~won], sets[~won], rows[~won]
 
     def _rebuild(self, keys: Keys, sets: SetIds) -> None:
-        """Build the table anew from the rows with a holder, and these keys."""
+        """Rebuild the table from the rows with a holder, and these keys."""
         held = np.array([bitmap != 0 for bitmap in self.sets.bitmaps])
         kept = held[self._sets]
         keys, sets = np.concatenate([self._keys[kept], keys]), np.concatenate([self._sets[kept], sets])

@@ -1,1 +1,1 @@
-"""The handlers of the endpoints, one module a subject."""
+"""The handlers of the endpoints, one module for each subject. ``/openapi.json`` shows their docstrings."""

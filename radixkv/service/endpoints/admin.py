@@ -44,26 +44,26 @@ T = TypeVar("T")
 
 
 async def list_keys(call: Call[Service]) -> Response:
-    """All keys: id, prefix, whose. Never a key or a digest."""
+    """List all keys with id, prefix and owner, but not the keys themselves."""
     call.query()
     keys = call.host.keyring.keys
     return reply(await call.host.threads.administer(lambda: KeysReply(keys=[_shown(key) for key in keys])))
 
 
 async def create_operator_key(call: Call[Service]) -> Response:
-    """A further key of the operator's; it is shown this once."""
+    """Create another key of the operator. Only this answer shows it."""
     call.query()
     return await _created(call, Principal(None))
 
 
 async def create_key(call: Call[Service]) -> Response:
-    """A further key of a tenant's, which comes into being if there is none; it is shown this once."""
+    """Create another key of a tenant, and the tenant if it doesn't exist. Only this answer shows the key."""
     call.query()
     return await _created(call, _tenant(call))
 
 
 async def rotate_key(call: Call[Service]) -> Response:
-    """A new key in the place of an old one, which is refused from now on; it is shown this once."""
+    """Replace a key by a new one. The old key is refused from now on. Only this answer shows the new key."""
     call.query()
     key_id = call.request.path_params["key"]
     text, key = await _changed(call, lambda: call.host.keys.rotate(key_id), "key")
@@ -71,7 +71,7 @@ async def rotate_key(call: Call[Service]) -> Response:
 
 
 async def revoke_key(call: Call[Service]) -> Response:
-    """The key is refused from now on."""
+    """Revoke a key: it is refused from now on."""
     call.query()
     key_id = call.request.path_params["key"]
     await _changed(call, lambda: call.host.keys.revoke(key_id), "key")
@@ -79,7 +79,7 @@ async def revoke_key(call: Call[Service]) -> Response:
 
 
 async def list_tenants(call: Call[Service]) -> Response:
-    """All tenants, and what holds for each."""
+    """List all tenants with their settings."""
     call.query()
 
     quotas = call.host.quotas
@@ -95,56 +95,70 @@ async def list_tenants(call: Call[Service]) -> Response:
 
 
 async def put_tenant(call: Call[Service]) -> Response:
-    """Make a tenant, or change what holds for it; what is left out is what holds for all. Its keys stay."""
+    """Create a tenant, or replace its settings. A field that is left out gets its default. The keys stay."""
     call.query()
     tenant = str(_tenant(call).tenant)
     settings = (await call.read(TenantSettings)).body
-    await _changed(call, lambda: call.host.keys.put_tenant(tenant, settings), "tenant")
-    await _said(call, tenant)
+    await _changed_tenant(call, tenant, lambda: call.host.keys.put_tenant(tenant, settings))
     ring = call.host.keyring
     return reply(_tenant_reply(ring, call.host.quotas, tenant, len(ring.of(Principal(tenant)))))
 
 
 async def purge_tenant(call: Call[Service]) -> Response:
-    """Forget all that a tenant has, here and on all replicas: nothing of it is matched from now on.
+    """Remove everything that a tenant has cached, on all replicas.
 
-    Every live replica is told at once, and who has confirmed by the time of the answer is named. It may be asked
-    again; `GET` says how far the last one has come.
+    From now on, this replica and all replicas in `confirmed` match nothing of it. The request goes to every live
+    replica at once. The answer names those that have confirmed so far. `GET` shows the progress. The purge is complete
+    when no replica is `pending`. A replica in `unconfirmed` may still run, cut off from the store. It then serves what
+    it has, unless the tenant's `on_unconfirmed_generation` is `refuse`. A purge may be repeated.
     """
     call.query()
     return reply(await _purged(call, _known_tenant(call)))
 
 
 async def purge_state(call: Call[Service]) -> Response:
-    """How far a tenant's last purge has come: it is complete once every live replica has confirmed."""
+    """Return the progress of a tenant's last purge. It is complete when every live replica has confirmed.
+
+    A replica in `unconfirmed` is not counted as live, but it may still run, cut off from the store.
+    """
     call.query()
     tenant = _known_tenant(call)
     try:
         purge = await call.host.threads.administer(partial(call.host.fleet.coordinator.purge_report, tenant))
     except CoordinationError:
-        raise store_unavailable("how far the purge has come can't be known without the store") from None
+        raise store_unavailable(
+            "the store can't be reached, so the progress of the purge is unknown"
+        ) from None
     return reply(PurgeStateReply(**_state(purge)))
 
 
 async def remove_tenant(call: Call[Service]) -> Response:
-    """Remove a tenant and its keys, and forget all that it has, here and on all replicas.
+    """Remove a tenant, its keys, and everything that it has cached, on all replicas.
 
-    If the other replicas can't be told, nothing is removed (503): revoke its keys one by one then.
+    If the other replicas can't be informed, the answer is 503 and the tenant stays. Then revoke its keys one by one.
     """
     call.query()
     tenant = _known_tenant(call)
     await _purged(call, tenant)
-    await _changed(call, lambda: call.host.keys.remove_tenant(tenant), "tenant")
-    await _said(call, tenant)
+    await _changed_tenant(call, tenant, lambda: call.host.keys.remove_tenant(tenant))
     with suppress(CoordinationError):  # remains of its last requests; upkeep tries again
         await call.host.purges.purge_removed()
     return Response(status_code=204)
 
 
-async def _said(call: Call[Service], tenant: str) -> None:
-    """Write the quota now, so that later changes on any replica come later; if the store is away, once it is back."""
-    with suppress(CoordinationError):
-        await call.host.threads.administer(partial(call.host.quotas.say, tenant))
+async def _changed_tenant(call: Call[Service], tenant: str, change: Callable[[], object]) -> None:
+    """Change a tenant, then write its quota to the store. Raises ApiError.
+
+    The quota is written before the answer, so that a later change on any replica counts as later. If the store is
+    away, it is written once the store is back.
+    """
+
+    def both() -> None:
+        change()
+        with suppress(CoordinationError):
+            call.host.quotas.say(tenant)
+
+    await _changed(call, both, "tenant")
 
 
 async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
@@ -154,11 +168,9 @@ async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
     except CoordinationError as error:
         reason = "the store can't be reached"
         if isinstance(error, UnreadableRecord):
-            reason = (
-                "what the store had of the tenant's generation was no replica's writing, and was replaced"
-            )
+            reason = "no replica wrote the store's record of the tenant's generation, and it was replaced"
         message = (
-            f"purged here, and on those replicas that could be told; not confirmed, as {reason}: ask again"
+            f"purged here and on the reachable replicas, but not confirmed, because {reason}: purge again"
         )
         raise store_unavailable(message) from None
     return PurgeReply(blocks=num_blocks, **_state(purge))
@@ -225,12 +237,12 @@ def _tenant_reply(ring: Keyring, quotas: Quotas, tenant: str, num_keys: int) -> 
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/v1/keys", list_keys, "Keys", "operator", {200: KeysReply}, errors=(422,)),
+    Endpoint("GET", "/v1/keys", list_keys, "List keys", "operator", {200: KeysReply}, errors=(422,)),
     Endpoint(
         "POST",
         "/v1/keys",
         create_operator_key,
-        "Make a key of the operator's",
+        "Create a key of the operator",
         "operator",
         {201: NewKeyReply},
         errors=(409, 422, 503),
@@ -253,12 +265,14 @@ ENDPOINTS = (
         {204: None},
         errors=(404, 409, 422, 503),
     ),
-    Endpoint("GET", "/v1/tenants", list_tenants, "Tenants", "operator", {200: TenantsReply}, errors=(422,)),
+    Endpoint(
+        "GET", "/v1/tenants", list_tenants, "List tenants", "operator", {200: TenantsReply}, errors=(422,)
+    ),
     Endpoint(
         "POST",
         "/v1/tenants/{tenant}/keys",
         create_key,
-        "Make a key of a tenant's",
+        "Create a key of a tenant",
         "operator",
         {201: NewKeyReply},
         errors=(409, 422, 503),
@@ -267,7 +281,7 @@ ENDPOINTS = (
         "PUT",
         "/v1/tenants/{tenant}",
         put_tenant,
-        "Make or change a tenant",
+        "Create or change a tenant",
         "operator",
         {200: TenantReply},
         body=TenantSettings,
@@ -286,7 +300,7 @@ ENDPOINTS = (
         "POST",
         "/v1/tenants/{tenant}/purge",
         purge_tenant,
-        "Forget all that a tenant has",
+        "Purge a tenant",
         "operator",
         {200: PurgeReply},
         errors=(404, 422, 503),
@@ -295,7 +309,7 @@ ENDPOINTS = (
         "GET",
         "/v1/tenants/{tenant}/purge",
         purge_state,
-        "How far a purge has come",
+        "Get the progress of a purge",
         "operator",
         {200: PurgeStateReply},
         errors=(404, 422, 503),

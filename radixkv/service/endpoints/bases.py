@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 async def publish(call: Call[Service]) -> Response:
-    """Publish a prefix; answer when it is readable."""
+    """Compute a prefix and publish it as a base. The answer comes when its readers can read it."""
     call.query()
     reading = await call.read(PublishRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
     readers = _known(service.keyring, body.readers)
     if not prompt.key:
-        message = "the prefix has no whole block"
+        message = "the prefix is shorter than a block"
         raise invalid(
             message, "prompt", prompt.left_out, f"at least {service.rules.block_size} stable tokens"
         )
@@ -83,13 +83,13 @@ _FIELDS = {"base_id": "id", "ids": "prompt"}
 
 
 async def list_bases(call: Call[Service]) -> Response:
-    """All bases of this replica."""
+    """List all bases of this replica."""
     call.query()
     return reply(BasesReply(bases=[_shown(base) for base in call.host.cache.bases()]))
 
 
 async def set_readers(call: Call[Service]) -> Response:
-    """These tenants read a base from now on, and no others."""
+    """Replace the readers of a base: from now on these tenants may read it, and no others."""
     call.query()
     service, base_id = call.host, call.request.path_params["base"]
     readers = _known(service.keyring, (await call.read(ReadersRequest)).body.readers)
@@ -98,7 +98,7 @@ async def set_readers(call: Call[Service]) -> Response:
 
 
 async def unpublish(call: Call[Service]) -> Response:
-    """Nobody reads a base from now on."""
+    """Unpublish a base: from now on no tenant finds it."""
     call.query()
     service, base_id = call.host, call.request.path_params["base"]
     await _on_a_base(service.threads, lambda: service.cache.unpublish(base_id))
@@ -115,7 +115,9 @@ async def _on_a_base(threads: Threads, change: Callable[[], None]) -> None:
 def _known(keyring: Keyring, readers: list[str]) -> list[str]:
     for at, reader in enumerate(readers):
         if reader not in keyring.settings:
-            raise invalid(f"readers[{at}] is no tenant", f"readers[{at}]", reader, "tenants that there are")
+            raise invalid(
+                f"readers[{at}] is not a tenant", f"readers[{at}]", reader, "ids of existing tenants"
+            )
     return readers
 
 
@@ -138,14 +140,12 @@ def _shown(base: BaseInfo) -> BaseReply:
 
 
 ENDPOINTS = (
-    Endpoint(
-        "GET", "/v1/bases", list_bases, "Bases of this replica", "operator", {200: BasesReply}, errors=(422,)
-    ),
+    Endpoint("GET", "/v1/bases", list_bases, "List bases", "operator", {200: BasesReply}, errors=(422,)),
     Endpoint(
         "POST",
         "/v1/bases",
         publish,
-        "Publish a prefix for tenants to read",
+        "Publish a base",
         "operator",
         {201: PublishedReply},
         body=PublishRequest,
@@ -155,7 +155,7 @@ ENDPOINTS = (
         "PUT",
         "/v1/bases/{base}/readers",
         set_readers,
-        "Say who reads a base",
+        "Set the readers of a base",
         "operator",
         {200: BaseReply},
         body=ReadersRequest,

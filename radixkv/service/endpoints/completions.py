@@ -68,7 +68,10 @@ T = TypeVar("T")
 
 
 async def completions(call: Call[Service]) -> Response:
-    """Answer one completion request."""
+    """Complete prompts, with the fields of OpenAI's API: as one answer, or as a stream of server-sent events.
+
+    A stream begins with the first token, so a refusal is still an HTTP status. A later error is an event of the stream.
+    """
     reading = await call.read(CompletionRequest)
     body, prompts = reading.body, reading.prompts
     _check_options(body, call.host.model_name)
@@ -404,15 +407,20 @@ def _check_options(body: CompletionRequest, model_name: str) -> None:
         raise invalid(problem, "stream_options", None, "stream: true with it")
     hints = body.hints
     if hints is not None and hints.duration_s is not None and hints.priority is None:
-        reason = "it says how long hints.priority holds, which is not set"
+        reason = "hints.priority is not set"
         raise refused("hints.duration_s", hints.duration_s, reason, "hints.priority with it")
     if not body.use_beam_search:
         if body.best_of not in (None, body.n):
-            raise refused("best_of", body.best_of, "it differs from n", f"{body.n}, or use_beam_search")
+            raise refused(
+                "best_of",
+                body.best_of,
+                "it differs from n",
+                f"{body.n}, or another number with use_beam_search",
+            )
         return
     if body.stream:
         raise refused("stream", True, "beam search can't be streamed", "false with use_beam_search")
-    draws_nothing = "beam search draws nothing"
+    draws_nothing = "beam search draws no tokens"
     if "temperature" in body.model_fields_set and body.temperature != 0:
         raise refused("temperature", body.temperature, draws_nothing, "0 with use_beam_search")
     for field, neutral in (("top_p", 1.0), ("top_k", None)):
@@ -425,7 +433,7 @@ def _check_options(body: CompletionRequest, model_name: str) -> None:
 def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEngine) -> None:
     """Refuse a request that even an empty server could not serve. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
-        reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
+        reason = f"{len(prompts)} prompts have {len(prompts) * body.n} completions then"
         raise refused("n", body.n, reason, f"at most {MAX_ROWS} completions, prompts × n")
     echoed = body.n * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHOED_CHARS:
@@ -434,7 +442,7 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEn
     limit = engine.max_model_len
     longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
-        reason = f"a prompt of {longest} tokens leaves room for {limit - longest}"
+        reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
         raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
     config = engine.cache.config
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)

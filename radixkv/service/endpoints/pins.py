@@ -31,14 +31,14 @@ _LIMIT = re.compile(r"[1-9][0-9]{0,3}")
 
 
 async def pin(call: Call[Service]) -> Response:
-    """Keep a prefix resident for some time; pinned again, its time begins anew.
+    """Keep a prefix resident for some time. If it is pinned already, its time starts again.
 
-    On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
+    With `replicas: self` the prefix must be resident: warm it first. Otherwise each replica computes what it lacks.
     """
     reading = await call.read(PinRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
     if not prompt.key:
-        allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
+        allowed = f"at least a block ({service.rules.block_size} tokens) before the last stable boundary"
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
@@ -62,15 +62,17 @@ async def pin_for_replica(call: Call[Service]) -> Response:
 
 
 async def list_pins(call: Call[Service]) -> Response:
-    """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet, by id.
+    """List the caller's pins: first those of this replica, the oldest first, then those of the fleet, by id.
 
-    At most `limit` at once; where there are more, the header `Link` has the address of the next part.
+    An answer has at most `limit` pins. If there are more, the header `Link` has the address of the next page.
     """
     query = call.query("limit", "after")
     limit, after = _limit(query.get("limit")), query.get("after", "0")
     is_fleet = is_pin_id(after)
     if not is_fleet and not _LOCAL_ID.fullmatch(after):
-        raise invalid("after is no id of a pin", "after", after, "the id of the last pin of the part before")
+        raise invalid(
+            "after is not the id of a pin", "after", after, "the id of the last pin of the page before"
+        )
     fleet_pins, tenant, block_size = call.host.fleet_pins, call.tenant, call.host.rules.block_size
     pins = [] if is_fleet else [_shown(pin) for pin in fleet_pins.local(tenant, int(after), limit + 1)]
     if len(pins) <= limit:
@@ -92,9 +94,9 @@ def _limit(text: str | None) -> int:
 
 
 async def unpin(call: Call[Service]) -> Response:
-    """End a pin of the caller's before its time; what it held is evicted when its turn comes.
+    """End a pin of the caller before its time. Its blocks stay in the cache until the policy evicts them.
 
-    One of the fleet ends here at once, and on every other replica within a second or so of its hearing from the store.
+    A pin of the fleet ends here at once. Every other replica ends it about a second after it can read the store.
     """
     call.query()
     fleet_pins, wanted = call.host.fleet_pins, call.request.path_params["pin"]
@@ -154,12 +156,12 @@ ENDPOINTS = (
         "GET",
         "/v1/pins",
         list_pins,
-        "Pins",
+        "List pins",
         "tenant",
         {200: PinsReply},
         query={
-            "limit": f"most pins of an answer, 1 to {MAX_LISTED}",
-            "after": "only pins that come after this id",
+            "limit": f"most pins in an answer, 1 to {MAX_LISTED}",
+            "after": "only pins after this id; the header Link has it",
         },
         errors=(422, 503),
     ),
@@ -168,7 +170,7 @@ ENDPOINTS = (
         "POST",
         PIN_PATH,
         pin_for_replica,
-        "Keep resident for another replica",
+        "Pin for another replica",
         "replica",
         {202: None},
         body=PinOrder,

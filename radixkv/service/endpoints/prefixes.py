@@ -43,11 +43,10 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 async def warm(call: Call[Service]) -> Response:
-    """Compute a prefix, or join one under way; answer when it is resident, or with a job.
+    """Compute a prefix, or join its computation. The answer comes when it is resident, or at once with a job.
 
-    On several replicas it always is a job, whether or not it is waited for: it goes on if the client hangs up. With
-    an `Idempotency-Key` of up to 255 visible ASCII characters it is one, too: repeated with the same key, at any
-    replica, it is the same job, for as long as that is kept.
+    On several replicas it is always a job, with `wait` too: it continues if the client hangs up. With the header
+    `Idempotency-Key` it is also a job. The same key at any replica gives the same job, as long as the job is kept.
     """
     service = call.host
     key = _idempotency_key(call)
@@ -71,7 +70,8 @@ def _idempotency_key(call: Call[Service]) -> str | None:
         return None
     if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
         shown = keys[0] if len(keys) == 1 else f"{len(keys)} keys"
-        raise invalid("not a key", "Idempotency-Key", shown, "one key of 1 to 255 visible ASCII characters")
+        allowed = "one key of 1 to 255 visible ASCII characters"
+        raise invalid("Idempotency-Key is not a key", "Idempotency-Key", shown, allowed)
     return keys[0]
 
 
@@ -128,7 +128,7 @@ async def prove(call: Call[Service]) -> Response:
 
 
 async def warm_job(call: Call[Service]) -> Response:
-    """State, progress and results of a job of the caller's, whichever replica took it."""
+    """Return state, progress and results of a job of the caller. Any replica answers."""
     found = await call.host.warm_jobs.reply(call.tenant, call.request.path_params["job"])
     if found is None:
         raise not_found("job")
@@ -136,7 +136,7 @@ async def warm_job(call: Call[Service]) -> Response:
 
 
 async def lookup(call: Call[Service]) -> Response:
-    """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
+    """Return how much of a prompt is resident for the caller. It is cut where a warm cuts it. Changes nothing."""
     reading = await call.read(LookupRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
     match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prompt.key)
@@ -144,7 +144,7 @@ async def lookup(call: Call[Service]) -> Response:
 
 
 async def clear(call: Call[Service]) -> Response:
-    """Forget the caller's namespaces: all, or those with the salt and the adapter in the query."""
+    """Remove the caller's namespaces on this replica: all, or those with the salt and the adapter in the query."""
     wanted = call.query("salt", "adapter")
     service = call.host
     found = [
@@ -165,7 +165,7 @@ async def clear(call: Call[Service]) -> Response:
 
 
 async def stats(call: Call[Service]) -> Response:
-    """The caller's own counts; everybody's for the operator."""
+    """Return the caller's own statistics on this replica; for the operator those of all tenants."""
     call.query()
     service = call.host
     assert call.principal is not None
@@ -196,14 +196,16 @@ ENDPOINTS = (
         "tenant",
         {200: WarmReply | FleetWarmReply, 202: JobAccepted},
         body=WarmRequest,
-        headers={"Idempotency-Key": "repeated with the same one, a warm is the same job"},
+        headers={
+            "Idempotency-Key": "a warm with the same key is the same job; 1 to 255 visible ASCII characters"
+        },
         errors=(409, 429, 503),
     ),
     Endpoint(
         "GET",
         "/v1/warm/{job}",
         warm_job,
-        "State of a warm job",
+        "Get a warm job",
         "tenant",
         {200: JobReply},
         errors=(404, 503),
@@ -212,7 +214,7 @@ ENDPOINTS = (
         "POST",
         "/v1/lookup",
         lookup,
-        "Look a prefix up",
+        "Look up a prefix",
         "tenant",
         {200: LookupReply},
         body=LookupRequest,
@@ -222,7 +224,7 @@ ENDPOINTS = (
         "DELETE",
         "/v1/cache",
         clear,
-        "Forget namespaces",
+        "Clear namespaces",
         "tenant",
         {200: ClearReply},
         query={"salt": "only namespaces with this salt", "adapter": "only namespaces of this adapter"},
@@ -232,7 +234,7 @@ ENDPOINTS = (
         "GET",
         "/v1/stats",
         stats,
-        "Counts",
+        "Get statistics",
         "either",
         {200: TenantStatsReply | OperatorStatsReply},
         errors=(422,),
@@ -251,7 +253,7 @@ ENDPOINTS = (
         "POST",
         PURGE_PATH,
         purge_for_replica,
-        "Hear of a purge",
+        "Receive a purge",
         "replica",
         {204: None},
         body=ToldPurge,

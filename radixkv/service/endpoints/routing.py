@@ -32,7 +32,10 @@ _LOOP_TOKENS = 2**16
 
 
 async def route(call: Call[Host]) -> Response:
-    """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
+    """Rank the replicas for a prompt, the best first.
+
+    Later rankings assume that the first one gets the prompt, unless `predict` is false.
+    """
     reading = await call.read(RouteRequest)
     body, prompt, router = reading.body, reading.prompts[0], call.host.router
     namespace = call.host.routed_to(call.tenant, body)
@@ -53,7 +56,7 @@ async def route(call: Call[Host]) -> Response:
 
     found = rank() if prompt.num_tokens <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
     if not found:
-        raise no_replica("no replica that serves this model is known to live")
+        raise no_replica("no live replica that serves this model is known")
     return reply(
         RouteReply(
             prompt_tokens=prompt.num_tokens,
@@ -85,7 +88,7 @@ def _load(load: Load) -> LoadReply:
 
 
 async def replicas(call: Call[Host]) -> Response:
-    """The replicas that this process knows, itself first if it is one; their load is the operator's to see."""
+    """List the replicas that this process knows. Only the operator sees their load."""
     wanted = call.query("all").get("all", "false")
     if wanted not in ("true", "false"):
         raise refused("all", wanted, None, "true or false")
@@ -120,17 +123,17 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
 
 
 async def metrics(call: Call[Host]) -> Response:
-    """Everything that is counted, for Prometheus."""
+    """Return all metrics in the text format of Prometheus."""
     return Response(call.host.metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def healthz(call: Call[Host]) -> Response:
-    """Whether this process is well."""
+    """Answer 200 if this process is healthy. Replace the process if the answer is 503."""
     return _health(call, "unhealthy", call.host.sickness())
 
 
 async def readyz(call: Call[Host]) -> Response:
-    """Whether requests may be sent here."""
+    """Answer 200 if requests may be sent to this process."""
     return _health(call, "not_ready", call.host.unreadiness())
 
 
@@ -155,18 +158,18 @@ ENDPOINTS = (
         "GET",
         "/v1/replicas",
         replicas,
-        "Replicas",
+        "List replicas",
         "either",
         {200: ReplicasReply},
-        query={"all": "true: those whose lease ran out too"},
+        query={"all": "true: also replicas whose lease has expired"},
         errors=(422,),
     ),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", "operator", {200: CONTENT_TYPE}),
+    Endpoint("GET", "/metrics", metrics, "Get metrics", "operator", {200: CONTENT_TYPE}),
     Endpoint(
         "GET",
         "/healthz",
         healthz,
-        "Is it well",
+        "Check health",
         "anyone",
         {200: HealthReply, 503: HealthReply},
     ),
@@ -174,7 +177,7 @@ ENDPOINTS = (
         "GET",
         "/readyz",
         readyz,
-        "Is it ready",
+        "Check readiness",
         "anyone",
         {200: HealthReply, 503: HealthReply},
     ),

@@ -1,1 +1,1 @@
-"""What this replica does together with the others."""
+"""Work that this replica does together with other replicas: jobs, pins, purges, quotas."""

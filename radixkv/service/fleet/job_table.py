@@ -1,9 +1,11 @@
-"""The warm jobs that this process knows the prompts of, and what a tenant may ask about them.
+"""The table of warm jobs whose prompts this process has, by tenant and id.
 
-A job's id is a secret of 128 bits: it can't be guessed, counts nothing, and is looked up together with the tenant
-that asks, so another tenant's job and one that doesn't exist are the same. Each tenant has a table of its own,
-bounded: finished jobs leave after ``ttl_s`` or, oldest first, when the table is full; if all that fill it are
-unfinished, the tenant is told Busy. What leaves here is forgotten in the store too, where it was asked for here.
+A job's id is a secret of 128 bits. It can't be guessed and counts nothing. A job is looked up together with the tenant
+that asks. So another tenant's job looks like one that doesn't exist.
+
+Each tenant has its own bounded table. Finished jobs leave after ``ttl_s``, or earlier, oldest first, when the table is
+full. If unfinished jobs fill it, the tenant gets Busy. If a client asked this process for a job, the job's record in
+the store is deleted too when the job leaves the table.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from radixkv.service.worker import Busy
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A replica's part of a job, as it stated it to the store."""
+    """A replica's part of a job, as written to the store."""
 
     state: JobState = "queued"
     num_done: int = 0
@@ -34,11 +36,14 @@ class Stated:
 
 
 class Job:
-    """A warm in the background. ``record`` is what the store had last; None where it never had it.
+    """A warm in the background.
 
-    ``era``: see ``JobTable``. ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that
-    the store is looked at.
-    ``is_known``: another replica knows it, or none can be told. ``changed``: there is something to state.
+    - ``record``: the last record read from the store; None if the store never had it.
+    - ``era``: see ``JobTable``.
+    - ``is_mine``: a client asked this process for it.
+    - ``is_followed``: other replicas have parts in it, so this process reads its record.
+    - ``is_known``: set once another replica knows the job, or none can be told.
+    - ``changed``: set when there is something to write to the store.
     """
 
     def __init__(self, job_id: str, namespace: Namespace, prompt_key: bytes, num_left_out: int) -> None:
@@ -64,16 +69,16 @@ class Job:
 
     @property
     def has_part(self) -> bool:
-        """This replica has a part in it."""
+        """Whether this replica has a part in it."""
         return self.warming is not None or self.is_worked
 
     @property
     def is_worked(self) -> bool:
-        """That part is over."""
+        """Whether that part has ended."""
         return self.warmed is not None or self.error is not None
 
     def part(self) -> Stated:
-        """Where this replica's part stands."""
+        """The present state of this replica's part."""
         ms = int(self.took_s * 1000)
         if self.error is not None:
             code = self.error.type if self.error.type.isascii() else "failed"
@@ -88,8 +93,8 @@ class Job:
 class JobTable:
     """Jobs by tenant and id. To be used from the event loop's thread.
 
-    ``on_left(job)`` is called for each that leaves the table. ``era_of(tenant)``: a value that differs after the tenant
-    was purged or removed; no job of another era is ever found.
+    ``on_left(job)`` is called for each job that leaves the table. ``era_of(tenant)``: a value that changes when the
+    tenant is purged or removed. A job of another era is never found.
     """
 
     def __init__(
@@ -107,16 +112,16 @@ class JobTable:
 
     @property
     def num_unfinished(self) -> int:
-        """Jobs that are queued or running."""
+        """Number of jobs that are queued or running."""
         return sum(job.ended_at is None for jobs in self._tenants.values() for job in jobs.values())
 
     @property
     def num_kept(self) -> int:
-        """All that are kept."""
+        """Number of all jobs in the table."""
         return sum(map(len, self._tenants.values()))
 
     def get(self, tenant: str, job_id: str) -> Job | None:
-        """A tenant's own job. O(1)."""
+        """Return a tenant's own job, or None. O(1)."""
         job = self._tenants.get(tenant, {}).get(job_id)
         if job is not None and job.era != self._era_of(tenant):
             self._cancel(tenant, job)
@@ -127,7 +132,7 @@ class JobTable:
         return job
 
     def keep(self, tenant: str, job: Job) -> None:
-        """Keep a new job. Raises Busy if the table is full of unfinished ones."""
+        """Add a new job. Raises Busy if unfinished jobs fill the table."""
         jobs = self._tenants.setdefault(tenant, {})
         job.era = self._era_of(tenant)
         for each in [each for each in jobs.values() if each.era != job.era]:
@@ -142,12 +147,12 @@ class JobTable:
         jobs[job.id] = job
 
     def drop(self, tenant: str, job: Job) -> None:
-        """Keep it no more."""
+        """Remove a job from the table."""
         if self._tenants.get(tenant, {}).pop(job.id, None) is not None:
             self._on_left(job)
 
     def forget(self, tenant: str) -> None:
-        """A tenant is purged: drop its jobs, and cancel those that run."""
+        """Remove a purged tenant's jobs, and cancel those that run."""
         for job in list(self._tenants.get(tenant, {}).values()):
             self._cancel(tenant, job)
 
@@ -166,17 +171,17 @@ class JobTable:
             task.cancel()
 
     def run(self, job: Job, task: Coroutine[Any, Any, None]) -> None:
-        """Do something for a job, until it is done or the table closed."""
+        """Run a task of a job until it ends or the table is closed."""
         running = asyncio.create_task(task, name="radixkv-warm-job")
         job.tasks.add(running)
         running.add_done_callback(job.tasks.discard)
 
     def end(self, job: Job) -> None:
-        """It is finished: its prompt isn't needed any more."""
+        """Mark a job as finished. Its prompt is no longer needed."""
         job.ended_at, job.prompt_key = self._clock(), None
 
     async def close(self) -> None:
-        """Cancel what is unfinished and wait for it to end."""
+        """Cancel all unfinished tasks and wait for their end."""
         tasks = [task for jobs in self._tenants.values() for job in jobs.values() for task in job.tasks]
         for task in tasks:
             task.cancel()

@@ -1,16 +1,16 @@
-"""This replica among the others: whom it knows, and what it asks of them.
+"""Requests to other replicas, and checks of requests from them.
 
-A request goes to an address that is proven with the fleet secret, and the secret signs it for exactly that
-registration; the tenant is inside what is signed, and bearer keys stay here. The endpoints that receive such
-requests ask nobody further.
+A request goes only to an address that is proven with the fleet secret. It is signed with that secret for exactly one
+registration, and the signature covers the tenant. Bearer keys never leave this replica. The endpoints that receive such
+requests ask no further replicas.
 
-Before a prompt or a tenant's name is sent, the replica at that address answers a random challenge: a MAC over the
-challenge, the audience and the address that the caller meant, under a key that only the fleet can derive. So an address
-that is another's by now, such as a dead pod's, learns nothing. Whoever can relay between two replicas can relay the
-challenge too: only TLS keeps what is sent from them.
+Before a prompt or a tenant's name is sent, the replica at that address must answer a random challenge. The answer is a
+MAC over the challenge, the audience and the address that the caller meant, under a key that only the fleet can derive.
+So an address that now belongs to another process, such as a dead pod's, learns nothing. An attacker who can relay
+traffic between two replicas can relay the challenge too. Only TLS protects against that.
 
-The signature is verified from the headers, before a byte of the body is read. At most MAX_AT_ONCE requests to one
-internal endpoint are read and served at once, so they buffer at most that many bodies; others wait.
+The signature is verified from the headers, before any byte of the body is read. At most MAX_AT_ONCE requests to one
+internal endpoint are read and served at once, so they buffer at most that many bodies. Other requests wait.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import httpx
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.signing import RequestVerifier, SignedHead, sign_request
 from radixkv.coordination.store.wire import NEVER, Raised, is_code
 from radixkv.errors import UnverifiedRequest
 from radixkv.service.problems import ApiError, busy
-from radixkv.service.schemas.errors import ErrorReply
 from radixkv.service.schemas.fleet import ProofReply, ToldPurge
 
 if TYPE_CHECKING:
@@ -47,25 +46,25 @@ PURGE_PATH = "/internal/purge"
 PIN_PATH = "/internal/pin"
 PROVE_PATH = "/internal/prove"
 PROVEN_S = 10.0
-"""How long the answer to a challenge counts."""
+"""How long the answer to a challenge is valid."""
 MAX_AT_ONCE = 16
 """Requests to one internal endpoint that are read and served at once."""
 _CONNECT_TIMEOUT_S = 3.0
 _ORDER_TIMEOUT_S = 10.0
-"""Above what it takes to answer 202, by far; a replica that hears of a part that was given up takes it up again."""
+"""Far above the time of a 202. A replica that learns of a part that was given up still takes it up."""
 _PURGE_TIMEOUT_S = 3.0
-"""Above what a purge takes; who needs longer is named as pending."""
+"""Above the time of a purge. A slower replica is listed as pending."""
 _MAX_PROVEN = 1_024
 _MAX_PROOF_BYTES = 4_096
 _KEEPALIVE_S = 2.0
-"""Shorter than the server's own, so that a connection isn't used again while the other end closes it."""
+"""Shorter than the server's own time, so that no request uses a connection that the server is closing."""
 
 
 log = logging.getLogger("radixkv.service")
 
 
 class Unproven(Exception):
-    """Whoever answers at a replica's address doesn't prove to be that replica."""
+    """The process at a replica's address doesn't prove that it is this replica."""
 
 
 class Fleet:
@@ -92,7 +91,7 @@ class Fleet:
 
     @property
     def num_nonces(self) -> int:
-        """Nonces of requests from other replicas that are remembered; at most 65,536."""
+        """Number of remembered nonces of requests from other replicas; at most 65,536."""
         return self._verifier.num_nonces
 
     async def close(self) -> None:
@@ -102,7 +101,7 @@ class Fleet:
         await anyio.to_thread.run_sync(self.coordinator.close)
 
     def verified(self, headers: Mapping[str, str], method: str, path: str) -> SignedHead:
-        """What another replica's headers say, before its body is read. Raises ApiError 401."""
+        """Return what the headers of another replica's request state, before its body is read. Raises ApiError 401."""
         audience = self.coordinator.info().audience
         try:
             return self._verifier.verify_head(headers, method=method, path=path, audience=audience)
@@ -111,7 +110,10 @@ class Fleet:
 
     @asynccontextmanager
     async def admitted(self, path: str, wait_s: float) -> AsyncIterator[None]:
-        """One of the MAX_AT_ONCE requests to ``path``. Raises ApiError 429 after ``wait_s`` of waiting."""
+        """Take one of the MAX_AT_ONCE places for requests to ``path``.
+
+        Raises ApiError 429 after ``wait_s`` of waiting.
+        """
         free = self._free[path]
         try:
             async with asyncio.timeout(wait_s):
@@ -124,7 +126,10 @@ class Fleet:
             free.release()
 
     async def order(self, peer: ReplicaInfo, tenant: str, body: bytes, path: str = WARM_PATH) -> str | None:
-        """Ask a replica for its part in a job or a pin: None once it knows of it, or a code that says why not."""
+        """Ask a replica to take its part in a job or a pin.
+
+        Returns None once it has accepted, else a code with the reason.
+        """
         try:
             answer = await self._post(peer, path, tenant, body, _ORDER_TIMEOUT_S)
         except Unproven:
@@ -134,27 +139,27 @@ class Fleet:
         return None if answer.status_code == 202 else _code(answer)
 
     async def send_purge(self, tenant: str, raised: Raised = NEVER) -> None:
-        """Tell all replicas of a purge now; those that can't be reached hear of it with their next beat.
+        """Send a purge to all replicas now. A replica that can't be reached learns of it with its next beat.
 
-        They forget the tenant whatever the store says, and confirm ``raised`` if it was raised.
+        They forget the tenant in any case, and confirm ``raised`` if it was raised.
         """
         body = ToldPurge(**raised._asdict()).model_dump_json().encode()
         peers = self.coordinator.peers()
         asked = [self._post(peer, PURGE_PATH, tenant, body, _PURGE_TIMEOUT_S) for peer in peers]
         await asyncio.gather(*asked, return_exceptions=True)
 
-    # ---- who is there
+    # ---- proofs
 
     def prove(self, challenge: str) -> str:
-        """What this replica answers another one's challenge."""
+        """Return this replica's answer to another replica's challenge."""
         info = self.coordinator.info()
         return self.coordinator.proofs.answer(challenge, info.audience, info.address or "")
 
     async def _require_proof(self, peer: ReplicaInfo, timeout_s: float) -> None:
-        """Raises Unproven unless whoever is at the peer's address has the fleet's secret, and is that registration.
+        """Raise Unproven unless the process at the peer's address has the fleet secret and is that registration.
 
-        Nothing of a tenant is sent before. A proof counts for that registration at that address, for
-        ``PROVEN_S`` seconds, and until a connection to it fails: an address may be another's by then.
+        Nothing of a tenant is sent before this. A proof is valid for that registration at that address. It ends after
+        ``PROVEN_S`` seconds, or when a connection to it fails, because the address may then belong to another process.
         """
         who, now = (peer.audience, peer.address), self._clock()
         if self._proven.get(who, float("-inf")) > now:
@@ -165,7 +170,9 @@ class Fleet:
             proof = await self._answer(peer, body, timeout_s)
         if not self.coordinator.proofs.is_answer(proof, challenge, peer.audience, peer.address or ""):
             log.warning(
-                "replica %s doesn't prove itself at %s: nothing was sent there", peer.id, peer.address
+                "replica %s at %s doesn't prove that it has the fleet's secret: nothing was sent there",
+                peer.id,
+                peer.address,
             )
             raise Unproven
         if len(self._proven) >= _MAX_PROVEN:
@@ -175,7 +182,7 @@ class Fleet:
     async def _post(
         self, peer: ReplicaInfo, path: str, tenant: str, body: bytes, timeout_s: float
     ) -> httpx.Response:
-        """Raises Unproven, and HTTPError where nobody answers."""
+        """Send a request to a proven peer. Raises Unproven, and HTTPError if there is no answer."""
         try:
             await self._require_proof(peer, min(_CONNECT_TIMEOUT_S, timeout_s))
             return await self._send(peer, path, tenant, body, timeout_s)
@@ -186,7 +193,10 @@ class Fleet:
             raise
 
     async def _answer(self, peer: ReplicaInfo, body: bytes, timeout_s: float) -> str:
-        """The proof in the answer to a challenge; empty if it has none. Reads no more than an answer can have."""
+        """Return the proof in the answer to a challenge; empty if it has none.
+
+        Reads at most as much as an answer can have.
+        """
         headers = self._signed(peer, PROVE_PATH, "", body)
         url, timeout = f"{peer.address}{PROVE_PATH}", httpx.Timeout(timeout_s)
         async with self._http().stream("POST", url, content=body, headers=headers, timeout=timeout) as answer:
@@ -236,13 +246,25 @@ class Fleet:
 
 def unsigned() -> ApiError:
     """401: the request is not signed with the fleet's secret, or not for this replica, or not now."""
-    return ApiError(401, "unauthorized", "this is for replicas of this fleet", field="signature")
+    return ApiError(
+        401, "unauthorized", "this endpoint needs the signature of a replica of this fleet", field="signature"
+    )
+
+
+class _Coded(BaseModel):
+    type: str
+
+
+class _Refusal(BaseModel):
+    """The part of an error's body that a replica reads. Replicas of other versions may send other fields beside it."""
+
+    error: _Coded
 
 
 def _code(answer: httpx.Response) -> str:
-    """The type of an error that a replica answered."""
+    """Return the error type of a replica's answer."""
     try:
-        kind = ErrorReply.model_validate_json(answer.content).error.type
+        kind = _Refusal.model_validate_json(answer.content).error.type
     except ValidationError:
         return "no_answer"
     return kind if is_code(kind) else "no_answer"

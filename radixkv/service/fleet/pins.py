@@ -1,14 +1,14 @@
 """Pins of the fleet: a prefix that several replicas keep resident, also when replicas die or join.
 
-    asked here ──▶ fact in the store ──▶ signed request to each replica ──▶ each computes, pins, states its part
-                        │
-    once a second, each replica with pins reads the facts ─┬─ ended, over, purged, not for this replica ──▶ unpin
-                                                           ├─ the store has lost it ──▶ state it again
-                                                           └─ a replica lacks it ──▶ the first that has it sends it
+    client's request ──▶ fact in the store ──▶ signed request to each replica ──▶ each computes, pins, writes its part
+                              │
+    once a second, each replica with pins reads the facts ─┬─ ended, expired, purged, not for this replica ──▶ unpin
+                                                           ├─ missing in the store ──▶ write it again
+                                                           └─ a replica lacks it ──▶ the first holder sends it
 
-The store never has the prompt; the replicas that hold the pin know it. So a pin has no owner. It lives as long as a
-replica that holds it, or until its time is over. A replica that joins, comes back, or replaces another one gets it from
-a holder. A request from another replica is compared with the store. Without the store each replica keeps what it has.
+The store never has the prompt. Only the replicas that hold the pin have it. So a pin has no owner: it lives as long as
+any replica holds it, or until it expires. A replica that joins, returns, or replaces another one gets the pin from a
+holder. A request from another replica is compared with the store. Without the store, each replica keeps its pins.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ if TYPE_CHECKING:
     from radixkv.service.warming import Warmer
 
 _RENEW_S = 1.0
-"""An end that the store knows to be later by more than this is another one."""
+"""If the end in the store is later by more than this, the pin was renewed."""
 _AGAIN_S = 15.0
-"""After a failure that may pass, the pin is tried again."""
+"""Seconds until a pin is tried again after a temporary failure."""
 _LOOK_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
 class PinReplica:
-    """A pin as this replica has it. ``until``: on the service's clock; ``prompt_key`` None: it isn't tried again."""
+    """A pin as this replica has it.
+
+    ``until``: its end on the service's clock. ``prompt_key`` None: the pin isn't tried again.
+    """
 
     fact: FleetPin
     namespace: Namespace
@@ -91,15 +94,18 @@ class FleetPins:
 
     @property
     def num_bytes(self) -> int:
-        """What the prompts of pins take; of a tenant at most 4 bytes for each token that the pool has room for."""
+        """Bytes of the prompts of pins: for each tenant, at most 4 bytes for each token that the pool can hold."""
         return sum(4 * self._num_tokens(tenant) for tenant in self._tenants)
 
-    # ---- what a client asks
+    # ---- requests of clients
 
     async def start(
         self, namespace: Namespace, prompt_key: bytes, ttl_s: float, where: str | int | list[str]
     ) -> str:
-        """Pin on several replicas, or do it anew; the pin's id. Raises ApiError, and what the store raises."""
+        """Pin on several replicas, or renew such a pin.
+
+        Returns the pin's id. Raises ApiError, and the store's errors.
+        """
         tenant, names = namespace.tenant, self._asked(namespace, prompt_key, where)
         self._tenant_sync.require_purged(tenant)
         fact = self._fact(namespace, prompt_key, where)
@@ -109,7 +115,7 @@ class FleetPins:
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached; nothing was pinned") from None
         if not is_kept:
-            message = f"the tenant has {most} pins of the fleet, as many as it may: end one of them first"
+            message = f"the tenant already has {most} pins of the fleet, its limit: end one of them first"
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
         mine = PinReplica(fact, namespace, prompt_key, self._clock() + ttl_s)
@@ -120,13 +126,13 @@ class FleetPins:
         if self._name not in names and None not in told:
             with suppress(CoordinationError):
                 await self._ask_store(self._coordinator.end_pin, tenant, fact, ttl_s)
-            codes = ", ".join(sorted({code for code in told if code})) or "none is there"
-            message = f"no replica could be told: {codes}"
+            codes = ", ".join(sorted({code for code in told if code})) or "there is none"
+            message = f"no replica took the pin: {codes}"
             raise ApiError(503, "unreachable", message, retry_after_s=RETRY_AFTER_S)
         return fact.id
 
     async def end(self, tenant: str, pin_id: str) -> None:
-        """Unpin everywhere: here now, on the others within a second or so. Raises ApiError."""
+        """Unpin everywhere: here at once, on other replicas within about a second. Raises ApiError."""
         self._tenant_sync.require_purged(tenant)
         mine = self._tenants.get(tenant, {}).get(pin_id)
         known = {pin.id: pin for pin in await self._stated(tenant)}.get(pin_id)
@@ -137,12 +143,12 @@ class FleetPins:
         try:
             await self._ask_store(self._coordinator.end_pin, tenant, fact, max(keep_s, _RENEW_S))
         except CoordinationError:
-            raise store_unavailable("the store of pins can't be reached; the pin holds") from None
+            raise store_unavailable("the store of pins can't be reached; the pin stays") from None
         if mine is not None:
             self._drop(mine)
 
     async def settled(self, tenant: str, pin_id: str) -> tuple[FleetPin, PinReplica | None]:
-        """A pin once nothing of it is under way any more."""
+        """Wait until no replica is still working on a pin, and return it."""
         while True:
             found = {pin.id: (pin, mine) for pin, mine in await self.known(tenant)}.get(pin_id)
             if found is None:
@@ -153,9 +159,11 @@ class FleetPins:
             await asyncio.sleep(_LOOK_S)
 
     async def known(self, tenant: str) -> list[tuple[FleetPin, PinReplica | None]]:
-        """A tenant's pins that hold, each with what is known of it here; without the store those known here.
+        """Return a tenant's active pins, each with this replica's state of it.
 
-        Raises ApiError 503 if they may be those of a removed tenant of the same name.
+        Without the store, only the pins held here.
+
+        Raises ApiError 503 if the pins may be those of a removed tenant of the same name.
         """
         self._tenant_sync.require_purged(tenant)
         mine = self._tenants.get(tenant, {})
@@ -170,21 +178,21 @@ class FleetPins:
         return [(replace(pin, parts=self._parts(pin, mine.get(pin.id))), mine.get(pin.id)) for pin in facts]
 
     def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
-        """The pins of this replica alone, by id: those after an id, at most so many."""
+        """Return the pins of this replica alone, by id: at most ``limit`` pins after an id."""
         kept = {mine.pin.id for mine in self._tenants.get(tenant, {}).values() if mine.pin is not None}
         pins = self._cache.pins(tenant, after=after, limit=limit + len(kept))
         return [pin for pin in pins if pin.id not in kept][:limit]
 
     def _holds(self, tenant: str, pin: Pin | None) -> bool:
-        """Whether the cache has a pin still."""
+        """Whether the cache still has a pin."""
         if pin is None:
             return False
         return any(each.id == pin.id for each in self._cache.pins(tenant, after=pin.id - 1, limit=1))
 
-    # ---- what another replica asks
+    # ---- requests of other replicas
 
     async def receive(self, namespace: Namespace, prompt_key: bytes, pin_id: str) -> None:
-        """Take part in a pin that stands in the store. Raises ApiError 404, 503."""
+        """Take part in a pin that is in the store. Raises ApiError 404, 503."""
         fact = {pin.id: pin for pin in await self._stated(namespace.tenant)}.get(pin_id)
         is_it = fact is not None and self._fact(namespace, prompt_key, "all").id == pin_id
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
@@ -198,13 +206,13 @@ class FleetPins:
     # ---- once a second
 
     def cleared(self, tenant: str, namespaces: Collection[Namespace]) -> None:
-        """A tenant has forgotten these namespaces here: what is pinned of them stays so elsewhere."""
+        """Mark pins of namespaces that a tenant cleared here as failed. Other replicas keep them."""
         for mine in self._tenants.get(tenant, {}).values():
             if mine.namespace in namespaces:
                 mine.state, mine.error, mine.prompt_key, mine.pin = "failed", "cleared", None, None
 
     async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
-        """A tenant was purged, and had these pins: they end now. Without the store, each holder ends its own."""
+        """End the pins of a purged tenant. Without the store, each holder ends its own."""
         for mine in list(self._tenants.get(tenant, {}).values()):
             if self._is_purged(mine):
                 self._drop(mine)
@@ -213,17 +221,17 @@ class FleetPins:
             await asyncio.gather(*(self._ask_store(end, tenant, fact, fact.remaining_s) for fact in held))
 
     def removed(self, tenant: str) -> None:
-        """A tenant was removed: keep nothing of it here."""
+        """Drop all pins of a removed tenant here."""
         for mine in list(self._tenants.get(tenant, {}).values()):
             self._drop(mine)
 
     def tick(self) -> None:
-        """Begin a step, unless the last one goes on."""
+        """Begin a step, unless the last one is still running."""
         if self._tenants and (self._step is None or self._step.done()):
             self._step = asyncio.create_task(self._compare(), name="radixkv-fleet-pins")
 
     async def _compare(self) -> None:
-        """Compare the pins of this replica with the facts in the store, and act on what differs."""
+        """Compare the pins of this replica with the facts in the store, and correct differences."""
         for tenant, kept in list(self._tenants.items()):
             for mine in [mine for mine in kept.values() if mine.until <= self._clock()]:
                 self._drop(mine)
@@ -233,12 +241,12 @@ class FleetPins:
                     if self._is_current(mine):
                         await self._update(mine, facts.get(mine.fact.id))
             except CoordinationError:
-                continue  # each keeps what it has, for its time
-            except Exception as error:  # noqa: BLE001 a bug of ours, which must not end all other pins
+                continue  # each replica keeps its pins until they expire
+            except Exception as error:  # noqa: BLE001 a bug in radixkv must not end all other pins
                 self._failures.log(error)
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all running tasks."""
         tasks = [mine.task for kept in self._tenants.values() for mine in kept.values() if mine.task]
         tasks += [self._step] if self._step is not None else []
         for task in tasks:
@@ -262,9 +270,9 @@ class FleetPins:
             await self._tell_lacking(mine, fact)
 
     def _pin_again(self, mine: PinReplica, now: float) -> None:
-        """Pin again what has a later end, what failed and may work now, and what the cache lost without a purge.
+        """Pin again if the pin was renewed, if it failed and may work now, or if the cache lost it without a purge.
 
-        The cache loses one without a purge where a store has lost a generation: see ``coordination.purges``.
+        The cache loses a pin without a purge if a store lost a generation: see ``coordination.purges``.
         """
         if mine.task is not None:
             return
@@ -278,7 +286,7 @@ class FleetPins:
     # ---- this replica's part
 
     def _keep(self, mine: PinReplica) -> PinReplica:
-        """Begin to keep a pin, or to keep it anew."""
+        """Begin to keep a pin, or renew it."""
         kept = self._tenants.setdefault(mine.namespace.tenant, {})
         known = kept.get(mine.fact.id)
         if known is not None:
@@ -298,7 +306,7 @@ class FleetPins:
         return mine
 
     async def _hold(self, mine: PinReplica) -> None:
-        """Compute the prefix where it isn't resident and the budget allows it, and pin it."""
+        """Compute the prefix, if it isn't resident and the budget allows it, and pin it."""
         prompt_key = mine.prompt_key
         assert prompt_key is not None
         try:
@@ -313,7 +321,7 @@ class FleetPins:
                 if self._is_current(mine) and left_s > 0:
                     mine.pin = self._cache.pin(mine.namespace, prompt_key, left_s)
             mine.state, mine.error = "done", ""
-        except Exception as error:  # noqa: BLE001 nobody waits for it: its part says what was wrong
+        except Exception as error:  # noqa: BLE001 no request waits for it: its part has the error
             problem = self._failures.answer(error)
             mine.state, mine.error, mine.failed_at = "failed", problem.type, self._clock()
             if problem.status not in (429, 503):
@@ -324,7 +332,7 @@ class FleetPins:
             await self._state(mine)
 
     def _require_budget(self, namespace: Namespace, prompt_key: bytes) -> None:
-        """Raise PinBudgetExceeded before computing a prefix that couldn't be pinned afterwards."""
+        """Raise PinBudgetExceeded before the prefix is computed, if it couldn't be pinned afterwards."""
         tenant = namespace.tenant
         settings = self._keys.ring.settings.get(tenant)
         num_blocks = len(prompt_key) // TOKEN_BYTES // self._cache.config.block_size
@@ -336,7 +344,7 @@ class FleetPins:
                 raise PinBudgetExceeded(lacking, budget, pinned)
 
     async def _state(self, mine: PinReplica) -> None:
-        """Let the store have this replica's part as it is. Raises CoordinationError."""
+        """Write the present state of this replica's part to the store. Raises CoordinationError."""
         info, tenant = self._coordinator.info(), mine.namespace.tenant
         stated = next((part for part in mine.fact.parts if part.replica_id == info.id), None)
         part = self._part(mine)
@@ -347,7 +355,7 @@ class FleetPins:
             mine.fact = replace(mine.fact, parts=(*others, part))
 
     def _drop(self, mine: PinReplica) -> None:
-        """Drop it here, pinned or under way."""
+        """Drop a pin here: unpin it, or cancel its task."""
         kept = self._tenants.get(mine.namespace.tenant, {})
         if kept.get(mine.fact.id) is mine:
             del kept[mine.fact.id]
@@ -356,13 +364,13 @@ class FleetPins:
         if mine.task is not None:
             mine.task.cancel()
         if mine.pin is not None:
-            with suppress(LeaseError):  # its time is over, or it was cleared
+            with suppress(LeaseError):  # it has expired, or was cleared
                 self._cache.unpin(mine.pin)
 
-    # ---- the others
+    # ---- other replicas
 
     async def _tell_lacking(self, mine: PinReplica, fact: FleetPin) -> None:
-        """Tell the replicas that lack it, if this replica is the first that has it."""
+        """Send the pin to replicas that lack it, if this replica is the first holder."""
         having = sorted(part.replica_id for part in fact.parts if part.state == "done")
         if mine.prompt_key is None or mine.state != "done" or having[:1] != [self._name]:
             return
@@ -370,7 +378,7 @@ class FleetPins:
         await asyncio.gather(*(self._tell(mine, peer) for peer in lacking))
 
     def _lacking(self, mine: PinReplica, fact: FleetPin) -> list[ReplicaInfo]:
-        """Live replicas that should have a part and have none, the best first."""
+        """Return live replicas that should have a part and have none, the best first."""
         parts = {part.replica_id: part for part in fact.parts if part.state != "lost"}
         others = {
             peer.id: peer
@@ -385,7 +393,7 @@ class FleetPins:
         return [others[name] for name in best[: max(0, int(fact.wanted) - num_hopeful)]]
 
     async def _tell(self, mine: PinReplica, peer: ReplicaInfo) -> str | None:
-        """Tell a replica of a pin: None, or why it doesn't know of it now."""
+        """Send a pin to a replica. Returns None, or a code with the reason why the replica doesn't have it now."""
         if mine.prompt_key is None:
             return mine.error
         if peer.fingerprint != mine.namespace.model:
@@ -399,10 +407,10 @@ class FleetPins:
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode(), PIN_PATH)
 
-    # ---- small things
+    # ---- helpers
 
     def _max_pins(self, tenant: str) -> int:
-        """Pins of the fleet that a tenant may have."""
+        """Return the maximum number of fleet pins of a tenant."""
         return min(self._keys.ring.settings.get(tenant, TenantSettings()).max_pins, MAX_PINS)
 
     @property
@@ -410,7 +418,7 @@ class FleetPins:
         return self._coordinator.replica_id
 
     async def _stated(self, tenant: str) -> list[FleetPin]:
-        """The facts. Raises ApiError if the store can't be asked."""
+        """Return the facts in the store. Raises ApiError if the store can't be reached."""
         try:
             return await self._ask_store(self._coordinator.fleet_pins, tenant)
         except CoordinationError:
@@ -425,7 +433,7 @@ class FleetPins:
         return names
 
     def _fact(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> FleetPin:
-        """The same prefix is the same pin."""
+        """Return the fact of a prefix. The same prefix always gives the same pin id."""
         digest = self._digest(namespace)
         pin_id = mac(self._fleet.secret, "pin", digest, prompt_key).hex()[:32]
         wanted = "=" + ",".join(where) if isinstance(where, list) else str(where)
@@ -435,11 +443,11 @@ class FleetPins:
         return self._coordinator.pin_digest(namespace)
 
     def _is_purged(self, mine: PinReplica) -> bool:
-        """Its tenant was purged since."""
+        """Whether the tenant was purged after this pin was made."""
         return mine.fact.namespace_digest != self._digest(mine.namespace)
 
     def _is_for(self, fact: FleetPin, name: str) -> bool:
-        """Whether the pin is for a replica."""
+        """Whether the pin is meant for a replica."""
         return not fact.wanted.startswith("=") or name in fact.wanted[1:].split(",")
 
     def _num_tokens(self, tenant: str) -> int:
@@ -458,7 +466,7 @@ class FleetPins:
         return JobPart(*info.writer, mine.state, tokens, mine.error)
 
     def _parts(self, fact: FleetPin, mine: PinReplica | None) -> tuple[JobPart, ...]:
-        """The parts, this replica's as it is now."""
+        """Return all parts, with the present state of this replica's part."""
         if mine is None:
             return fact.parts
         others = [part for part in fact.parts if part.replica_id != self._name]

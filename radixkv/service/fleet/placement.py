@@ -1,4 +1,4 @@
-"""Which replicas a job or a pin is for."""
+"""The choice of replicas for a job or a pin."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Placement:
-    """Chooses among this replica and the others that live."""
+    """Chooses among this replica and the other live replicas."""
 
     def __init__(self, coordinator: Coordinator, router: Router) -> None:
         self._coordinator, self._router = coordinator, router
 
     def asked(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> list[str]:
-        """The replicas that ``where`` means now."""
+        """Return the replicas that ``where`` names at this moment."""
         own = self._coordinator.replica_id
         if where == "self" or not prompt_key:
             return [own]
@@ -28,7 +28,7 @@ class Placement:
         return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
 
     def best(self, namespace: Namespace, prompt_key: bytes) -> list[str]:
-        """Replicas that could hold the prefix, the best first: as prompts are routed."""
+        """Return the replicas that could hold the prefix, the best first, as for routing."""
         reachable = {self._coordinator.replica_id, *(peer.id for peer in self._coordinator.peers())}
         ranked = [each.replica.id for each in self._router.rank(namespace, prompt_key)]
         return [name for name in ranked if name in reachable]

@@ -1,12 +1,12 @@
-"""Purges of tenants: here, in the store, and on the other replicas.
+"""Purges of tenants: here, in the store, and on other replicas.
 
-    operator ──▶ forget here ──▶ raise the tenant's generation in the store ──▶ tell the others now (signed)
-    another replica's request ──▶ forget here, whatever the store says ──▶ apply what the store says
+    operator ──▶ forget here ──▶ raise the tenant's generation in the store ──▶ notify other replicas now (signed)
+    another replica's request ──▶ forget here, whatever is in the store ──▶ apply the raises in the store
 
-A replica that can't be told reads the generation in the store with its next beat.
+A replica that can't be notified reads the generation in the store with its next beat.
 
-Forgetting here comes first, since the store may hang or be down. The coordinator forgets here again once the raise
-stands, since requests may have added something meanwhile.
+This replica forgets first, because the store may hang or be down. The coordinator forgets here again after the raise,
+because requests may have added something in between.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from radixkv.service.warming import Warmer
 
 _AGAIN_S = 5.0
-"""After a purge of a removed tenant that failed, it is tried again."""
+"""Seconds until a failed purge of a removed tenant is tried again."""
 
 
 class TenantPurges:
-    """Forgets all that a tenant has. To be used from the event loop's thread."""
+    """Forgets everything of a tenant. To be used from the event loop's thread."""
 
     def __init__(
         self,
@@ -55,9 +55,12 @@ class TenantPurges:
         self._clock, self._again_at = clock, float("-inf")
 
     async def purge(self, tenant: str) -> tuple[int, Purge]:
-        """Forget all that a tenant has, here and on all replicas: how many blocks went here, and how far it has come.
+        """Forget everything of a tenant, here and on all replicas.
 
-        Raises CoordinationError if the store can't be reached: then it is forgotten here, and where that could be told.
+        Returns the number of blocks here, and the purge's progress.
+
+        Raises CoordinationError if the store can't be reached. The tenant is then forgotten here, and on the replicas
+        that could be notified.
         """
         num_blocks = await self._administer(partial(self._cache.purge, tenant))
         self._warmer.forget_tenant(tenant)
@@ -76,9 +79,9 @@ class TenantPurges:
         return num_blocks, purge
 
     async def purge_removed(self) -> None:
-        """Purge the tenants that were removed, as by an edit of the keys file; after a failure not before 5 seconds.
+        """Purge tenants that were removed, for example from the keys file.
 
-        Raises CoordinationError.
+        Calls within 5 seconds after a failure do nothing. Raises CoordinationError.
         """
         if not self._tenant_sync.unpurged or self._clock() < self._again_at:
             return
@@ -92,11 +95,11 @@ class TenantPurges:
             self._tenant_sync.purged(tenant)
 
     async def receive(self, tenant: str, raised: Raised) -> None:
-        """Purge a tenant here, as another replica asks; then apply what the store says.
+        """Purge a tenant here at another replica's request, then apply the raises in the store.
 
-        ``raised``: the tenant's generation and its proof; generation 0 where the other replica couldn't raise it.
-        Raises ArgumentError for a proof that is none, and CoordinationError if the store can't be reached: the tenant
-        is purged here all the same.
+        ``raised``: the tenant's generation and its proof; generation 0 if the other replica couldn't raise it. Raises
+        ArgumentError for a wrong proof. Raises CoordinationError if the store can't be reached; the tenant is purged
+        here nevertheless.
         """
         self._warmer.forget_tenant(tenant)
         try:

@@ -1,11 +1,13 @@
-"""Quotas of the fleet: what a tenant may use on all replicas of a model together, and this replica's share of it.
+"""Quotas of the fleet: a tenant's limit over all replicas of a model, and this replica's share of it.
 
-The limit is what an operator set last, at any replica: by ``PUT``, or by a keys file that begins to name one, also at a
-replica's start. It is in the store, and binds replicas whose own settings don't name it too.
-Each live replica may have an equal share. A replica states its share in the store as a number of blocks, valid for a
-lease. The store grants what the limit leaves beside the others' shares, so shares never add up to more. After a join, a
-replica over its share shrinks here first, then updates the store; the new replica gets its share at its next step.
-Without the store the last grant holds. No request waits for any of this: the cache has a limit, and keeps to it.
+An operator sets the limit at any replica: by ``PUT``, or by a keys file that newly names one, also at a replica's
+start. The last setting counts. It is in the store, and also applies to replicas whose own settings don't name it.
+
+Each live replica may have an equal share. A replica requests its share from the store as a number of blocks, for one
+lease. The store grants what the limit leaves in addition to the other replicas' shares, so the shares never exceed the
+limit. After a join, a replica over its share shrinks here first, then updates the store. The new replica gets its share
+at its next step. Without the store, the last grant stays in force. No request waits for any of this: the cache has a
+limit and enforces it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Quotas:
-    """Keeps this replica's shares. Thread-safe; ``step`` is called again and again."""
+    """Keeps this replica's shares. Thread-safe. ``step`` is called repeatedly."""
 
     def __init__(
         self,
@@ -41,30 +43,30 @@ class Quotas:
         self._lock = threading.Lock()
 
     def say(self, tenant: str) -> None:
-        """An operator has just said here what holds for a tenant, or removed it: state that now.
+        """Write a limit to the store now, because an operator set or removed it here.
 
-        Even if it is what was said here before, since others may have been told otherwise. Raises CoordinationError;
-        then a later step states it.
+        This happens even if the limit is the same as before, because other replicas may have written another one since.
+        Raises CoordinationError; a later step then writes it.
         """
         self._said.add(tenant)
         with self._lock:
             self._state()
 
     def limit(self, tenant: str) -> int | None:
-        """What the tenant may use on all replicas together, whoever was told; None: no limit. Local."""
+        """Return the tenant's limit over all replicas, wherever it was set; None: no limit. Local."""
         settings = self._ring().settings.get(tenant)
         own = None if settings is None else settings.fleet_blocks
         is_news = tenant in self._said or own != self._named.get(tenant)
         return own if is_news else self._limits.get(tenant)
 
     def granted(self, tenant: str) -> int | None:
-        """This replica's share of that, in force; None if there is none. Local."""
+        """Return this replica's share of the limit, in force; None if there is none. Local."""
         return None if self.limit(tenant) is None else self._tenant_sync.granted(tenant)
 
     def step(self) -> None:
-        """State what was said here, and all shares as they ought to be now.
+        """Write limits that were set here, and update all shares.
 
-        Two calls of the store for each tenant with a quota at most, and three for each of which something was said.
+        At most two calls of the store for each tenant with a quota, and three for each tenant with a changed limit.
         Raises CoordinationError.
         """
         with self._lock:
@@ -76,9 +78,12 @@ class Quotas:
                     self._hold(tenant, None)
 
     def _state(self) -> Mapping[str, TenantSettings]:
-        """State what was said, and what the settings here have begun, or ceased, to name; these settings."""
+        """Write limits that were set here, and those that the settings here newly name or no longer name.
+
+        Returns these settings.
+        """
         said = set(self._said)
-        settings = self._ring().settings  # read later, so that it has what was said
+        settings = self._ring().settings  # read after ``_said``, so that the settings include those changes
         named = {tenant: each.fleet_blocks for tenant, each in settings.items()}
         news = {
             tenant for tenant in named.keys() | self._named if named.get(tenant) != self._named.get(tenant)
@@ -102,7 +107,7 @@ class Quotas:
         self._hold(tenant, grant.blocks)
 
     def _equal_share(self, limit: int) -> int:
-        """What is left over goes to the first by name."""
+        """Return this replica's equal share. The remainder goes to the first replicas by name."""
         info = self._coordinator.info()
         names = sorted(
             each.id for each in [info, *self._coordinator.peers()] if each.fingerprint == info.fingerprint
@@ -110,7 +115,7 @@ class Quotas:
         return limit // len(names) + (names.index(info.id) < limit % len(names))
 
     def _hold(self, tenant: str, blocks: int | None) -> bool:
-        """Hold the tenant to so much; False while that can't be, as what runs holds more."""
+        """Limit the tenant to this many blocks. Returns False while its running requests hold more."""
         try:
             self._tenant_sync.grant(tenant, blocks)
         except ArgumentError:

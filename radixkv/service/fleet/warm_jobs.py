@@ -1,16 +1,16 @@
 """Warming on several replicas: one job with a part for each replica, and one owner.
 
-    asked here ──▶ record in the store ──▶ signed request to each replica; one has it ──▶ 202, or wait for the end
-                                                │
-                          each replica that was asked: compute, state its own part, watch the job
-                          the owner: where a number was wanted, ask another replica in the place of a failed part
-                          the owner's lease is over: a replica that knows the prompt takes the job
+    client's request ──▶ record in the store ──▶ signed request to each replica; one has it ──▶ 202, or wait for the end
+                                                      │
+                          each replica with a part: compute, write its own part, watch the job
+                          the owner: if a number of replicas was requested, replace failed parts by other replicas
+                          the owner's lease has expired: a replica that has the prompt takes the job
 
-The store never has the prompt, so a job lives as long as a replica that knows it. If only the owner of a job for a
-number of replicas knows the prompt, it hands the job to one more, which becomes the owner. A part is stated whole, and
-again until the store has it. After three replicas died on a prompt, no replacement is asked.
+The store never has the prompt, so a job lives as long as a replica that has it. If only the owner of a job for a number
+of replicas has the prompt, it hands the job to another replica, which becomes the owner. A part is always written as a
+whole, and repeatedly until the store has it. After three replicas died on a prompt, no replacement is asked.
 
-Without the store a job is this process's own: it warms here, and its parts elsewhere have failed.
+Without the store, a job belongs to this process alone: it warms here, and its parts on other replicas fail.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from radixkv.coordination.keys import mac
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.index.tokens import decode
+from radixkv.service.error_types import docs_url
 from radixkv.service.fleet.job_table import Job, JobTable, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
 from radixkv.service.schemas.errors import ErrorDetail
@@ -47,17 +48,17 @@ if TYPE_CHECKING:
     from radixkv.service.warming import Warmer
 
 MAX_LOST = 3
-"""After so many parts were lost with their replicas, no replacement is asked."""
+"""After this many parts were lost with their replicas, no replacement is asked."""
 _PAUSES_S = (0.02, 1.0)
 _ANSWER_WITHIN_S = 0.2
 _PROGRESS_EVERY_S = 0.5
 _KNOWN_WITHIN_S = 2.0
-"""An answer with a job waits for so long until another replica knows of it."""
+"""The answer to a request for a job waits at most this long for another replica to learn of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A warm as a client asked for it. ``key``: repeated with the same one, it is the same job."""
+    """A client's request for a warm. ``key``: a repeated request with the same key is the same job."""
 
     namespace: Namespace
     prompt_key: bytes
@@ -93,12 +94,12 @@ class WarmJobs:
         )
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    # ---- what a client asks
+    # ---- requests of clients
 
     async def start(self, order: Order) -> str:
-        """Begin a job, or find the one that this order began before; its id.
+        """Begin a job, or find the one that this order began before. Returns its id.
 
-        Raises ApiError, Busy, Closed and what can't be computed at once.
+        Raises ApiError, Busy, Closed, and an error if it can't begin to compute.
         """
         tenant, job_id = order.namespace.tenant, self._id_of(order)
         self._tenant_sync.require_purged(tenant)
@@ -112,9 +113,9 @@ class WarmJobs:
         return self._unrecorded(order)
 
     async def reply(self, tenant: str, job_id: str) -> JobReply | None:
-        """State, progress and results of a tenant's job, whichever replica took it; None if there is none.
+        """Return state, progress and results of a tenant's job, on whichever replica it began; None if there is none.
 
-        Raises ApiError if it isn't known here and the store can't be asked.
+        Raises ApiError if the job isn't known here and the store can't be reached.
         """
         self._tenant_sync.require_purged(tenant)
         job = self.table.get(tenant, job_id)
@@ -124,14 +125,14 @@ class WarmJobs:
             record = await self._ask_store(self._coordinator.job, job_id, tenant)
         except StoreUnavailable:
             if job is None:
-                raise store_unavailable("the store of jobs can't be reached; ask again") from None
+                raise store_unavailable("the store of jobs can't be reached; try again") from None
             record = None
         if record is None and job is not None:
             record = self._as_known(job)
         return None if record is None else self._reply(job, record)
 
     async def result(self, tenant: str, job_id: str) -> FleetWarmReply:
-        """The result of a job, when it has ended. Raises ApiError."""
+        """Wait for the end of a job, and return its result. Raises ApiError."""
         began_at, era = self._clock(), self._tenant_sync.era(tenant)
         while True:
             reply = await self.reply(tenant, job_id)
@@ -170,7 +171,7 @@ class WarmJobs:
             wanted = order.where if isinstance(order.where, int) else 0
             record = await self._saved(job, names, wanted)
             _require_same(record.request, digest)
-            if record.owner != self._me:  # a request with the same key was faster
+            if record.owner != self._me:  # another request with the same key was faster
                 return job_id
             undo.pop_all()
         job.record, job.is_mine = record, True
@@ -194,10 +195,10 @@ class WarmJobs:
             raise invalid("no such live replica", "replicas", error.value, error.allowed) from None
 
     def _unrecorded(self, order: Order) -> str:
-        """A job of this process alone, as the store is lost."""
+        """Begin a job of this process alone, because the store is lost."""
         if order.key is not None or (isinstance(order.where, list) and self._name not in order.where):
-            raise store_unavailable("the store of jobs can't be reached; nothing was begun")
-        job = self._new(order, secrets.token_hex(16))  # the other id may stand in the store, after all
+            raise store_unavailable("the store of jobs can't be reached; nothing was started")
+        job = self._new(order, secrets.token_hex(16))  # the other id may be in the store after all
         with ExitStack() as undo:
             undo.callback(self.table.drop, order.namespace.tenant, job)
             held = undo.enter_context(self._begin(job))
@@ -224,13 +225,16 @@ class WarmJobs:
     def _me(self) -> Writer:
         return self._coordinator.info().writer
 
-    # ---- what another replica asks
+    # ---- requests of other replicas
 
     async def receive(self, namespace: Namespace, prompt_key: bytes, body: OrderRequest) -> None:
-        """Take part in a job, or know it, as another replica asks. Raises ApiError 404, Busy, StoreUnavailable."""
+        """Take part in a job, or learn of it, at another replica's request.
+
+        Raises ApiError 404, Busy, StoreUnavailable.
+        """
         tenant, table = namespace.tenant, self.table
         record = await self._ask_store(self._coordinator.job, body.job, tenant)
-        if record is None:  # unless it was asked for after a purge that wasn't heard of here yet
+        if record is None:  # it may have been made after a purge that isn't known here yet
             await self._ask_store(self._coordinator.apply_purges)
             record = await self._ask_store(self._coordinator.job, body.job, tenant)
         if record is None:
@@ -247,7 +251,7 @@ class WarmJobs:
     # ---- jobs that leave the table
 
     def _left(self, job: Job) -> None:
-        """A job left the table: if a client asked for it here, nobody will ask for it any more."""
+        """Handle a job that left the table. If a client asked for it here, delete its record."""
         if job.is_mine and not self._drain.is_stopping:
             task = asyncio.create_task(self._forget(job.id))
             self._forgetting.add(task)
@@ -260,14 +264,14 @@ class WarmJobs:
     # ---- this replica's part
 
     def _begin(self, job: Job) -> ExitStack:
-        """A share in computing the job's prefix. Raises Busy or Closed."""
+        """Join the computation of the job's prefix. Raises Busy or Closed."""
         assert job.prompt_key is not None
         held = ExitStack()
         job.warming = held.enter_context(self._warmer.join(job.namespace, job.prompt_key))
         return held
 
     def _begin_late(self, job: Job) -> None:
-        """The same for a part that another replica gave this one."""
+        """The same for a part that another replica gave to this one."""
         try:
             self._work(job, self._begin(job))
         except (Busy, Closed) as error:
@@ -283,7 +287,7 @@ class WarmJobs:
             with held:
                 try:
                     job.warmed = await warming.result()
-                except Exception as error:  # noqa: BLE001 no request is there to answer: the job carries it
+                except Exception as error:  # noqa: BLE001 no request waits for it: the job has the error
                     job.error = self._failures.answer(error)
                 finally:
                     job.took_s = self._clock() - began_at
@@ -292,7 +296,7 @@ class WarmJobs:
         self.table.run(job, work())
 
     async def _state(self, job: Job) -> None:
-        """Let the store have this replica's part as it is now. Raises StoreUnavailable."""
+        """Write the present state of this replica's part to the store. Raises StoreUnavailable."""
         part, now = job.part(), self._clock()
         if job.record is None or not job.has_part or part == job.stated:
             return
@@ -308,7 +312,7 @@ class WarmJobs:
     # ---- the job as a whole
 
     async def _watch(self, job: Job) -> None:
-        """Until the job has ended: state this replica's part; as its owner, ask other replicas for theirs."""
+        """Until the job has ended: write this replica's part; as the owner, ask other replicas for theirs."""
         began_at = self._clock()
         try:
             while not await self._has_settled(job):
@@ -316,14 +320,14 @@ class WarmJobs:
                     async with asyncio.timeout(self._pause_s(began_at)):
                         await job.changed.wait()
                 job.changed.clear()
-        except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
+        except Exception as error:  # noqa: BLE001 a bug in radixkv must not leave a job unfinished for ever
             problem = self._failures.answer(error)
             job.error = job.error or problem
         job.is_known.set()
         self.table.end(job)
 
     def _pause_s(self, began_at: float) -> float:
-        """An eighth of the time that it took so far."""
+        """Return an eighth of the time that the job has taken so far, within bounds."""
         least, most = _PAUSES_S
         return min(max(least, (self._clock() - began_at) / 8), most)
 
@@ -337,7 +341,7 @@ class WarmJobs:
             return False
 
     async def _is_handled(self, job: Job) -> bool:
-        """One step of a job; whether it has ended. Raises StoreUnavailable, ArgumentError."""
+        """Make one step of a job. Returns whether it has ended. Raises StoreUnavailable, ArgumentError."""
         record = await self._ask_store(self._coordinator.job, job.id, job.namespace.tenant)
         is_idle = job.is_worked or not job.has_part
         if record is None:
@@ -349,7 +353,7 @@ class WarmJobs:
                 self._begin_late(job)
                 return False
         elif mine is not None and job.stated is not None and self._differs(mine, job.stated):
-            job.stated = None  # the store has lost it, or another replica gave it up
+            job.stated = None  # the store has lost it, or another replica marked it as failed
             return False
         if record.is_ended:
             return is_idle
@@ -361,7 +365,7 @@ class WarmJobs:
         return (part.writer, part.state) != (self._me, stated.state)
 
     async def _owns(self, job: Job, record: WarmJob) -> bool:
-        """Whether this replica owns the job; it takes a job whose owner is gone."""
+        """Whether this replica owns the job. It takes the job if the owner is gone."""
         if record.owner == self._me:
             return True
         if any(each.writer == record.owner and each.live for each in self._coordinator.replicas()):
@@ -388,7 +392,7 @@ class WarmJobs:
             job.is_known.set()
 
     def _spare(self, job: Job, record: WarmJob) -> list[str]:
-        """Replacements for failed parts, the best first; none where the tenant was purged meanwhile."""
+        """Return replacements for failed parts, the best first; none if the tenant was purged."""
         num_lost = sum(part.state == "lost" for part in record.parts)
         if (
             job.prompt_key is None
@@ -400,7 +404,7 @@ class WarmJobs:
         return [name for name in self._placement.best(job.namespace, job.prompt_key) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
-        """Ask each replica that has a part and wasn't asked; in a task each, so that a slow one delays no other."""
+        """Ask each replica that has a part and wasn't asked. Each has its own task, so a slow one delays no other."""
         for part in record.parts:
             to = part.writer
             if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
@@ -423,7 +427,7 @@ class WarmJobs:
         job.changed.set()
 
     async def _tell(self, job: Job, peer: ReplicaInfo) -> str | None:
-        """Tell a replica of the job: None, or why it doesn't know of it now."""
+        """Send the job to a replica. Returns None, or a code with the reason why the replica doesn't have it now."""
         if peer.fingerprint != job.namespace.model:
             return "other_model"
         if job.prompt_key is None:
@@ -439,7 +443,7 @@ class WarmJobs:
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 
     async def _hand_over(self, job: Job, record: WarmJob) -> None:
-        """Hand a job that may need replacements, and that only this replica knows, to another replica."""
+        """Hand over a job that may need replacements, if only this replica has its prompt."""
         knowing = {part.writer for part in record.parts if part.is_open or part.state == "done"}
         if not record.num_wanted or record.owner != self._me or knowing - {self._me}:
             return
@@ -448,14 +452,14 @@ class WarmJobs:
                 await self._ask_store(self._coordinator.hand_job, job.id, peer)
                 return
 
-    # ---- what is said of a job
+    # ---- the state of a job
 
     def _reply(self, job: Job | None, record: WarmJob) -> JobReply:
         own = job.error.body if job is not None and job.error is not None else None
         return reply_of(record, self._coordinator.info().block_size, own)
 
     def _as_known(self, job: Job) -> WarmJob:
-        """A job without the store: this replica's part as it is, others' as last heard until their leases are over."""
+        """Return a job without the store: this replica's part, and others' as last read, until their leases expire."""
         record, living = job.record, {each.writer for each in self._coordinator.peers()}
         if record is None:
             others = [JobPart(*each, "failed", error="store_unavailable") for each in sorted(job.delivered)]
@@ -473,7 +477,7 @@ class WarmJobs:
 
 
 def reply_of(record: WarmJob, block_size: int, own_error: Mapping[str, Any] | None = None) -> JobReply:
-    """What a tenant is told of a job; ``own_error`` says more of a failure than its code."""
+    """Return a job as its tenant sees it. ``own_error`` has more details of a failure than its code."""
     outcomes = [_outcome(part) for part in record.parts]
     done = [each for each in outcomes if each.state == "done"]
     hopeful = [each for each in outcomes if each.state != "failed"]
@@ -526,9 +530,11 @@ def _error(outcomes: list[ReplicaOutcome], own_error: Mapping[str, Any] | None) 
     if own_error is not None:
         return ErrorDetail.model_validate(own_error)
     codes = sorted({each.error for each in outcomes if each.error})
-    message = "no replica could warm it: " + (", ".join(codes) or "none was there to")
+    message = "no replica could warm it: " + (", ".join(codes) or "there was none")
     kind = codes[0] if len(codes) == 1 else "failed"
-    return ErrorDetail(type=kind, message=message, field=None, value=None, allowed=None)
+    return ErrorDetail(
+        type=kind, message=message, field=None, value=None, allowed=None, docs_url=docs_url(kind)
+    )
 
 
 def _failed(error: ErrorDetail) -> ApiError:
@@ -537,7 +543,7 @@ def _failed(error: ErrorDetail) -> ApiError:
 
 def _require_same(known: str, asked: str) -> None:
     if known != asked:
-        message = "this Idempotency-Key was sent with another request"
+        message = "this Idempotency-Key was already sent with another request"
         raise ApiError(
-            409, "conflict", message, field="Idempotency-Key", allowed="a key of its own, or that request"
+            409, "conflict", message, field="Idempotency-Key", allowed="a new key, or the same request"
         )

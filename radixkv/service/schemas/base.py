@@ -1,4 +1,4 @@
-"""What all bodies have in common."""
+"""The base classes of all bodies, and annotations of fields."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 MAX_NAME = 256
 
 UNKNOWN_FIELDS = "unknown_fields"
-"""Type of the one error that stands for all unknown fields of an object."""
+"""Type of the one error that reports all unknown fields of an object."""
 
 
 NOT_SUPPORTED = "not_supported"
-"""Type of the error of a field that is taken at its neutral values only; its context says which."""
+"""Type of the error of a field that allows only its neutral values. The context of the error names them."""
 
 TWO_VALUES = "two_values"
 """Type of the error of a field and its other name with different values."""
 
 
 class RequestBody(BaseModel):
-    """A body that a client sends: strict, without unknown names; null means left out.
+    """A body that a client sends: strict, without unknown fields. Null has the same meaning as leaving a field out.
 
-    Unknown names are refused before anything else is validated, as one error, whatever their number.
+    Unknown fields are refused before anything else is validated, as one error, whatever their number.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     without_prompts: ClassVar[Mapping[str, object]] = {}
-    """Fields that may be long and aren't needed once the prompts were read, and what stands there then."""
+    """Fields that may be long and aren't needed once the prompts were read, with the values that replace them."""
 
     other_names: ClassVar[Mapping[str, str]] = {}
-    """Fields that are other names of fields. Both may be given if they say the same."""
+    """Fields that are other names of fields. A body may have both if their values are equal."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +71,7 @@ class RequestBody(BaseModel):
 class Neutral:
     """The annotation of a field that would change the output and isn't supported: ``Annotated[Any, Neutral(0)]``.
 
-    It takes the values at which it changes nothing, so that clients which always send it are served; null is one.
+    Allows the values that change nothing, null included. So clients that always send the field are served.
     """
 
     def __init__(self, *values: str | float | bool | dict[str, str] | list[str]) -> None:
@@ -85,7 +85,10 @@ class Neutral:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """The neutral values."""
-        return {"enum": [*self.values, None], "description": "not supported: taken at neutral values only"}
+        return {
+            "enum": [*self.values, None],
+            "description": "not supported; allowed: values that change nothing",
+        }
 
     def _checked(self, value: Any) -> Any:
         for each in self.values:  # 0 and 0.0 are one number, but False is none
@@ -97,7 +100,7 @@ class Neutral:
 
 @cache
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    """Names that a schema takes, aliases too."""
+    """Return the names that a schema allows, aliases included."""
     names = set(model.model_fields)
     for field in model.model_fields.values():
         alias = field.validation_alias
@@ -107,7 +110,7 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
 
 
 def first_at_most(maximum: int) -> BeforeValidator:
-    """A map's maximum, held before its values are validated: pydantic's own makes an error for each bad one first."""
+    """Check the size of a map before its values are validated. pydantic's own check first makes an error for each."""
     return BeforeValidator(_at_most(maximum))
 
 

@@ -1,4 +1,4 @@
-"""Published prefixes."""
+"""Bases: prefixes that the operator publishes for tenants to read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$", description=
 
 Readers = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_NAME)]],
-    Field(max_length=10_000, fail_fast=True, description="tenants that may read it"),
+    Field(max_length=10_000, fail_fast=True, description="tenants that may read the base"),
 ]
 
 
 class PublishRequest(PromptForms):
-    """A prefix for tenants to read: cut where a warm cuts it."""
+    """A prefix for tenants to read. It ends where a warm of the same prompt ends."""
 
     id: BaseName
     readers: Readers
@@ -26,7 +26,7 @@ class PublishRequest(PromptForms):
 
 
 class ReadersRequest(RequestBody):
-    """Who may read a base from now on."""
+    """The tenants that may read a base from now on."""
 
     readers: Readers
 
@@ -35,11 +35,11 @@ class BaseReply(ReplyBody):
     """A base of this replica."""
 
     id: str
-    readers: list[str]
+    readers: list[str] = Field(description="tenants that may read it")
     adapter: str | None
-    tokens: int
-    blocks: int
-    state: Literal["computing", "readable"]
+    tokens: int = Field(description="tokens of the prefix, in whole blocks")
+    blocks: int = Field(description="blocks of the prefix")
+    state: Literal["computing", "readable"] = Field(description="readable: its readers' matches use it")
 
 
 class BasesReply(ReplyBody):
@@ -49,8 +49,8 @@ class BasesReply(ReplyBody):
 
 
 class PublishedReply(BaseReply):
-    """A base that was just published."""
+    """A base that this request published."""
 
-    computed: int = Field(description="tokens that weren't resident")
-    left_out: int = Field(description="tokens behind the last stable boundary and the last whole block")
-    seconds: Seconds
+    computed: int = Field(description="tokens that were computed, because they were not resident")
+    left_out: int = Field(description="tokens at the end of the prompt that are not part of the base")
+    seconds: Seconds = Field(description="since the request arrived")

@@ -1,4 +1,4 @@
-"""OpenAI's completions, with what radixkv adds."""
+"""OpenAI's completions, with radixkv's additional fields."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ Stop = Annotated[
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool = Field(default=False, description="one more event at the end, with the usage")
     continuous_usage_stats: bool = Field(
-        default=False, description="with include_usage: usage so far in every event"
+        default=False, description="with include_usage: every event has the usage so far"
     )
     include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
 _OWN_FIELDS = ("priority", "priority_duration_s")
-"""Labels of a trace that are no labels of a request: ``Hints`` has fields for them."""
+"""Labels of a trace that a request may not have as labels: ``Hints`` has fields for them."""
 _LABEL_ALLOWED = (
     f"at most {MAX_LABELS} strings of at most {MAX_NAME} characters, numbers within ±{MAX_LABEL_NUMBER:g} and "
     f"booleans, by names of 1 to {MAX_LABEL_NAME} characters other than {' and '.join(_OWN_FIELDS)}"
@@ -79,7 +79,7 @@ def _is_label(name: str, value: Any) -> bool:
 def _checked_labels(labels: dict[str, Any]) -> dict[str, Any]:
     bad = next((name for name, value in labels.items() if not _is_label(name, value)), None)
     if bad is not None or len(labels) > MAX_LABELS:
-        which = "" if bad is None else f" (not so: {shown(bad, MAX_LABEL_NAME)})"
+        which = "" if bad is None else f" (wrong: {shown(bad, MAX_LABEL_NAME)})"
         raise ValueError(_LABEL_ALLOWED + which)
     return labels
 
@@ -117,26 +117,28 @@ def _duration_needs_priority(schema: dict[str, Any]) -> None:
 
 
 class Hints(RequestBody):
-    """What the tenant's eviction policy may use of a request; it changes no answer, and no other tenant's cache."""
+    """Facts about a request for the tenant's eviction policy. They change no answer and no other tenant's cache."""
 
     model_config = ConfigDict(json_schema_extra=_duration_needs_priority)
 
     labels: Labels = Field(
         default_factory=dict,
-        description="policies look at type (completion, unless it says otherwise), session, turn, session_over and "
-        "tool_pending; others are ignored",
+        description="facts by name. Policies use type (default: completion), session, turn, session_over and "
+        "tool_pending, and ignore others",
     )
-    priority: int | None = Field(default=None, ge=0, le=100, description="of all its blocks: 0 goes first")
+    priority: int | None = Field(
+        default=None, ge=0, le=100, description="for all its blocks: 0 is evicted first"
+    )
     duration_s: float | None = Field(
         default=None,
         gt=0.0,
         le=MAX_TTL_S,
-        description="seconds that the priority holds after the last use; null: for ever",
+        description="seconds that the priority lasts after the last use; null: it never ends",
     )
 
 
 def related(schema: dict[str, Any]) -> None:
-    """Say in the JSON schema which fields go with which others."""
+    """Add to the JSON schema which fields may occur together."""
     null = {"type": "null"}
     unset = {"enum": [False, None]}
     streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
@@ -156,7 +158,7 @@ def related(schema: dict[str, Any]) -> None:
 
 
 def _choices(best_of_one: dict[str, Any]) -> list[dict[str, Any]]:
-    """``best_of`` is null, or n is 1. For other n it has bounds that depend on n, which the message of a 422 says."""
+    """``best_of`` is null, or n is 1. For other n its bounds depend on n, and the message of a 422 says them."""
     return [{"best_of": {"type": "null"}}, {"n": {"enum": [1, None]}, "best_of": best_of_one}]
 
 
@@ -177,8 +179,8 @@ TopK = Annotated[
 class CompletionRequest(Salted):
     """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
-    Fields of other servers that would change the output and aren't supported are taken at their neutral values only:
-    those with ``Neutral``. ``user`` changes nothing.
+    Fields of other servers that would change the output and aren't supported allow only their neutral values.
+    ``user`` changes nothing.
     """
 
     model_config = ConfigDict(json_schema_extra=related)
@@ -186,28 +188,36 @@ class CompletionRequest(Salted):
 
     without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "user": None}
 
-    model: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    prompt: Prompt
+    model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="name of the served model; null: that model"
+    )
+    prompt: Prompt = Field(description="text or token ids, or a list of texts or of lists of token ids")
     adapter: Adapter | None = None
     hints: Hints | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="completions of each prompt")
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="number of beams; equal to n when sampling"
     )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=2**31 - 1, description="another name of max_tokens"
     )
-    max_tokens: int = Field(16, ge=1, le=2**31 - 1)
-    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy; with beam search 0 or left out")
+    max_tokens: int = Field(16, ge=1, le=2**31 - 1, description="most tokens of a completion")
+    temperature: float = Field(
+        1.0, ge=0.0, le=2.0, description="0 is greedy; with beam search only 0 is allowed"
+    )
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: TopK | None = Field(None, description="-1: all tokens, as if left out")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | None = None
-    stream: bool = False
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens; null: random"
+    )
+    stop: Stop | None = Field(None, description="the completion ends before the first of these texts")
+    stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
     stream_options: StreamOptions | None = None
-    use_beam_search: bool = Field(False, description="n beams (or best_of), the n best returned, best first")
-    ignore_eos: bool = False
-    echo: bool = False
+    use_beam_search: bool = Field(
+        False, description="n beams (or best_of); the n best are returned, best first"
+    )
+    ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
+    echo: bool = Field(False, description="begin each completion with its prompt")
     user: str | None = Field(None, description="changes nothing")
     suffix: Annotated[Any, Neutral("")] = None
     logprobs: Annotated[Any, Neutral(False)] = None
@@ -246,39 +256,41 @@ class CompletionRequest(Salted):
 class Choice(ReplyBody):
     """One completion."""
 
-    index: int
+    index: int = Field(description="prompt-major: index of the prompt × n + number of the completion")
     text: str
     logprobs: None = None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"] | None = Field(
+        description="stop: a stop text or the end-of-sequence token; length: max_tokens; null: not finished yet"
+    )
 
 
 class PromptTokensDetails(ReplyBody):
-    """Where the prompt's tokens came from."""
+    """How many tokens of the prompts were not computed."""
 
-    cached_tokens: int
+    cached_tokens: int = Field(description="tokens of the prompts that were read from the cache")
 
 
 class Usage(ReplyBody):
-    """Tokens read, cached and written."""
+    """Tokens of the prompts and of the completions."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = Field(
-        description="null in a stream's events before the last"
+        description="null in all events of a stream but the last"
     )
 
 
 class Timings(ReplyBody):
-    """Seconds since the request arrived; the wait for the model counts."""
+    """Seconds since the request arrived, with the wait for the model."""
 
-    queued_s: Seconds
-    time_to_first_token_s: Seconds
-    total_s: Seconds
+    queued_s: Seconds = Field(description="until the model began")
+    time_to_first_token_s: Seconds = Field(description="until the first token")
+    total_s: Seconds = Field(description="until the answer")
 
 
 class CompletionReply(ReplyBody):
-    """OpenAI's completion object, with timings. Of a stream: one chunk of it."""
+    """OpenAI's completion object, with timings. In a stream: one chunk."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

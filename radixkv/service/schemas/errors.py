@@ -1,23 +1,30 @@
-"""What every answer looks like that is not a success."""
+"""The body of every answer that is not a success."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from radixkv.service.schemas.base import ReplyBody
 
 
 class ErrorDetail(ReplyBody):
-    """What was wrong."""
+    """What was wrong, where, and what is allowed."""
 
-    type: str
-    message: str
-    field: str | None
-    value: Any
-    allowed: str | None
+    type: str = Field(
+        description="the type of the error, stable across versions; /docs/errors describes all types"
+    )
+    message: str = Field(description="one line for people; its text may change")
+    field: str | None = Field(
+        description="the field that was wrong, such as messages[2].role; null: no single field"
+    )
+    value: Any = Field(description="the value that was wrong, shortened")
+    allowed: str | None = Field(description="what is allowed")
+    docs_url: str = Field(description="path on this service: the meaning of the type, and what to do")
 
 
 class ErrorReply(ReplyBody):
-    """Every answer that is not a success."""
+    """The body of every answer that is not a success."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""What replicas of a fleet say to each other beside prompts: challenges, and purges."""
+"""Bodies of requests between replicas, other than prompts: challenges and purges."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Challenge(RequestBody):
-    """What a replica is to answer with the fleet's secret: 32 random bytes."""
+    """32 random bytes. A replica proves with its answer that it has the fleet's secret."""
 
     challenge: Hex32
 
 
 class ProofReply(ReplyBody):
-    """See ``coordination.proofs.Proofs.answer``."""
+    """The answer to a challenge: see ``coordination.proofs.Proofs.answer``."""
 
     proof: Hex32
 
 
 class ToldPurge(RequestBody):
-    """The raise of a tenant's generation (``coordination.wire.Raised``); a generation of 0: forget the tenant now."""
+    """The raise of a tenant's generation (``coordination.wire.Raised``); generation 0: purge the tenant now."""
 
     generation: int = Field(0, ge=0, le=MAX_AMOUNT)
     token: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""

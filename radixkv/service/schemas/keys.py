@@ -1,4 +1,4 @@
-"""Keys, without the keys."""
+"""Replies about keys. Only the reply to a creation or a rotation has the key itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from radixkv.service.schemas.base import ReplyBody
 
 
 class KeyReply(ReplyBody):
-    """A key, without the key."""
+    """A key's record, without the key itself."""
 
-    id: str = Field(description="what it is called in /v1/keys/{key}")
-    tenant: str | None = Field(description="whose it is; null: the operator's")
+    id: str = Field(description="id of the key in /v1/keys/{key}")
+    tenant: str | None = Field(description="the tenant that it belongs to; null: the operator")
     prefix: str | None = Field(
-        description="how it begins, if that is known; of a key shorter than 32 characters also 6 digits of its id"
+        description="the first characters of the key, if they are known; for a key shorter than 32 characters also 6 "
+        "digits of its id"
     )
-    created: str | None = Field(description="when it was made, if that is known")
+    created: str | None = Field(description="time of its creation (UTC), if it is known")
 
 
 class KeysReply(ReplyBody):
@@ -25,6 +26,6 @@ class KeysReply(ReplyBody):
 
 
 class NewKeyReply(KeyReply):
-    """A key that was just made: the only time that it is shown."""
+    """A new key. It is shown only in this reply."""
 
-    key: str
+    key: str = Field(description="the key: send it as `Authorization: Bearer KEY`")

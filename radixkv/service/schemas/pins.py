@@ -1,4 +1,4 @@
-"""Pins of a replica, and of the fleet."""
+"""Pins of one replica, and of the fleet."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from radixkv.service.schemas.warming import Where
 
 
 class PinRequest(PromptFields):
-    """What to pin, and for how long."""
+    """The prefix to pin, the time, and the replicas."""
 
     ttl_s: float = Field(gt=0.0, le=MAX_TTL_S, description="seconds until the pin ends by itself")
     replicas: Where = Field(
         "self",
-        description="self: the one that is asked, where it is resident already; all: every one, also those that "
-        "join; a number: so many, with others in the place of those that are gone; a list: these. All but self "
-        "compute it first",
+        description="self: the replica that receives the request, if the prefix is resident there; all: every "
+        "replica, also those that join later; a number: so many, and others replace those that leave; a list: these "
+        "replicas. Except for self, a replica computes the prefix if it lacks it",
     )
-    wait: bool = Field(True, description="false: answer before the replicas have it; no difference for self")
+    wait: bool = Field(
+        True, description="false: answer before the replicas have computed it; no effect for self"
+    )
 
 
 class PinOrder(PromptOrder):
-    """What a replica is to keep resident as its part of a pin of the fleet."""
+    """The prefix that a replica keeps resident as its part of a pin of the fleet."""
 
     pin: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class PinPart(ReplyBody):
-    """What became of a pin of the fleet on one replica: it holds where it is done."""
+    """The state of a pin of the fleet on one replica. The prefix is resident there if the state is done."""
 
     replica: str
     state: Literal["queued", "running", "done", "failed"]
-    error: str | None = None
+    error: str | None = Field(None, description="a type of /docs/errors, if the state is failed")
 
 
 class PinReply(ReplyBody):
-    """A pin of the caller's: a prefix of ``tokens`` tokens in ``blocks`` blocks, for ``ttl_s`` more seconds."""
+    """A pin of the caller: a prefix of ``tokens`` tokens in ``blocks`` blocks, for ``ttl_s`` more seconds."""
 
-    id: str
-    salt: str | None = Field(description="null: not known on a replica that doesn't keep it")
+    id: str = Field(description="id of the pin, for DELETE /v1/pins/{pin}")
+    salt: str | None = Field(
+        description="null: this replica doesn't hold the prefix, so it doesn't know the salt"
+    )
     adapter: str | None
     tokens: int
     blocks: int
     ttl_s: Seconds
     replicas: list[PinPart] | None = Field(
-        None, description="of a pin of several replicas; null: this one's own"
+        None, description="state on each replica, for a pin of the fleet; null: a pin of this replica alone"
     )
 
 
 class PinsReply(ReplyBody):
-    """The caller's pins on this replica, and those of the fleet: a part of them where there are many."""
+    """The caller's pins on this replica and in the fleet. If there are many, only one page of them."""
 
     pins: list[PinReply]

@@ -1,4 +1,4 @@
-"""Prompts in their forms, and what is asked of a prefix without computing it."""
+"""The forms of a prompt, and the requests about a prefix that compute nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pydantic import ConfigDict, Field
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
 
 MAX_MESSAGES = 4096
-"""Messages of one conversation; each costs its markers or its part of a template, also an empty one."""
+"""Messages of one conversation. Each costs its markers or its part of a template, even if it is empty."""
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
-Salt = Annotated[str, Field(max_length=MAX_NAME, description="names one of the tenant's own namespaces")]
+Salt = Annotated[str, Field(max_length=MAX_NAME, description="name of one of the tenant's own namespaces")]
 Adapter = Annotated[
-    str, Field(min_length=1, max_length=MAX_NAME, description="key space of an adapter; loads no weights")
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_NAME,
+        description="name of an adapter: its prefixes are separate; loads no weights",
+    ),
 ]
 
 
@@ -28,7 +33,7 @@ class Message(RequestBody):
 
 
 class Salted(RequestBody):
-    """A namespace of the tenant's own, named by its salt."""
+    """A namespace of the tenant, named by its salt."""
 
     other_names: ClassVar[Mapping[str, str]] = {"cache_salt": "salt"}
 
@@ -37,7 +42,7 @@ class Salted(RequestBody):
 
 
 def either(one: str, other: str) -> dict[str, Any]:
-    """In a JSON schema: of two names of a field, one is null or left out."""
+    """Return a JSON schema: of two names of a field, one is null or left out."""
     return {"anyOf": [{"properties": {name: {"type": "null"}}} for name in (one, other)]}
 
 
@@ -45,7 +50,7 @@ _FORMS = ("prompt", "messages", "token_ids")
 
 
 def _exactly_one_form(schema: dict[str, Any]) -> None:
-    """Say it in the JSON schema: one form is required and the others are null or left out."""
+    """Add the rule to the JSON schema: one form is required, and the others are null or left out."""
     shapes = {form: {"not": {"type": "null"}} for form in _FORMS}
     schema["oneOf"] = [
         {
@@ -59,27 +64,29 @@ def _exactly_one_form(schema: dict[str, Any]) -> None:
 
 
 class PromptForms(RequestBody):
-    """A prompt in one of three forms."""
+    """A prompt in exactly one of three forms: text, messages of a chat, or token ids."""
 
     model_config = ConfigDict(json_schema_extra=_exactly_one_form)
 
     without_prompts: ClassVar[Mapping[str, object]] = {"prompt": None, "messages": None, "token_ids": None}
 
-    prompt: Text | None = Field(None, description="text; exactly one of prompt, messages and token_ids")
+    prompt: Text | None = Field(
+        None, description="the prompt as text; exactly one of prompt, messages and token_ids"
+    )
     messages: (
         Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
-    ) = None
-    token_ids: TokenIds | None = None
+    ) = Field(None, description="the prompt as messages of a chat; the model's chat template makes its text")
+    token_ids: TokenIds | None = Field(None, description="the prompt as ids of the model's vocabulary")
 
 
 class PromptFields(Salted, PromptForms):
-    """A prompt in one of three forms, and the namespace it belongs to."""
+    """A prompt in exactly one of three forms, and its namespace."""
 
     adapter: Adapter | None = None
 
 
 class PromptOrder(RequestBody):
-    """A prefix that another replica orders for a tenant, as ids."""
+    """A prefix as token ids, in a request of another replica for a tenant."""
 
     without_prompts: ClassVar[Mapping[str, object]] = {"token_ids": [0]}
 
@@ -89,18 +96,18 @@ class PromptOrder(RequestBody):
 
 
 class LookupRequest(PromptFields):
-    """What to look up."""
+    """The prompt to look up."""
 
 
 class LookupReply(ReplyBody):
-    """How much of a prompt is resident."""
+    """How much of a prompt is resident for the caller."""
 
-    matched_tokens: int
-    matched_blocks: int
+    matched_tokens: int = Field(description="leading tokens that are resident, in whole blocks")
+    matched_blocks: int = Field(description="the same in blocks")
 
 
 class ClearReply(ReplyBody):
-    """What was forgotten."""
+    """What was removed from the cache."""
 
-    namespaces: int
-    blocks: int
+    namespaces: int = Field(description="namespaces that were removed")
+    blocks: int = Field(description="blocks that they had")

@@ -1,4 +1,4 @@
-"""What holds for tenants, their counts, and their purges."""
+"""Settings of tenants, their statistics, and their purges."""
 
 from __future__ import annotations
 
@@ -13,51 +13,57 @@ from radixkv.service.schemas.base import ReplyBody, RequestBody
 
 
 class TenantSettings(RequestBody):
-    """What a tenant is promised and held to. A rate or a size that is null, or left out, is what holds for all."""
+    """Guarantees and limits of a tenant. A rate or a size that is null or left out has the server's value."""
 
     weight: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)] = Field(
-        default=1.0, description="its part, beside others' weights, of what nobody is guaranteed"
+        default=1.0,
+        description="share of the blocks that no tenant is guaranteed, relative to other tenants' weights",
     )
     guaranteed_blocks: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=0, description="blocks that it can always have"
+        default=0, description="blocks that the tenant can always have"
     )
     max_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        default=None, description="blocks that it may use at most; null: no limit of its own"
+        default=None, description="most blocks that the tenant may use; null: no limit"
     )
     mode: Literal["burst", "strict"] = Field(
         default="burst",
-        description="strict: borrows nothing, and nothing that others do changes what it sees",
+        description="burst: borrows idle blocks; strict: borrows nothing, and others change nothing that it sees",
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description="blocks that it may pin; null: as many as it is guaranteed"
+        default=None, description="most blocks that the tenant may pin; null: as many as it is guaranteed"
     )
     max_pins: Annotated[int, Field(ge=0, le=65_536)] = Field(
         default=MAX_PINS,
-        description="pins that it may have on a replica at a time, those of the fleet included",
+        description="most pins of the tenant on a replica at a time, those of the fleet included",
     )
     policy: Annotated[str, Field(min_length=1, max_length=64, pattern="^[^:]*$")] | None = Field(
         default=None,
-        description="name of its eviction policy, built in or registered, not a class; null: the server's",
+        description="name of the tenant's eviction policy, built in or registered, not a class; null: the server's",
     )
     fleet_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
-        description="blocks that it may use on all replicas together, an equal share on each; null: no limit",
+        description="most blocks of the tenant on all replicas together, an equal share on each; null: no limit",
     )
     on_unconfirmed_generation: Literal["serve", "refuse"] = Field(
         default="serve",
-        description="what a replica does that can't know whether the tenant was purged, its lease being over",
+        description="what a replica does while its own lease has expired, so that it can't know whether the tenant was "
+        "purged",
     )
     requests_per_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = Field(
-        default=None, description="requests a second, in the long run"
+        default=None, description="requests a second, on average"
     )
-    burst: Annotated[int, Field(ge=1, le=10**6)] | None = Field(default=None, description="requests at once")
-    max_body_bytes: Annotated[int, Field(ge=1, le=2**30)] | None = None
+    burst: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
+        default=None, description="most requests at once"
+    )
+    max_body_bytes: Annotated[int, Field(ge=1, le=2**30)] | None = Field(
+        default=None, description="most bytes of a body"
+    )
 
     def tenant(self, name: str, granted_blocks: int | None = None) -> Tenant:
-        """The tenant as the cache knows it: held to what is granted here of its quota over the fleet, if it has one.
+        """Return the tenant for the cache. If it has a quota over the fleet, its limit is the share granted here.
 
-        One block it always has. Raises ArgumentError for settings that can't go together, and for a policy that isn't
-        loaded: none is imported for a name that comes over HTTP or from a keys file.
+        The share is at least one block. Raises ArgumentError for settings that contradict each other, and for a policy
+        that isn't loaded: a name from HTTP or a keys file imports nothing.
         """
         if self.policy is not None:
             require_loaded("policy", self.policy)
@@ -87,35 +93,33 @@ class TenantSettings(RequestBody):
 
 
 class TenantStatsReply(ReplyBody):
-    """A tenant's own counts: blocks at this moment, tokens and requests since the start."""
+    """A tenant's own statistics: blocks now, tokens and requests since the start."""
 
     tenant: str
-    mode: Literal["burst", "strict"] = Field(
-        description="strict: nothing that others do changes these counts"
-    )
-    used_blocks: int
-    resident_blocks: int
-    sequence_blocks: int
-    evictable_blocks: int
+    mode: Literal["burst", "strict"] = Field(description="strict: other tenants don't change these numbers")
+    used_blocks: int = Field(description="blocks that count against the tenant's limit")
+    resident_blocks: int = Field(description="blocks of cached prefixes")
+    sequence_blocks: int = Field(description="blocks of running requests")
+    evictable_blocks: int = Field(description="cached blocks that no lease protects")
     num_namespaces: int
     requests: int
-    hit_tokens: int
-    missed_tokens: int
-    evicted_blocks: int
-    declined_blocks: int
+    hit_tokens: int = Field(description="prompt tokens that were found in the cache")
+    missed_tokens: int = Field(description="prompt tokens that were not found")
+    evicted_blocks: int = Field(description="blocks that were evicted")
+    declined_blocks: int = Field(description="blocks that the policy refused to keep")
     pinned_blocks: int
     num_pins: int
 
 
 class OperatorStatsReply(ReplyBody):
-    """All tenants' counts and the pool's."""
+    """Statistics of all tenants, and of the cache as a whole."""
 
     cache: dict[str, int]
     tenants: list[TenantStatsReply]
 
 
 class TenantReply(ReplyBody):
-    """A tenant, what holds for it, and how many keys it has."""
+    """A tenant, its settings, and the number of its keys."""
 
     tenant: str
     settings: TenantSettings
@@ -132,19 +136,19 @@ class TenantsReply(ReplyBody):
 
 
 class PurgeStateReply(ReplyBody):
-    """How far a tenant's last purge has come: which replicas match nothing of before any more."""
+    """Progress of a tenant's last purge: a confirmed replica matches nothing from before the purge."""
 
-    generation: int = Field(description="how often the tenant was purged; grows with each")
-    complete: bool = Field(description="every live replica has confirmed")
-    confirmed: list[str]
-    pending: list[str] = Field(description="live replicas that haven't confirmed yet; ask again")
+    generation: int = Field(description="grows with each purge of the tenant")
+    complete: bool = Field(description="whether every live replica has confirmed")
+    confirmed: list[str] = Field(description="replicas that have purged the tenant")
+    pending: list[str] = Field(description="live replicas that have not confirmed yet; look again later")
     unconfirmed: list[str] = Field(
-        description="replicas whose lease is over; one that comes back purges first, one that is only cut off still "
-        "serves the tenant what it has, unless on_unconfirmed_generation is refuse"
+        description="replicas whose lease has expired. One that comes back purges first. One that is only cut off "
+        "from the store still serves the tenant from its cache, unless on_unconfirmed_generation is refuse"
     )
 
 
 class PurgeReply(PurgeStateReply):
-    """What was forgotten here, and how far the purge has come."""
+    """The blocks that this replica freed, and the progress of the purge."""
 
-    blocks: int
+    blocks: int = Field(description="blocks that this replica freed")

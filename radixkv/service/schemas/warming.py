@@ -1,4 +1,4 @@
-"""Warming prefixes, here or on several replicas, and the jobs that do it."""
+"""Requests to warm prefixes, here or on several replicas, and their jobs."""
 
 from __future__ import annotations
 
@@ -37,73 +37,78 @@ Where = Annotated[
 
 
 class WarmRequest(PromptFields):
-    """What to warm, where, and whether to wait for it."""
+    """The prompt to warm, the replicas, and whether to wait."""
 
-    wait: bool = Field(True, description="false: answer 202 with a job at once")
+    wait: bool = Field(
+        True, description="true: answer when the prefix is resident; false: answer 202 with a job"
+    )
     replicas: Where = Field(
         "self",
-        description="self: the one that is asked; all: every live one; a number: so many, the best first, and others "
-        "in the place of those that fail; a list: these, by name",
+        description="self: the replica that receives the request; all: every live replica; a number: so many, the "
+        "best first, and others replace those that fail; a list: these replicas, by name",
     )
 
 
 class OrderRequest(PromptOrder):
-    """What a replica is to warm as its part of a job, or to know in case the one that sees to the job dies."""
+    """The prefix that a replica warms as its part of a job, or keeps in case the owner of the job dies."""
 
     job: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     left_out: int = Field(0, ge=0)
 
 
 class ReplicaOutcome(ReplyBody):
-    """What became of a warm on one replica, or how far it has come there."""
+    """The state of a warm on one replica."""
 
-    replica: str
+    replica: str = Field(description="id of the replica")
     state: Literal["queued", "running", "done", "failed"]
-    tokens: int = 0
-    cached_before: int = 0
-    computed: int = 0
-    seconds: Seconds = 0.0
-    error: str | None = None
+    tokens: int = Field(0, description="tokens that are resident so far")
+    cached_before: int = Field(0, description="tokens that were resident before")
+    computed: int = Field(0, description="tokens that were computed, once it is done")
+    seconds: Seconds = Field(0.0, description="duration of the work")
+    error: str | None = Field(None, description="a type of /docs/errors, if the state is failed")
 
 
 class WarmReply(ReplyBody):
     """A prefix that is resident now: ``tokens`` = ``cached_before`` + ``computed``, in ``blocks`` whole blocks."""
 
-    tokens: int
-    cached_before: int
-    computed: int
+    tokens: int = Field(description="tokens of the prefix that are resident now")
+    cached_before: int = Field(description="tokens that were resident before")
+    computed: int = Field(description="tokens that this warm computed")
     left_out: int = Field(
-        description="tokens of the prompt behind the last stable boundary and the last whole block"
+        description="tokens at the end of the prompt that are not warmed: after the last stable boundary, or less "
+        "than a block"
     )
-    blocks: int
-    seconds: Seconds
+    blocks: int = Field(description="blocks of the prefix")
+    seconds: Seconds = Field(description="time from the request to the end of the warm")
 
 
 class FleetWarmReply(WarmReply):
-    """A warm that was asked for on several replicas; its counts are those of the first that is done."""
+    """A warm on several replicas. Its counts are those of the first replica that is done."""
 
-    replicas: list[ReplicaOutcome]
+    replicas: list[ReplicaOutcome] = Field(description="the state on each replica")
 
 
 class JobAccepted(ReplyBody):
-    """A warm that goes on in the background."""
+    """A warm that continues in the background."""
 
-    job: str = Field(description="what to ask any replica for, at /v1/warm/{job}")
+    job: str = Field(description="id of the job: any replica answers GET /v1/warm/{job}")
 
 
 class Progress(ReplyBody):
-    """How far a warm is, in tokens of all replicas; those that were resident before count as computed."""
+    """Progress in tokens, over all replicas. Tokens that were resident before count as computed."""
 
     computed: int
     total: int
 
 
 class JobReply(ReplyBody):
-    """A job of the caller's."""
+    """A job of the caller."""
 
     job: str
     state: Literal["queued", "running", "done", "failed"]
     progress: Progress
     replicas: list[ReplicaOutcome]
-    result: FleetWarmReply | None = Field(description="once it is done: on one replica at least")
-    error: ErrorDetail | None = Field(description="if it failed on all")
+    result: FleetWarmReply | None = Field(
+        description="the result, if at least one replica is done; null before"
+    )
+    error: ErrorDetail | None = Field(description="the error, if the warm failed on all replicas")

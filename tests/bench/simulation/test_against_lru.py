@@ -1,4 +1,4 @@
-"""``learned`` and ``auto`` over whole runs: never far below LRU, whatever comes. Seeded, small, the same each time."""
+"""``learned`` and ``auto`` over whole runs: never far below LRU. The workloads are small and seeded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.bench.simulation.trace import Request, Trace, build
 
 _MINUTE_S = 60.0
 _BELOW = 0.003
-"""Of all prompt tokens."""
+"""As a share of all prompt tokens."""
 
 WORKLOADS = {
     "a flood of scans": ["chat=1.5", "scan=4@6m-9m"],
@@ -23,7 +23,7 @@ WORKLOADS = {
 
 
 def workload(mix: list[str], seed: int) -> Trace:
-    """A quarter of an hour, with the labels that a service knows for odd seeds."""
+    """A quarter of an hour. Odd seeds have the labels that a service knows."""
     parts = parse_mix(mix, 14 * _MINUTE_S, lambda text: _MINUTE_S * float(text.rstrip("m")))
     return build(
         (
@@ -62,7 +62,7 @@ def rate(trace: Trace, policy: str, capacity: int) -> float:
     ],
 )
 def test_no_more_than_a_little_below_lru(mix: str, seed: int) -> None:
-    """Over the whole run, the time before anything was learned included."""
+    """Over the whole run, with the time before the policy has learned anything."""
     trace = workload(WORKLOADS[mix], seed)
     least = rate(trace, "lru", 1_500) - _BELOW
     assert rate(trace, "learned", 1_500) >= least

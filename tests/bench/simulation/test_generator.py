@@ -1,4 +1,4 @@
-"""Workloads: what a seed says, in the shape that the sources say."""
+"""Generated workloads: the seed determines them, and their shape matches the sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_kind_is_deterministic_in_order_and_readable(kind: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_conversations_go_on_as_they_did_in_the_trace() -> None:
+def test_conversations_continue_as_often_as_in_the_trace() -> None:
     made = calls("chat", seconds=20_000)
     turns = Counter(call.labels["turn"] for call in made if call.time_s < 10_000)
     over = Counter(
@@ -49,7 +49,7 @@ def test_conversations_go_on_as_they_did_in_the_trace() -> None:
 
 
 @pytest.mark.slow
-def test_a_turn_begins_with_all_of_the_one_before() -> None:
+def test_a_turn_begins_with_the_whole_previous_turn() -> None:
     last: dict[str, Call] = {}
     for call in calls("chat"):
         before = last.get(call.labels["session"])
@@ -107,7 +107,7 @@ def test_rates_and_windows() -> None:
     assert len(made) - len(acme) == pytest.approx(1_500, rel=0.25)
 
 
-def test_a_part_stays_what_it_is_when_others_are_added() -> None:
+def test_a_part_of_a_mix_does_not_depend_on_the_others() -> None:
     def times(*specs: str) -> list[tuple[float, int]]:
         made = generate(parse_mix(specs, 200, seconds), seed=3)
         return [(call.time_s, call.prompt_tokens) for call in made if call.tenant == "acme"]
@@ -115,7 +115,7 @@ def test_a_part_stays_what_it_is_when_others_are_added() -> None:
     assert times("acme:chat=2") == times("acme:chat=2", "globex:agent=2,scan=1")
 
 
-def test_lines_leave_out_what_is_not_wanted() -> None:
+def test_labels_and_durations_of_lines_are_optional() -> None:
     (call, *_) = calls("rag", seconds=100)
     assert "labels" not in json.loads(line(call, 512, labels=False))
     assert json.loads(line(call, 512, tokens_per_s=10))["duration_s"] == pytest.approx(
@@ -127,7 +127,7 @@ def test_lines_leave_out_what_is_not_wanted() -> None:
     "spec",
     ["", "chat", "chat=", "chat=0", "chat=-1", "chat=x", "talk=1", "a:b:chat=1", "chat=1@9-3", "chat=inf"],
 )
-def test_a_mix_that_cant_be_is_refused(spec: str) -> None:
+def test_an_invalid_mix_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match="--mix"):
         parse_mix([spec], 10, seconds)
 

@@ -1,4 +1,4 @@
-"""The picture: an SVG that shows what the rows say, on light and on dark pages, and loads nothing."""
+"""The picture: an SVG that shows the rows, on light and on dark pages, and loads nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def texts(svg: ElementTree.Element) -> list[str]:
 
 
 def points(svg: ElementTree.Element, policy: str) -> list[tuple[float, float]]:
-    """Where a policy's line goes, in the picture's units."""
+    """Return the points of a policy's line, in the picture's units."""
     (path, *_) = [
         path.attrib["d"]
         for group in svg.iter(f"{SVG}g")
@@ -42,7 +42,7 @@ def points(svg: ElementTree.Element, policy: str) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_the_lines_are_the_rows(result: dict[str, Any]) -> None:
-    """Heights are one linear function of the hit rate, for all policies; places one of the capacity."""
+    """Heights are one linear function of the hit rate for all policies. Positions depend on the capacity only."""
     svg = ElementTree.fromstring(draw(result))
     rates = {
         (row["policy"], row["capacity"]): row["token_hit_rate"]
@@ -56,17 +56,17 @@ def test_the_lines_are_the_rows(result: dict[str, Any]) -> None:
     assert drawn.keys() == rates.keys()
     low, high = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
     steep = (drawn[high][1] - drawn[low][1]) / (rates[high] - rates[low])
-    assert steep < 0, "higher is better, and nearer to the top"
+    assert steep < 0, "a higher hit rate is nearer to the top"
     for key, (x, y) in drawn.items():
         assert y == pytest.approx(drawn[low][1] + steep * (rates[key] - rates[low]), abs=0.01)
         assert x == drawn["lru", key[1]][0]
     assert [drawn["lru", size][0] for size in SIZES] == sorted(x for x, _ in points(svg, "lru"))
 
 
-def test_it_says_what_is_drawn(result: dict[str, Any]) -> None:
-    said = texts(ElementTree.fromstring(draw(result)))
-    assert {"100", "500", "2,000", "capacity, blocks of 512 tokens", "token hit rate, %"} < set(said)
-    assert said[-5:] == ["optimum_bypass", "optimum", "lfu", "lrfu", "lru"]
+def test_axes_and_lines_are_labelled(result: dict[str, Any]) -> None:
+    labels = texts(ElementTree.fromstring(draw(result)))
+    assert {"100", "500", "2,000", "capacity, blocks of 512 tokens", "token hit rate, %"} < set(labels)
+    assert labels[-5:] == ["optimum_bypass", "optimum", "lfu", "lrfu", "lru"]
 
 
 def test_the_same_result_gives_the_same_bytes(result: dict[str, Any]) -> None:
@@ -81,11 +81,11 @@ def test_it_loads_nothing_and_is_small(result: dict[str, Any]) -> None:
     assert len(svg) < 40_000
 
 
-def test_whatever_is_black_or_white_turns_on_a_dark_page(result: dict[str, Any]) -> None:
+def test_black_and_white_are_swapped_on_a_dark_page(result: dict[str, Any]) -> None:
     svg = draw(result)
-    turned = set(re.findall(r'\[style\*="(?:fill|stroke): (#\w{6})"\]', svg))
+    swapped = set(re.findall(r'\[style\*="(?:fill|stroke): (#\w{6})"\]', svg))
     grey = {colour for colour in re.findall(r"(?:fill|stroke): (#\w{6})", svg) if _is_grey(colour)}
-    assert grey == turned and "prefers-color-scheme:dark" in svg
+    assert grey == swapped and "prefers-color-scheme:dark" in svg
 
 
 def _is_grey(colour: str) -> bool:
@@ -93,6 +93,6 @@ def _is_grey(colour: str) -> bool:
     return max(channels) - min(channels) < 16
 
 
-def test_the_one_in_the_documentation_is_of_the_service_s_choices() -> None:
-    said = texts(ElementTree.fromstring(COMMITTED.read_text("utf-8")))
-    assert said[-5:] == ["optimum", "learned", "auto", "lrfu", "lru"]
+def test_the_committed_picture_shows_the_policies_of_the_service() -> None:
+    labels = texts(ElementTree.fromstring(COMMITTED.read_text("utf-8")))
+    assert labels[-5:] == ["optimum", "learned", "auto", "lrfu", "lru"]

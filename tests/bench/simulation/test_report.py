@@ -1,4 +1,4 @@
-"""The report: one page that loads nothing, escapes what it was given, and draws itself in a real browser."""
+"""The report: one page that loads nothing, escapes its input, and renders in a real browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVIL = '"><script>document.title="stolen"<!--&<b>'
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A small run of two tenants, one with a name that means harm."""
+    """A small run of two tenants. The name of one is an attack on the page."""
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     parts = [Part("acme", "chat", 2.0, 0.0, 200.0), Part(EVIL, "rag", 2.0, 0.0, 200.0)]
     path.write_text("\n".join(line(call, 512) for call in generate(parts)))
@@ -40,7 +40,7 @@ def test_names_are_escaped(result: dict[str, Any]) -> None:
     assert "&lt;script&gt;document" in page
 
 
-def test_it_says_what_the_rows_say(result: dict[str, Any]) -> None:
+def test_the_report_shows_the_rows_and_the_advice(result: dict[str, Any]) -> None:
     page = render(result)
     for row in result["results"]:
         assert f"<td>{100 * row['token_hit_rate']:.1f}\N{NO-BREAK SPACE}%</td>" in page
@@ -48,7 +48,7 @@ def test_it_says_what_the_rows_say(result: dict[str, Any]) -> None:
         assert said.split("&")[0].replace("'", "&#x27;") in page
 
 
-def test_it_says_where_each_policy_dips(result: dict[str, Any]) -> None:
+def test_the_report_shows_the_worst_stretch_of_each_policy(result: dict[str, Any]) -> None:
     page = render(result)
     deepest = min(
         (row for row in result["results"] if row["policy"] == "lfu"),
@@ -73,10 +73,12 @@ def test_a_browser_draws_it(result: dict[str, Any], width: int, tmp_path: Path) 
         "<title>(.*?)</title>", html
     )
     assert not console, console
-    assert html.count('class="main-svg"') >= 4, "a chart for everybody, one for the slices, one a tenant"
+    assert html.count('class="main-svg"') >= 4, (
+        "one chart for all tenants, one for the slices, one for each tenant"
+    )
     for name in ("lru", "optimum", "lfu", "optimum_bypass"):
         assert re.search(rf'class="legendtext"[^>]*>{name}<', html), name
-    assert 'class="js-fill"' in html, "the band"
+    assert 'class="js-fill"' in html, "the band between LRU and the optimum is drawn"
     (chart,) = set(re.findall(r'class="main-svg"[^>]*?width="([\d.]+)"', html)) or {"0"}
     assert 0.7 * width < float(chart) <= width
     image = browser.screenshot(page, tmp_path / "profile", width)

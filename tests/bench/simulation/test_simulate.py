@@ -1,4 +1,4 @@
-"""A run: its rows, its scores, its errors, as a library and as commands."""
+"""A simulation: its rows, its scores and its errors, as a library and as commands."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.bench.simulation.traces import mooncake, write
 from tests.cli.test_commands import complaint
 from tests.cli.test_commands import run as command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # twenty minutes under every policy, in pure Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # ten minutes under every policy, in pure Python
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty minutes of two tenants."""
+    """Ten minutes of requests of two tenants."""
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     done = command(
-        "workload", "--mix", "acme:chat=2", "--mix", "globex:rag=1,batch=1@5m-10m", "--duration", "20m",
+        "workload", "--mix", "acme:chat=2", "--mix", "globex:rag=1,batch=1@2m-5m", "--duration", "10m",
         "--output", str(path),
     )  # fmt: skip
     assert done.returncode == 0 and not done.stdout, done.stderr
@@ -53,8 +53,8 @@ def test_a_row_for_each_policy_and_capacity(result: dict[str, Any]) -> None:
         assert set(row["tenants"]) == {"acme", "globex"}
 
 
-def test_what_admission_gains_is_told(result: dict[str, Any], trace: Path) -> None:
-    """For who declines something: the doorkeeper, which is LRU without its door."""
+def test_the_gain_of_admission_is_reported(result: dict[str, Any], trace: Path) -> None:
+    """For a policy that declines blocks: the doorkeeper, which is LRU plus admission."""
     by_key = {(row["policy"], row["capacity"]): row for row in result["results"]}
     for (name, size), row in by_key.items():
         if name == "doorkeeper":
@@ -66,7 +66,7 @@ def test_what_admission_gains_is_told(result: dict[str, Any], trace: Path) -> No
     assert "admission adds" not in table(run([trace], policies=["lru"], capacities=[200], jobs=1))
 
 
-def test_scores_are_what_they_are_called(result: dict[str, Any]) -> None:
+def test_scores_agree_with_their_definitions(result: dict[str, Any]) -> None:
     by_key = {(row["policy"], row["capacity"]): row for row in result["results"]}
     for (name, size), row in by_key.items():
         lru, best = by_key["lru", size], by_key["optimum", size]
@@ -84,22 +84,26 @@ def test_scores_are_what_they_are_called(result: dict[str, Any]) -> None:
             assert row["capacity_for_lru_rate"] < size
 
 
-def test_baselines_run_even_if_nobody_asked(trace: Path) -> None:
+def test_baselines_always_run(trace: Path) -> None:
     result = run([trace], policies=["lfu"], capacities=[500], jobs=1)
     assert [row["policy"] for row in result["results"]] == ["lfu"]
     assert [row["policy"] for row in result["baselines"]] == ["lru", "optimum"]
     assert result["results"][0]["share_of_gap"] is not None
 
 
-def test_processes_change_nothing(trace: Path, result: dict[str, Any]) -> None:
+def test_worker_processes_change_no_result(trace: Path, result: dict[str, Any]) -> None:
     seen: list[tuple[int, int]] = []
-    parallel = run([trace], capacities=[200, 1_000, 4_000], jobs=2, progress=lambda *done: seen.append(done))
-    assert parallel["results"] == result["results"]
+    policies = ["gdsf", "learned", "lru"]
+    parallel = run([trace], policies=policies, capacities=[200, 1_000, 4_000], jobs=2,
+                   progress=lambda *done: seen.append(done))  # fmt: skip
+    assert parallel["results"] == [
+        row for name in policies for row in result["results"] if row["policy"] == name
+    ]
     assert seen == [(done + 1, len(seen)) for done in range(len(seen))]
 
 
-def test_who_stops_waits_for_nobody(trace: Path) -> None:
-    """An error or Ctrl-C ends the processes too, whatever they are at."""
+def test_an_interrupt_ends_the_worker_processes(trace: Path) -> None:
+    """An error or Ctrl-C also ends the worker processes, in the middle of their work."""
 
     def stop(done: int, of: int) -> None:
         raise KeyboardInterrupt
@@ -109,7 +113,7 @@ def test_who_stops_waits_for_nobody(trace: Path) -> None:
     assert not active_children()
 
 
-def test_scored_from_a_moment_on_but_run_from_the_start(tmp_path: Path) -> None:
+def test_scores_may_start_later_than_the_run(tmp_path: Path) -> None:
     path = mooncake(tmp_path / "t.jsonl", [1, 2], [1, 2], [1, 2])
     (row,) = run([path], policies=["lru"], capacities=[10], score_from_s=2.0, jobs=1)["results"]
     assert row["requests"] == 1 and row["token_hit_rate"] == 1.0
@@ -156,16 +160,18 @@ def test_profiles() -> None:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_token_costs_what_a_policy_is_told(name: str) -> None:
-    """One more token, behind so many."""
+def test_the_costs_for_policies_are_the_costs_of_prefill(name: str) -> None:
+    """One more token, after different numbers of tokens."""
     profile, tokens = PROFILES[name], np.array([0, 1_000, 100_000])
-    told = profile.for_policies
+    costs = profile.for_policies
     steps = profile.prefill_seconds(tokens + 1) - profile.prefill_seconds(tokens)
-    assert steps == pytest.approx(told.per_token_s + told.per_token_and_position_s * (tokens + 0.5), rel=1e-6)
+    assert steps == pytest.approx(
+        costs.per_token_s + costs.per_token_and_position_s * (tokens + 0.5), rel=1e-6
+    )
 
 
-def test_a_policy_that_weighs_prefill_is_told_of_the_model(tmp_path: Path) -> None:
-    """The deep prompt stays only if what stands far behind is dear."""
+def test_a_policy_that_weighs_prefill_knows_the_model(tmp_path: Path) -> None:
+    """The deep prompt stays only if tokens far behind the start of a prompt cost more."""
     deep, flat = list(range(40)), [100]
     path = mooncake(tmp_path / "t.jsonl", flat, flat, deep, *([200 + at] for at in range(10)), flat, deep)
     found = {}
@@ -177,7 +183,7 @@ def test_a_policy_that_weighs_prefill_is_told_of_the_model(tmp_path: Path) -> No
 
 
 def test_priorities_hold_for_their_duration(tmp_path: Path) -> None:
-    """What is dear stays while others come, for three seconds after its last use."""
+    """The priority request stays while others come, for three seconds after its last use."""
     dear = {"labels": {"priority": 90, "priority_duration_s": 3}}
     asked = [(0, "a"), (1, "b"), (2, "c"), (2.5, "d"), (2.9, "a"), (4, "e"), (7, "f"), (8, "g"), (9, "a")]
     lines = (
@@ -199,7 +205,7 @@ def test_priorities_hold_for_their_duration(tmp_path: Path) -> None:
         ({"tenants": ["nobody"]}, "--tenants"),
     ],
 )
-def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_options_of_a_run_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = mooncake(tmp_path / "t.jsonl", [1, 2], [1, 2])
     with pytest.raises(ConfigError, match=said):
         run([path], **{"policies": ["lru"], "capacities": [4], "jobs": 1, **options})
@@ -241,7 +247,7 @@ def test_the_text(result: dict[str, Any]) -> None:
     assert result["advice"][0] in text
 
 
-def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
+def test_a_workload_is_printed_without_output_file(trace: Path) -> None:
     generated = command("workload", "--mix", "rag=5", "--duration", "30s")
     assert generated.returncode == 0 and not generated.stderr
     (first, *_) = generated.stdout.splitlines()
@@ -266,11 +272,11 @@ def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
         (("--svg", "/nowhere/curves.svg"), "'--svg': File '/nowhere/curves.svg' can't be written"),
     ],
 )
-def test_complaints(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     assert said in complaint(command("simulate", str(mooncake(tmp_path / "t.jsonl", [1])), *arguments))
 
 
-def test_complaints_about_files(tmp_path: Path) -> None:
+def test_wrong_files_and_durations_are_refused_by_name(tmp_path: Path) -> None:
     assert "missing.jsonl" in complaint(command("simulate", str(tmp_path / "missing.jsonl")))
     bad = write(tmp_path / "bad.jsonl", {"time": 0})
     assert "bad.jsonl line 1: hashes" in complaint(command("simulate", str(bad)))
@@ -280,7 +286,7 @@ def test_complaints_about_files(tmp_path: Path) -> None:
     assert "'--tokens-per-s': 'nan'" in complaint(command("workload", "--tokens-per-s", "nan"))
     full = complaint(command("workload", "--duration", "1m", "--output", "/dev/full"), code=1)
     assert "No space left on device" in full
-    assert "the end of the trace, 60 s" in complaint(
+    assert "the end of the trace (60 s)" in complaint(
         command("workload", "--mix", "rag=1@2m", "--duration", "1m")
     )
 
@@ -302,7 +308,7 @@ print(len(rows["results"]))
 """
 
 
-def test_a_script_without_a_guard_is_told_so(trace: Path, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_gets_an_explanation(trace: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(trace=str(trace)))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
@@ -317,7 +323,7 @@ def test_a_script_without_a_guard_is_told_so(trace: Path, tmp_path: Path) -> Non
     ("number", "words"),
     [(signal.SIGKILL, "SIGKILL, as the kernel does when memory runs out"), (signal.SIGSEGV, "SIGSEGV;")],
 )
-def test_a_worker_that_is_killed_is_an_error_that_says_so(
+def test_a_killed_worker_raises_an_error_with_its_signal(
     trace: Path, number: signal.Signals, words: str
 ) -> None:
     def kill(done: int, of: int) -> None:

@@ -1,4 +1,4 @@
-"""All formats are read, equal prefixes are equal ids, and what can't be read is named."""
+"""Traces: every format is read, equal prefixes get equal ids, and errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_mooncakes_format(tmp_path: Path) -> None:
     )
     trace = read([path])
     assert trace.block_tokens == 512
-    assert trace.times.tolist() == [0.0, 1.5], "in order, from the first on"
+    assert trace.times.tolist() == [0.0, 1.5], "sorted, relative to the first request"
     assert trace.prompt_tokens.tolist() == [600, 1_100]
     assert trace.output_tokens.tolist() == [3, 7]
     assert trace.blocks.tolist() == [0, 0, 1], "partial blocks at the end are dropped"
@@ -44,7 +44,9 @@ def test_bailians_format(tmp_path: Path) -> None:
     trace = read([path])
     assert trace.block_tokens == 16 and trace.times.tolist() == [0.0, 61.5, 70.0, 71.0]
     assert trace.prompt_tokens.tolist() == [40, 60, 40, 40]
-    assert trace.blocks.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4], "partial blocks are dropped, tenants apart"
+    assert trace.blocks.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4], (
+        "partial blocks are dropped, and tenants are apart"
+    )
     assert trace.labels == (
         {"session": 4, "type": "text", "turn": 1},
         {"session": 4, "type": "text", "turn": 7, "tool_pending": True},
@@ -52,7 +54,7 @@ def test_bailians_format(tmp_path: Path) -> None:
         {"session": 2},
     )
     again = read([path, write(tmp_path / "other.jsonl", {**CHAT, "chat_id": 20, "parent_chat_id": 9})])
-    assert again.labels[1] == {"session": 9}, "another file's chats are others"
+    assert again.labels[1] == {"session": 9}, "chats of another file are different chats"
     assert read([write(tmp_path / "plain.jsonl", {**LINE, "chat_id": 3})]).labels == (None,)
 
 
@@ -71,14 +73,16 @@ def test_the_plain_format(tmp_path: Path) -> None:
     )
     trace = read([path])
     assert trace.block_tokens == 16
-    assert trace.num_prompt_blocks.tolist() == [1, 2], "the second block of the first line is its answer's"
+    assert trace.num_prompt_blocks.tolist() == [1, 2], (
+        "the second block of the first line belongs to its answer"
+    )
     assert trace.tenants == ("acme", "default")
     assert trace.blocks.tolist() == [0, 1, 2, 3], "tenants share nothing"
     assert trace.durations.tolist() == [2.5, 0.0]
     assert trace.labels == ({"turn": 1}, None)
 
 
-def test_what_is_null_is_left_out(tmp_path: Path) -> None:
+def test_null_fields_count_as_missing(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("tenant", "duration_s", "output_tokens", "labels", "hash_ids", "token_ids"))
     path = write(tmp_path / "trace.jsonl", {**LINE, **nothing})
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
@@ -161,7 +165,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], said: str) ->
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00", "3", "[" * 100_000])
-def test_what_is_no_object_is_named(tmp_path: Path, text: str) -> None:
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="line 1"):
@@ -169,14 +173,14 @@ def test_what_is_no_object_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_hash_ids_of_smaller_blocks_are_refused(tmp_path: Path) -> None:
-    """Other collections have an id for each 16 tokens; the first two would have passed for the whole prompt."""
+    """Other collections have an id for each 16 tokens. The first two ids would have counted as the whole prompt."""
     line = {"timestamp": 0, "input_length": 1_030, "output_length": 20, "hash_ids": list(range(65))}
     said = r"line 1: hash_ids='\[0, .*\.\.\.\]' .* an id for each 512 tokens, at most 4 here; there are 65"
     with pytest.raises(ConfigError, match=said):
         read([write(tmp_path / "trace.jsonl", line)])
 
 
-def test_files_that_cant_be_traces(tmp_path: Path) -> None:
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("empty", "binary", "missing", "."):

@@ -1,4 +1,4 @@
-"""Small random traces that share prefixes on purpose, and files for the reader."""
+"""Small random traces that share prefixes, and trace files for the reader."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 from radixkv.bench.simulation.trace import Request, Trace, build
 
+FITTED = ("learned", "auto")
+"""Policies that fit a model: a replay of a small trace costs 0.1 s, most of it for the fits. They get fewer seeds."""
+
 
 def small(
     seed: int, *, requests: int = 8, lasting: bool = True, answers: bool = True, block_tokens: int = 4
 ) -> Trace:
-    """Requests over an alphabet of 2 that often go on where another one ended; every answer is new."""
+    """Requests over an alphabet of 2 that often continue an earlier one. Every answer is new."""
     rng = random.Random(seed)
     paths: list[list[int]] = [[]]
     made = []
@@ -40,13 +43,13 @@ def small(
 
 
 def write(path: Path, *lines: dict[str, Any]) -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def mooncake(path: Path, *prompts: list[int], tokens: int = 512) -> Path:
-    """A file in Mooncake's format, a request a second, whole blocks."""
+    """Write a file in Mooncake's format: one request a second, whole blocks."""
     return write(
         path,
         *(

@@ -1,4 +1,4 @@
-"""The router ranks by what replicas hold, by their load, and by what was just sent; on a clock of its own."""
+"""The router ranks replicas by their blocks, their load and the latest requests, with its own clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(num_tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 class Fleet:
-    """Replicas on one memory store, and a router beside them; nothing moves but by ``settle``."""
+    """Replicas on one memory store, and a router. Time passes and messages move only in ``settle``."""
 
     def __init__(self, *names: str) -> None:
         self.clock = ManualClock(100.0)
@@ -109,7 +109,7 @@ def test_the_longest_match_wins_until_its_load_weighs_more(fleet: Fleet) -> None
     assert again[1].load == Load(5000, 3)
 
 
-def test_who_must_not_learn_of_others_is_ranked_without_their_load(fleet: Fleet) -> None:
+def test_ignore_load_hides_the_load_of_other_tenants(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.hold("b", ids)
     fleet.settle()
@@ -123,10 +123,10 @@ def test_who_must_not_learn_of_others_is_ranked_without_their_load(fleet: Fleet)
     busy = [(each.replica.id, each.cost) for each in fleet.router.rank(ACME, ids, ignore_load=True)]
     assert sorted(busy) == sorted(quiet) and busy[0] == quiet[0]
     in_turn = Counter(fleet.best(ids, cost="round_robin", ignore_load=True) for _ in range(60))
-    assert set(in_turn) == {"a", "b", "c"} and max(in_turn.values()) > 20, "by chance, not in turn"
+    assert set(in_turn) == {"a", "b", "c"} and max(in_turn.values()) > 20, "at random, not in turn"
 
 
-def test_namespaces_and_models_do_not_meet(fleet: Fleet) -> None:
+def test_namespaces_and_models_are_separate(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.join("d", fingerprint="other model")
     fleet.hold("a", ids)
@@ -139,12 +139,12 @@ def test_namespaces_and_models_do_not_meet(fleet: Fleet) -> None:
     assert fleet.router.rank(Namespace("acme", "no model"), ids) == []
 
 
-def test_a_killed_replica_is_out_when_its_lease_is(fleet: Fleet) -> None:
+def test_a_killed_replica_is_ranked_until_its_lease_ends(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.hold("a", ids)
     fleet.settle()
     fleet.clock.advance(LEASE_S - 0.01)
-    assert fleet.best(ids) == "a", "nobody has beaten, and all are still leased"
+    assert fleet.best(ids) == "a", "no beat arrived, but all leases are valid"
     for name in ("b", "c"):
         fleet.replicas[name][0].beat()
     fleet.source.poll()
@@ -152,10 +152,10 @@ def test_a_killed_replica_is_out_when_its_lease_is(fleet: Fleet) -> None:
     assert {each.replica.id for each in fleet.router.rank(ACME, ids)} == {"b", "c"}
     fleet.replicas["a"][0].register()
     fleet.settle()
-    assert fleet.best(ids) == "a", "who comes back tells what it has"
+    assert fleet.best(ids) == "a", "a returning replica reports what it has"
 
 
-def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
+def test_the_router_ranks_by_load_without_the_store(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.hold("a", ids)
     fleet.load("a", queued=100)
@@ -164,7 +164,7 @@ def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
     fleet.settle()
     fleet.store.is_reachable = False
     fleet.source.poll()
-    assert fleet.best(ids) == "a" and fleet.source.is_lost, "what is leased is known"
+    assert fleet.best(ids) == "a" and fleet.source.is_lost, "replicas with valid leases are known"
     fleet.clock.advance(LEASE_S + 1)
     fleet.source.poll()
     found = fleet.router.rank(ACME, ids)
@@ -174,13 +174,13 @@ def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
     fleet.store.lose()
     fleet.store.is_reachable = True
     fleet.source.poll()
-    assert fleet.best(ids) == "b", "a store that came back empty doesn't mean that nobody lives"
+    assert fleet.best(ids) == "b", "a store that restarted empty does not mean that all replicas are dead"
     fleet.settle()
     assert fleet.best(ids) == "a" and not fleet.source.is_lost
 
 
-def test_a_store_that_stands_still_is_lost_before_its_client_gives_it_up(fleet: Fleet) -> None:
-    """So there is no moment, between the end of the last lease and the client's timeout, at which nobody is ranked."""
+def test_a_stalled_store_counts_as_lost_before_its_client_times_out(fleet: Fleet) -> None:
+    """So the router always ranks some replica, also between the end of the last lease and the client's timeout."""
     fleet.settle()
     asked, go_on = threading.Event(), threading.Event()
 
@@ -203,12 +203,12 @@ def test_a_store_that_stands_still_is_lost_before_its_client_gives_it_up(fleet: 
     assert not fleet.source.is_lost and fleet.router.rank(ACME, prompt(512)) == []
 
 
-def test_a_lost_store_is_lost_though_nobody_is_known(fleet: Fleet) -> None:
+def test_a_lost_store_is_reported_before_any_replica_is_known(fleet: Fleet) -> None:
     store = MemoryStore(fleet.clock)
     store.is_reachable = False
     source = Observer(store, SECRET, clock=fleet.clock, background=False)
     for _ in range(20):
-        assert source.is_lost, "also between two fetches, where nothing is asked"
+        assert source.is_lost, "also between two fetches"
         fleet.clock.advance(0.3)
         with suppress(StoreUnavailable):
             source.reader.poll()
@@ -218,7 +218,7 @@ def test_a_lost_store_is_lost_though_nobody_is_known(fleet: Fleet) -> None:
     assert not source.is_lost and not source.members()
 
 
-def test_who_leaves_is_out_at_once(fleet: Fleet) -> None:
+def test_a_replica_that_leaves_is_no_longer_ranked(fleet: Fleet) -> None:
     fleet.settle()
     for name in ("a", "b", "c"):
         fleet.replicas[name][0].leave()
@@ -226,14 +226,14 @@ def test_who_leaves_is_out_at_once(fleet: Fleet) -> None:
     assert fleet.router.rank(ACME, prompt(512)) == [] and not fleet.source.is_lost
 
 
-def test_siblings_stay_together_before_the_first_event(fleet: Fleet) -> None:
+def test_equal_prompts_go_to_one_replica_before_its_first_event(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.settle()
     fleet.router.routed(ACME, ids, "c")
     first = fleet.router.rank(ACME, ids)[0]
     assert (first.replica.id, first.matched_tokens["predicted"], first.load) == ("c", 1024, Load(1024))
     assert "1024 more predicted" in first.why
-    assert {fleet.best(prompt(2048, seed)) for seed in range(1, 21)} == {"a", "b"}, "c has something to do"
+    assert {fleet.best(prompt(2048, seed)) for seed in range(1, 21)} == {"a", "b"}, "c is busy"
     fleet.clock.advance(5.1)
     fleet.settle()
     assert "predicted" not in fleet.router.rank(ACME, ids)[0].matched_tokens
@@ -243,7 +243,7 @@ def test_siblings_stay_together_before_the_first_event(fleet: Fleet) -> None:
 @pytest.mark.parametrize("cost", ["linear", "lmetric"])
 @pytest.mark.parametrize("num_tokens", [300, 640, 1024, 8000])
 def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_tokens: int) -> None:
-    """Whatever the rest of a prompt behind its last whole segment, and whatever stands behind what they share."""
+    """This holds for any length of the last partial segment, and for any text after the shared prefix."""
     for name in "abc":
         fleet.load(name, queued=500, decode=7)
     fleet.settle()
@@ -256,25 +256,25 @@ def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_to
         chosen[best] += 1
     assert len(chosen) == 1
     others = Counter(fleet.best(prompt(num_tokens, seed), cost=cost) for seed in range(100, 140))
-    assert len(others) == 2 and not others & chosen, "what shares nothing goes where less was sent"
+    assert len(others) == 2 and not others & chosen, "other prompts go to less loaded replicas"
     fleet.load(best, queued=500 + num_tokens, decode=7)
     fleet.clock.advance(2.0)
     fleet.settle()
-    assert fleet.best(shared, cost=cost) == best, "the replica has heard of them, and computes the prefix"
+    assert fleet.best(shared, cost=cost) == best, "the replica has reported them and computes the prefix"
     fleet.load(best, queued=500 + 3 * num_tokens, decode=7)
     fleet.settle()
-    assert fleet.best(shared, cost=cost) != best, "a queue that is longer than the prefix isn't worth it"
+    assert fleet.best(shared, cost=cost) != best, "a queue longer than the prefix outweighs it"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 640, 8191])
-def test_a_prompt_that_is_repeated_stays_where_it_is(fleet: Fleet, num_tokens: int) -> None:
+def test_a_repeated_prompt_stays_on_its_replica(fleet: Fleet, num_tokens: int) -> None:
     ids, other = prompt(num_tokens), Namespace("globex", "fp")
     fleet.settle()
     best = fleet.best(ids)
     for _ in range(12):
         fleet.router.routed(ACME, ids, best)
         first = fleet.router.rank(ACME, ids)[0]
-        assert first.replica.id == best and first.load == Load(num_tokens), "it is computed once"
+        assert first.replica.id == best and first.load == Load(num_tokens), "the prompt is computed once"
         assert first.matched_tokens["predicted"] == num_tokens
     longer = {each.replica.id: each for each in fleet.router.rank(ACME, np.append(ids, 7))}[best]
     assert longer.matched_tokens.get("predicted", 0) == num_tokens // 256 * 256
@@ -285,7 +285,7 @@ def test_a_prompt_that_is_repeated_stays_where_it_is(fleet: Fleet, num_tokens: i
     assert sum(held.values()) == num_tokens and held["device"] == num_tokens // 256 * 256
 
 
-def test_the_least_loaded_has_least_to_do_whatever_it_is(fleet: Fleet) -> None:
+def test_least_loaded_ignores_predicted_prefixes(fleet: Fleet) -> None:
     ids = prompt(2048)
     fleet.settle()
     fleet.router.routed(ACME, ids, "c")
@@ -293,7 +293,7 @@ def test_the_least_loaded_has_least_to_do_whatever_it_is(fleet: Fleet) -> None:
     assert {fleet.best(ids, cost=cost) for cost in ("linear", "lmetric", "threshold", "stddev")} == {"c"}
 
 
-def test_what_was_sent_to_a_replica_is_forgotten_with_it(fleet: Fleet) -> None:
+def test_predictions_for_a_replica_end_when_it_restarts(fleet: Fleet) -> None:
     ids = prompt(2048)
     fleet.settle()
     fleet.router.routed(ACME, ids, "a")
@@ -307,10 +307,10 @@ def test_what_was_sent_to_a_replica_is_forgotten_with_it(fleet: Fleet) -> None:
     assert "predicted" not in restarted.matched_tokens and restarted.cost == 2048.0
     assert restarted.load == Load()
     fleet.router.routed(ACME, ids, "gone")
-    assert fleet.router.predicted_bytes > 0, "what was sent is kept for a while, for nobody"
+    assert fleet.router.predicted_bytes > 0, "predictions are kept for a while, even for an unknown replica"
 
 
-def test_a_newer_load_takes_the_place_of_what_was_sent(fleet: Fleet) -> None:
+def test_a_newer_load_report_replaces_predictions(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.settle()
     fleet.router.routed(ACME, ids, "a")
@@ -340,7 +340,7 @@ def test_round_robin_takes_each_in_turn(fleet: Fleet) -> None:
     assert len({fleet.best(prompt(600), cost="random") for _ in range(40)}) == 3
 
 
-def test_a_tier_weighs_what_it_is_worth(fleet: Fleet) -> None:
+def test_matches_in_slower_tiers_weigh_less(fleet: Fleet) -> None:
     view, members = fleet.source.view, None
     ids = prompt(1024)
     fleet.hold("a", ids)
@@ -357,7 +357,7 @@ def test_a_tier_weighs_what_it_is_worth(fleet: Fleet) -> None:
     assert found.cost == 1024 - (256 + 0.75 * 512 + 0.25 * 256)
 
 
-def test_a_purged_tenant_is_met_by_nobody(fleet: Fleet) -> None:
+def test_a_purged_tenant_matches_nothing(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.hold("a", ids)
     fleet.settle()
@@ -386,7 +386,7 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
 
 
 def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
-    """Or whoever asks a replica would send it everything, while the store is lost."""
+    """Otherwise clients of this replica would send it everything while the store is lost."""
     replica, cache = fleet.replicas["a"]
     router = Router(
         LocalSource(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0
@@ -400,7 +400,9 @@ def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
     fleet.store.is_reachable = False
     with pytest.raises(StoreUnavailable):
         replica.reader.refresh()
-    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind, "others' leases run"
+    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind, (
+        "the leases of the others are valid"
+    )
     fleet.clock.advance(LEASE_S + 1)
     found = router.rank(ACME, ids)
     assert [each.replica.id for each in found] == ["c", "b", "a"] and router.is_blind
@@ -410,7 +412,7 @@ def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
     assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind
 
 
-def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
+def test_invalid_settings_are_named(fleet: Fleet) -> None:
     ids = prompt(16)
     for wrong in ({"cost": "cheap"}, {"temperature": -1.0}, {"temperature": float("nan")}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -429,7 +431,7 @@ def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
             Router(fleet.source, **wrong)  # type: ignore[arg-type]
 
 
-def test_numbers_of_any_type_are_numbers(fleet: Fleet) -> None:
+def test_numpy_numbers_are_accepted(fleet: Fleet) -> None:
     fleet.settle()
     router = Router(
         fleet.source,
@@ -451,7 +453,7 @@ def facts(prompt: int, *rows: tuple[float, float, float], turn: int = 0) -> Fact
     return Facts(prompt, credit, queued, decode, turn)
 
 
-def test_the_costs_are_their_formulas() -> None:
+def test_costs_match_their_formulas() -> None:
     some = facts(1000, (800, 100, 5), (0, 0, 9), (2000, 0, 0))
     assert COSTS["linear"](some).tolist() == [305, 1009, 0]
     assert COSTS["lmetric"](some).tolist() == [1800, 10_000, 0]
@@ -466,11 +468,15 @@ def best(name: str, some: Facts) -> int:
 
 def test_threshold_follows_a_long_match_within_the_load_bound() -> None:
     assert best("threshold", facts(1000, (301, 0, 140), (0, 0, 100))) == 0
-    assert best("threshold", facts(1000, (300, 0, 140), (0, 0, 100))) == 1, "0.3 of the prompt is not more"
+    assert best("threshold", facts(1000, (300, 0, 140), (0, 0, 100))) == 1, (
+        "exactly 0.3 of the prompt is not enough"
+    )
     assert best("threshold", facts(1000, (900, 0, 151), (0, 0, 100))) == 1, "above 1.5 × the least"
     assert best("threshold", facts(1000, (900, 0, 265), (0, 0, 200))) == 1, "above the least + 64"
     assert best("threshold", facts(1000, (900, 0, 900), (400, 0, 120), (0, 0, 100))) == 1, "longest in bounds"
-    assert best("threshold", facts(1000, (0, 0, 9), (100, 0, 8))) == 1, "no long match: the load"
+    assert best("threshold", facts(1000, (0, 0, 9), (100, 0, 8))) == 1, (
+        "without a long match the load decides"
+    )
 
 
 def test_threshold_follows_a_long_match_though_another_is_idle() -> None:
@@ -478,7 +484,7 @@ def test_threshold_follows_a_long_match_though_another_is_idle() -> None:
     assert best("threshold", facts(1000, (900, 0, 64), (0, 0, 0), (400, 0, 2))) == 0
     assert best("threshold", facts(1000, (900, 0, 65), (0, 0, 0), (400, 0, 2))) == 2, "above the least + 64"
     assert best("threshold", facts(1000, (900, 0, 65), (0, 0, 0), (300, 0, 2))) == 1, (
-        "no long match: the load"
+        "without a long match the load decides"
     )
     assert best("threshold", facts(1000, (900, 0, 96), (0, 0, 50))) == 0
     assert best("threshold", facts(1000, (900, 0, 97), (0, 0, 50))) == 1, "above 1.5 × 64"
@@ -496,15 +502,15 @@ def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         digests = [bytes([number, at]) * 8 for at in range(3)]
         for name in ("a", "b"):
             predicted.add(digests, name, 100, number * 0.001)
-        assert predicted.num_bytes <= 10 * 400 + 2 * 130 * 21, "200 ms are 20 numbers a replica"
+        assert predicted.num_bytes <= 10 * 400 + 2 * 130 * 21, "200 ms are 20 numbers for each replica"
     assert predicted.leading(digests, 0.2) == {"a": 3 * SEGMENT_TOKENS, "b": 3 * SEGMENT_TOKENS}
-    assert predicted._sent["a"].since(-1.0) == 200 * 100, "none is lost"
+    assert predicted._sent["a"].since(-1.0) == 200 * 100, "no prediction is lost"
     assert predicted._sent["a"].since(0.1) == pytest.approx(100 * 100, rel=0.1)
     predicted.add([], "c", 0, 20.0)
-    assert predicted.num_bytes <= 130, "all of it is over"
+    assert predicted.num_bytes <= 130, "all predictions have expired"
 
 
-def test_a_tenant_with_many_predictions_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_with_many_predictions_evicts_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.coordination.routing.router._MAX_PREDICTED", 30)
     predictions = Predictions(5.0)
     mine = [bytes([255, at]) * 8 for at in range(8)]
@@ -516,12 +522,12 @@ def test_a_tenant_with_many_predictions_makes_no_other_forget(monkeypatch: pytes
     assert predictions.of("victim").leading(mine, 0.2) == {"a": 8 * SEGMENT_TOKENS}
     assert predictions.of("nobody").leading(mine, 0.2) == {}
     predictions.add("other", [], "c", 0, 20.0)
-    assert predictions.num_bytes <= 130 and predictions._num_held == 0, "all of it is over"
+    assert predictions.num_bytes <= 130 and predictions._num_held == 0, "all predictions have expired"
 
 
 @pytest.mark.parametrize("cost", ["linear", "lmetric", "threshold", "stddev", "least_loaded", "round_robin"])
-def test_what_one_tenant_predicts_moves_no_other_tenants_routes(cost: str) -> None:
-    """Two fleets, in one of which another tenant floods a router with predictions and asks."""
+def test_predictions_of_one_tenant_do_not_change_another_tenants_routes(cost: str) -> None:
+    """Two fleets. In one of them another tenant floods the router with predictions and requests."""
 
     def routes(*, flooded: bool) -> list[list[tuple[str, float, dict[str, int], str]]]:
         fleet, found = Fleet("a", "b", "c"), []
@@ -537,7 +543,7 @@ def test_what_one_tenant_predicts_moves_no_other_tenants_routes(cost: str) -> No
                 fleet.router.routed(other, prompt(1024, seed=number), name)
                 fleet.router.rank(other, prompt(600), cost=cost)
             ranked = fleet.router.rank(ACME, prompt(1024, seed=number), cost=cost)
-            ranked.sort(key=lambda each: (each.cost, each.replica.id))  # ties are broken by chance
+            ranked.sort(key=lambda each: (each.cost, each.replica.id))  # ties are broken at random
             found.append([(each.replica.id, each.cost, each.matched_tokens, each.why) for each in ranked])
             fleet.router.routed(ACME, prompt(1024, seed=number), ranked[0].replica.id)
         for replica, _ in fleet.replicas.values():
@@ -548,7 +554,7 @@ def test_what_one_tenant_predicts_moves_no_other_tenants_routes(cost: str) -> No
     quiet, flooded = routes(flooded=False), routes(flooded=True)
     if cost == "round_robin":
         starts = [each[0][0] for each in flooded]
-        assert starts[:9] == starts[3:], "it goes on in turn, from its own start"
+        assert starts[:9] == starts[3:], "the turn continues from the tenant's own start"
     else:
         assert flooded == quiet
 
@@ -566,7 +572,7 @@ def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert generations.num_bytes == 2 * 4 * 150 and generations("tenant-0") == 0
 
 
-def test_a_router_that_cannot_be_made_leaves_nothing_behind() -> None:
+def test_a_router_with_invalid_settings_leaves_no_thread_behind() -> None:
     before = threading.enumerate()
     for name, options in (
         ("cost", {"cost": "cheap"}), ("max_segments", {"max_segments": 0}), ("max_segments", {"max_segments": "9"}),
@@ -578,7 +584,7 @@ def test_a_router_that_cannot_be_made_leaves_nothing_behind() -> None:
     assert threading.enumerate() == before
 
 
-def test_questions_that_are_none(fleet: Fleet) -> None:
+def test_invalid_routing_arguments_are_refused(fleet: Fleet) -> None:
     fleet.settle()
     for options in (
         {"limit": "2"},
@@ -595,4 +601,4 @@ def test_questions_that_are_none(fleet: Fleet) -> None:
         fleet.router.routed("acme", [1, 2], "a")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="replica_id"):
         fleet.router.routed(ACME, [1, 2], None)  # type: ignore[arg-type]
-    assert len(fleet.router.rank(ACME, [])) == 3, "no prompt is one that nobody holds"
+    assert len(fleet.router.rank(ACME, [])) == 3, "an empty prompt is held by no replica"

@@ -1,14 +1,15 @@
-"""Redis against the in-memory specification, operation by operation, with connection faults between any two.
+"""Redis compared with the in-memory specification, operation by operation, with connection faults between them.
 
-Both stores are given the same operations, by writers that are current, outdated or unknown, with numbers that are
-right or wrong. Every answer must be equal, and so must everything that can be read afterwards. An operation that
-fails over a broken connection may have happened, or not, or (where it is two commands) by half: one of these, and
-nothing else; the machine goes on from what turned out.
+Both stores get the same operations, by writers that are current, outdated or unknown, with sequence numbers that are
+right or wrong. Every answer must be equal, and so must everything that can be read afterwards. An operation that fails
+over a broken connection may have happened, not happened, or, if it is two commands, half happened. Exactly one of these
+must be true, and the machine continues from that state.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,12 +35,12 @@ from tests.tcp_proxy import TcpProxy
 T = TypeVar("T")
 Servers = RedisServer | ClusterServers | SentinelServers
 EPOCHS_FROM = 10**14
-"""Far above Unix milliseconds, so that both stores count epochs from here."""
+"""Far above Unix milliseconds, so both stores count epochs from here."""
 LEASE_S = 600.0
 PATIENCE_S = 60.0
-"""A server that stands still for a while is no fault."""
+"""A server that stalls for a while is no fault."""
 
-# Few of each, and one more likely than the others, so that what one operation did meets the next.
+# There are few values, and one is more likely, so that later operations meet the effects of earlier ones.
 names = st.sampled_from(["a", "a", "b"])
 tenants = st.sampled_from([b"t" * 32, b"t" * 32, b"t" * 32, b"u" * 32])
 job_ids = st.sampled_from(["1" * 32, "1" * 32, "1" * 32, "2" * 32])
@@ -80,17 +81,17 @@ def clone(memory: MemoryStore) -> MemoryStore:
 
 
 def readable(store: Store) -> dict[str, Any]:
-    """All that can be read from a store, in a form that can be compared."""
-    everybody = store.fetch(["a", "b"]).seen
+    """Everything that can be read from a store, in a form that can be compared."""
+    both = store.fetch(["a", "b"]).seen
     return {
         "listed": {seen.registration.replica_id for seen in store.fetch().seen},
         "replicas": {
             seen.registration.replica_id: (untimed(seen.registration), seen.remaining_s > 0, seen.load)
-            for seen in everybody
+            for seen in both
         },
         "logs": store.read({"a": (0, 0), "b": (0, 0)}),
         "later": store.read({"a": (EPOCHS_FROM + 2, 3), "b": (EPOCHS_FROM + 2, 3)}),
-        "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in everybody},
+        "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in both},
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
         "looked": store.look_at([b"t" * 32, b"v" * 32, b"u" * 32], "a"),
@@ -101,7 +102,9 @@ def readable(store: Store) -> dict[str, Any]:
 
 
 def untimed(registration: Registration) -> Registration:
-    """Whether it has replaced somebody, and not for how long: real time passes in one store alone."""
+    """Keep whether the registration replaced another one, but not the remaining time: real time passes in one store
+    only.
+    """
     return replace(registration, replaced_ms=min(registration.replaced_ms, 1))
 
 
@@ -124,13 +127,13 @@ def pinned(store: Store, tenant: bytes) -> Any:
     return [replace(pin, remaining_s=0.0) for pin in found]
 
 
-def told(answer: Any) -> Any:
-    """Without what only a store with a second copy can tell."""
+def comparable(answer: Any) -> Any:
+    """Without the facts that only a store with a second copy knows."""
     return answer._replace(replicated=None) if isinstance(answer, Durable) else answer
 
 
 class Machine(RuleBasedStateMachine):
-    """Both stores under the same hands; ``proxy`` stands between Redis and the one that is tested."""
+    """Applies the same operations to both stores. ``proxy`` sits between Redis and the tested client."""
 
     server: ClassVar[Servers]
     proxy: ClassVar[TcpProxy | None]
@@ -155,36 +158,45 @@ class Machine(RuleBasedStateMachine):
         fault: str | None,
         halves: Callable[[MemoryStore], None] | None = None,
     ) -> T:
-        """Do it to both; ``halves`` undoes, in a store where it happened, what the last command of it did."""
+        """Apply an operation to both stores.
+
+        ``halves`` undoes the operation's last command in a copy where it happened.
+        """
         before, after = clone(self.memory), clone(self.memory)
         expected = act(after)
-        self.strike(fault)
+        cut = self.strike(fault)
         try:
             found = act(self.tested)
         except StoreUnavailable:
-            assert fault is not None, "nothing was broken"
+            assert fault is not None, "the store failed without a fault"
             half = clone(after)
             (halves or (lambda store: None))(half)
             truth = readable(self.direct)
             self.memory = next(store for store in (before, half, after) if readable(store) == truth)
         else:
             self.memory = after
-            assert told(found) == expected
+            assert comparable(found) == expected
             if isinstance(found, Durable):
                 assert (found.replicated is None) == (not isinstance(self.server, SentinelServers))
         if self.proxy is not None:
             self.proxy.cut(None)
+        for connection in cut:
+            connection.join()  # a later operation must not meet this fault
         return expected
 
-    def strike(self, fault: str | None) -> None:
+    def strike(self, fault: str | None) -> list[threading.Thread]:
+        """Cause the fault; return the proxy's connections that it breaks at once."""
         if fault == "drop" or (fault and self.proxy is None):
+            cut = [] if self.proxy is None else self.proxy.connections()
             for client in self.clients:
                 client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            return cut
         elif fault is not None and self.proxy is not None:
             self.proxy.cut("before" if fault == "before" else "after")
+        return []
 
     def writer(self, name: str, age: int) -> Writer:
-        """The last one of that id, an earlier one, or one that nobody knows."""
+        """The last writer of that id, an earlier one, or an unknown one."""
         known = self.writers[name]
         return known[-1 - age] if age < len(known) else Writer(name, EPOCHS_FROM + 7 * age, "unknown")
 
@@ -265,9 +277,9 @@ class Machine(RuleBasedStateMachine):
         fault=faults,
     )
     def set_limit(self, tenant: bytes, blocks: int | None, expected: int | None, fault: str | None) -> None:
-        stands = self.stands(tenant)
-        expected = stands.limit.stamp if expected is None else expected
-        limit = Limit(blocks, stands.limit.stamp + 1, f"{expected:064x}")
+        current = self.facts_of(tenant)
+        expected = current.limit.stamp if expected is None else expected
+        limit = Limit(blocks, current.limit.stamp + 1, f"{expected:064x}")
         self.both(lambda store: store.set_limit(tenant, limit, expected), fault)
 
     @rule(
@@ -279,18 +291,18 @@ class Machine(RuleBasedStateMachine):
         fault=faults,
     )
     def reserve(self, tenant: bytes, share: Share, limit: Limit | None, fault: str | None) -> None:
-        stands = self.stands(tenant).limit if limit is None else limit
-        self.both(lambda store: store.reserve(tenant, share, LEASE_S, stands), fault)
+        current = self.facts_of(tenant).limit if limit is None else limit
+        self.both(lambda store: store.reserve(tenant, share, LEASE_S, current), fault)
 
     @rule(tenant=tenants, name=names, blocks=st.integers(1, 9))
     def reserve_for_a_moment(self, tenant: bytes, name: str, blocks: int) -> None:
-        share, limit = Share(name, 3, "one", "fp", blocks), self.stands(tenant).limit
+        share, limit = Share(name, 3, "one", "fp", blocks), self.facts_of(tenant).limit
         self.both(lambda store: store.reserve(tenant, share, 0.001, limit), None)
         self.clock.advance(0.003)
         time.sleep(0.003)
 
-    def stands(self, tenant: bytes) -> Looked:
-        """What each replica looks at of a tenant."""
+    def facts_of(self, tenant: bytes) -> Looked:
+        """The facts that each replica reads about a tenant."""
         (looked,) = self.memory.look_at([tenant])
         assert looked is not None
         return looked
@@ -309,7 +321,7 @@ class Machine(RuleBasedStateMachine):
 
         self.num_raises += 1
         raised = Raised(above + 1, f"{self.num_raises:032x}", "a", "nonce", "0f" * 32)
-        standing = NOTHING if is_outdated else self.stands(tenant).standing
+        standing = NOTHING if is_outdated else self.facts_of(tenant).standing
         self.both(lambda store: store.raise_generation(tenant, raised, standing), fault, silence)
 
     @rule(tenant=tenants, fault=faults)
@@ -437,7 +449,7 @@ def test_a_master_under_sentinel_behaves_as_the_specification(redis_sentinel: Se
 
 
 @pytest.mark.parametrize("fault", ["before", "after"])
-def test_the_proxy_cuts_where_it_was_told_to(redis_server: RedisServer, fault: Any) -> None:
+def test_the_proxy_cuts_at_the_armed_point(redis_server: RedisServer, fault: Any) -> None:
     proxy = TcpProxy(redis_server.host, redis_server.port)
     store = RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", PATIENCE_S)
     try:

@@ -1,4 +1,4 @@
-"""Where things live: a newcomer guesses the file from the name of the thing, and finds it there."""
+"""The layout of the package: the name of a file says which names it defines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "radixkv"
 
-HOMES = {
+LOCATIONS = {
     "match": ("index/match.py", "Match"),
     "copy-on-write": ("index/runs.py", "Runs"),
     "admission of a request": ("index/requests.py", "_admit"),
@@ -25,7 +25,7 @@ HOMES = {
     "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
     "key rotation": ("service/key_store.py", "KeyStore.rotate"),
 }
-"""What to look for, the file, and a name that it defines there: a class, a function, a method, a constant."""
+"""The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
 
 FILES = {"__init__.py", "__main__.py", "_compiled.py", "clock.py", "config.py", "errors.py", "py.typed"}
 PACKAGES = {"audit", "bench", "cli", "coordination", "engines", "index", "service", "storage", "tokenizer"}
@@ -34,11 +34,11 @@ MAY_REPEAT = {"__init__.py", "pins.py", "validation.py"}
 """File names that mean the same in several packages."""
 
 PARTS = {"endpoints", "schemas", "fleet", "store"}
-"""Folders whose files are named after what the rest of radixkv has: the endpoint, the schema of it."""
+"""Folders whose files are named after parts of other packages: an endpoint, its schema."""
 
 
 def defined_in(path: Path) -> set[str]:
-    """Names at the top of a module, and methods of its classes as ``Class.method``."""
+    """Return the names at the top of a module, and the methods of its classes as ``Class.method``."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -51,19 +51,19 @@ def defined_in(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("thing", HOMES)
-def test_a_thing_is_where_its_name_says(thing: str) -> None:
-    file, name = HOMES[thing]
+@pytest.mark.parametrize("topic", LOCATIONS)
+def test_each_topic_is_in_its_file(topic: str) -> None:
+    file, name = LOCATIONS[topic]
     assert name in defined_in(PACKAGE / file)
 
 
-def test_the_top_holds_the_packages_and_the_foundations() -> None:
+def test_the_package_has_only_the_expected_files_and_folders() -> None:
     found = {path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "_native")}
     assert {path.name for path in found if path.is_file()} == FILES
     assert {path.name for path in found if path.is_dir()} == PACKAGES
 
 
-def test_a_file_name_says_which_file() -> None:
+def test_file_names_are_unique() -> None:
     named: dict[str, list[str]] = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
         if path.name not in MAY_REPEAT and path.parent.name not in PARTS:
@@ -72,7 +72,7 @@ def test_a_file_name_says_which_file() -> None:
 
 
 HELD_BY_USERS = {"cache", "sequence", "match", "lease", "beams"}
-"""What variables and attributes are called that hold a cache, or what it handed out."""
+"""The usual names of variables and attributes that hold a cache, or an object that it handed out."""
 
 
 def _outside_the_index() -> list[tuple[str, ast.AST]]:
@@ -90,7 +90,7 @@ def _outside_the_index() -> list[tuple[str, ast.AST]]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Imports for types included."""
+    """This includes imports for types."""
     graph = grimp.build_graph(
         "radixkv", "radixkv_kernels", "radixkv_policies", exclude_type_checking_imports=False
     )
@@ -104,8 +104,8 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert sorted(left) == []
 
 
-def test_nothing_outside_the_index_reads_the_inside_of_what_it_hands_out() -> None:
-    """Of a cache, a sequence, a match, a lease: underscore attributes belong to the index."""
+def test_only_the_index_uses_private_attributes_of_its_objects() -> None:
+    """Attributes with an underscore of a cache, a sequence, a match or a lease belong to the index."""
     found = []
     for place, node in _outside_the_index():
         assert isinstance(node, ast.Attribute)
@@ -138,3 +138,8 @@ def test_only_the_index_writes_the_state_of_a_cache() -> None:
         if isinstance(node.ctx, ast.Store | ast.Del) and node.attr in attributes and not is_own:
             found.append(f"{place} {node.attr}")
     assert found == []
+
+
+def test_the_public_api_of_the_cache_stays_short() -> None:
+    """``PrefixCache`` checks, locks and delegates. What works belongs in the modules that it calls."""
+    assert len((PACKAGE / "index" / "cache.py").read_text().splitlines()) <= 650

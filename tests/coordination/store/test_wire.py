@@ -1,4 +1,4 @@
-"""What is read from a store is anything until it is parsed: round trips, and refusals by name."""
+"""Data from a store is untrusted until it is parsed: round trips, and named refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed_snapshot(held: Held) -> wire.Snapshot:
 
 
 @given(held_by_tier)
-def test_snapshots_go_around(held: Held) -> None:
+def test_snapshots_survive_a_round_trip(held: Held) -> None:
     snapshot = packed_snapshot(held)
     found = wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)
     assert {(name, tier): set(split(run)) for name, tier, run in found} == held
@@ -49,7 +49,7 @@ entries = st.builds(
 
 
 @given(st.lists(entries, max_size=5))
-def test_packed_entries_say_all_of_them(some: list[wire.Entry]) -> None:
+def test_packed_entries_are_complete(some: list[wire.Entry]) -> None:
     packed, at = wire.pack_entries(some), 0
     for entry in some:
         op, tier, named, parented, count = packed[at : at + 5]
@@ -85,7 +85,7 @@ def packed(body: bytes) -> tuple[list[bytes], str]:
 
 
 @given(st.binary(max_size=200))
-def test_a_snapshot_of_anything_is_refused_by_name(body: bytes) -> None:
+def test_a_malformed_snapshot_is_refused(body: bytes) -> None:
     with pytest.raises(WireError):
         wire.unpack_snapshot([body], "0" * 32)
     with pytest.raises(WireError):
@@ -107,7 +107,7 @@ def entry_fields(**changes: bytes) -> dict[bytes, bytes]:
     return {name.encode(): value for name, value in (fields | changes).items()}
 
 
-def test_entries_are_read_at_their_place() -> None:
+def test_an_entry_is_parsed() -> None:
     entry = wire.parse_entry(entry_fields(), 7, 3)
     assert entry == ("store", b"n" * 32, b"", b"d" * 32, "device")
     assert wire.parse_entry(entry_fields(o=b"clear", n=b"", b=b""), 7, 3) == (
@@ -143,7 +143,7 @@ def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
             wire.parse_entry({key: value for key, value in entry_fields().items() if key != name}, 7, 3)
 
 
-def test_registrations_go_around() -> None:
+def test_registrations_survive_a_round_trip() -> None:
     fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
     fields |= {"lease_ms": "1500", "beats": "4", "replaced_ms": "7", "stated_ms": "1700000000000"}
     values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
@@ -157,7 +157,7 @@ def test_registrations_go_around() -> None:
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
 
 
-def test_what_keeps_two_registrations_apart_is_named() -> None:
+def test_the_difference_of_two_registrations_is_named() -> None:
     assert REGISTRATION.difference(REGISTRATION) is None
     for field, value, setting in (
         ("wire_version", 2, "wire_version"),
@@ -185,7 +185,7 @@ job_parts = st.builds(
 
 
 @given(st.lists(job_parts, max_size=4, unique_by=lambda part: part.replica_id))
-def test_jobs_go_around(parts: list[JobPart]) -> None:
+def test_jobs_survive_a_round_trip(parts: list[JobPart]) -> None:
     named = tuple(sorted(parts, key=lambda part: part.replica_id))
     job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, Writer("owner-1", 9, "ab12"), 3, 7, "ab" * 32)
     fields = {name.encode(): value.encode() for name, value in wire.job_fields(job).items()}
@@ -222,7 +222,7 @@ def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
             wire.parse_job("1f", {key: text for key, text in fields.items() if key != missing})
 
 
-def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
+def test_malformed_fields_of_a_tenant_are_ignored() -> None:
     raised = Raised(3, "0123456789abcdef" * 2, "a", "ab12", "0f" * 32)
     stands = dict(zip((b"generation", b"token", b"raised"), wire.raised_fields(raised), strict=True))
     fields = stands | {
@@ -246,7 +246,7 @@ def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
     assert wire.parse_tenant({b"limit": b"many"}) == (None, wire.NEVER, wire.NOTHING, {}, {})
 
 
-def test_purges_are_compared_by_what_their_raisers_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purges_are_ordered_by_the_purges_that_their_raisers_knew(monkeypatch: pytest.MonkeyPatch) -> None:
     def at(wall_s: float, generation: int, after: tuple[Raised, ...] = ()) -> Raised:
         monkeypatch.setattr("time.time", lambda: wall_s)
         return Raised(generation, wire.new_token(after=after))
@@ -255,11 +255,9 @@ def test_purges_are_compared_by_what_their_raisers_knew(monkeypatch: pytest.Monk
     given_back = known._replace(token=wire.new_token(known.purge))
     assert given_back.token != known.token and given_back.relation(known) == "same"
     assert at(1.7e9 + 1, 3).relation(known) == at(1.7e9 + 1, 4).relation(known) == "later"
-    assert at(1.7e9 - 3600, 4, after=(known,)).relation(known) == "later", "whatever its raiser's clock says"
+    assert at(1.7e9 - 3600, 4, after=(known,)).relation(known) == "later", "for any clock of its raiser"
     assert at(1.7e9 - 31, 3).relation(known) == at(1.7e9 - 31, 1).relation(known) == "earlier"
     for other in (at(1.7e9 - 29, 3), at(1.7e9 - 31, 4), at(1.7e9 + 1, 2)):
-        assert other.relation(known) == "apart", (
-            "its raiser didn't know the known one, and may have come later"
-        )
+        assert other.relation(known) == "apart", "its raiser did not know the known purge and may be later"
     assert known.relation(wire.NEVER) == "later"
     assert len(at(1e12, 1).token) == 32

@@ -1,4 +1,4 @@
-"""The view says what plain dicts say, whatever the logs bring, and keeps to its room."""
+"""The view agrees with plain dicts for any logs, and stays within its bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = [
 
 
 class Truth:
-    """Logs of one view beside dicts."""
+    """The logs of one view, and dicts with the same content."""
 
     def __init__(self, view: View, num_logs: int) -> None:
         self.view = view
@@ -68,7 +68,7 @@ def leading(path: list[bytes], held: dict[bytes, str]) -> list[int]:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
-def test_any_life_of_many_logs(seed: int, num_logs: int) -> None:
+def test_random_logs_match_plain_dicts(seed: int, num_logs: int) -> None:
     chance = random.Random(seed)
     truth = Truth(View(10_000), num_logs)
     for _ in range(60):
@@ -101,7 +101,7 @@ def test_a_log_is_followed_by_number() -> None:
     assert view.num_digests == 0 and log.offer(10, entry) == "applied"
 
 
-def test_a_closed_column_is_given_to_others_empty() -> None:
+def test_a_reused_column_starts_empty() -> None:
     view = View(100)
     first, second = RemoteLog(1, "n", view), RemoteLog(1, "n", view)
     first.load([(NAMESPACES[0], "device", b"".join(PATHS[0][:3]))], 1)
@@ -112,20 +112,20 @@ def test_a_closed_column_is_given_to_others_empty() -> None:
     assert view.leading(b"".join(PATHS[0])).counts()[second.column].tolist() == [0, 0, 1]
 
 
-def test_what_has_no_room_is_left_out_and_counted() -> None:
+def test_segments_beyond_the_budget_are_left_out_and_counted() -> None:
     view = View(50)
     log = RemoteLog(1, "n", view)
     log.offer(1, Entry("store", NAMESPACES[0], b"", b"".join(PATHS[0][:60])))
     assert (view.num_segments, view.num_forgotten) == (50, 10)
     assert view.leading(b"".join(PATHS[0])).counts()[0, 0] == 50, (
-        "the first ones are kept: a path has no hole"
+        "the first segments are kept, so a path has no hole"
     )
     log.offer(2, Entry("remove", NAMESPACES[0], b"", b"".join(PATHS[0][40:50])))
     log.offer(3, Entry("store", NAMESPACES[0], b"", b"".join(PATHS[0][40:60])))
-    assert (view.num_segments, view.num_forgotten) == (50, 20), "what was removed made room"
+    assert (view.num_segments, view.num_forgotten) == (50, 20), "removed segments made room"
 
 
-def test_a_table_of_any_size_finds_all_and_nothing_else() -> None:
+def test_a_growing_table_finds_exactly_its_digests() -> None:
     table = Segments(200_000)
     digests = np.random.default_rng(0).bytes(16 * 100_000)
     keys = table.keys_of(digests)

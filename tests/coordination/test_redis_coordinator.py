@@ -1,4 +1,4 @@
-"""The contract on a real redis-server, in real time, and what can only go wrong there."""
+"""The contract on a real redis-server in real time, and failures that only a server can have."""
 
 from __future__ import annotations
 
@@ -54,17 +54,19 @@ from tests.redis_server import ClusterServers, RedisServer, SentinelServers, nee
 from tests.tcp_proxy import TcpProxy
 
 DEADLINE_S = 120.0
-"""Longer than the 30 s for which a sentinel acts on nothing once it has missed two seconds, as on a loaded machine."""
+"""Longer than the 30 s for which a sentinel does nothing after it has missed two seconds, as it may on a loaded
+machine.
+"""
 BEAT_S = 0.2
 PATIENCE_S = 60.0
-"""How long to wait for a reply where a server that stands still for a while is no outage."""
+"""The timeout for a reply in tests where a stalled server is not an outage, in seconds."""
 ROOT = Path(__file__).parents[2]
 
 
 def eventually(holds: Callable[[], object]) -> None:
-    """Wait until ``holds()``; nothing is measured, the deadline only ends what hangs.
+    """Wait until ``holds()`` is true. The deadline only ends tests that hang; it measures nothing.
 
-    A store that takes long to answer, as on a loaded machine, says nothing: it is asked again.
+    A store that answers late, as on a loaded machine, proves nothing: the condition is tried again.
     """
     deadline, unavailable = time.monotonic() + DEADLINE_S, None
     while time.monotonic() < deadline:
@@ -74,11 +76,11 @@ def eventually(holds: Callable[[], object]) -> None:
         except StoreUnavailable as error:
             unavailable = error
         time.sleep(0.005)
-    raise AssertionError("it never came to hold") from unavailable
+    raise AssertionError("the condition never became true") from unavailable
 
 
 class Brisk(Settings):
-    """Beats as for a short lease, so that nobody waits long, and has one that no busy machine ends."""
+    """Settings with frequent beats, so that tests wait little, and a long lease that a busy machine does not end."""
 
     @property
     def beat_s(self) -> float:
@@ -86,9 +88,9 @@ class Brisk(Settings):
 
 
 class RedisFleet(Fleet):
-    """Coordinators with their threads, on one server, or on several that make one store.
+    """Coordinators with their threads, on one server or on several that form one store.
 
-    Where a lease is given, it is beaten for three times in it, as always.
+    With a lease of its own, a replica sends three beats per lease, as in production.
     """
 
     lease_s, brief_s = 30.0, 3.0
@@ -122,7 +124,7 @@ class RedisFleet(Fleet):
         eventually(lambda: all(member.health().num_queued == 0 for member in self.members))
 
     def kill(self, coordinator: Coordinator) -> None:
-        """The last beat states a lease that isn't waited for long."""
+        """The last beat states a short lease, so that tests wait little for its end."""
         coordinator._stop_threads()
         settings = coordinator.settings
         coordinator.settings = replace(settings, lease_s=1.0)
@@ -172,7 +174,7 @@ class RedisFleet(Fleet):
 
 
 def client_of(server: RedisServer | ClusterServers | SentinelServers) -> Any:
-    """A client of the test's own."""
+    """A client for the test itself."""
     if isinstance(server, ClusterServers):
         return redis.RedisCluster(host=server.nodes[0].host, port=server.nodes[0].port, protocol=2)
     single = server.master if isinstance(server, SentinelServers) else server
@@ -187,12 +189,12 @@ def fleet(redis_server: RedisServer) -> Iterator[RedisFleet]:
 
 @pytest.mark.slow
 class TestRedisCoordinator(CoordinatorContract):
-    """The same promises over a server."""
+    """The contract on one server."""
 
 
 @pytest.mark.slow
 class TestClusterCoordinator(CoordinatorContract):
-    """The same promises over three primaries."""
+    """The contract on a Cluster with three primaries."""
 
     @pytest.fixture
     def fleet(self, redis_cluster: ClusterServers) -> Iterator[RedisFleet]:
@@ -202,7 +204,7 @@ class TestClusterCoordinator(CoordinatorContract):
 
 @pytest.mark.slow
 class TestSentinelCoordinator(CoordinatorContract):
-    """The same promises over a master that sentinels name."""
+    """The contract on a master that sentinels name."""
 
     @pytest.fixture
     def fleet(self, redis_sentinel: SentinelServers) -> Iterator[RedisFleet]:
@@ -211,7 +213,7 @@ class TestSentinelCoordinator(CoordinatorContract):
 
 
 def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> RedisCoordinator:
-    """A replica that reads when told to. Its lease is long, since nothing extends it."""
+    """A replica that reads only when called. Its lease is long, as nothing extends it."""
     settings = fleet.settings(name, {"lease_s": 60.0, "background": False} | overrides)
     coordinator = RedisCoordinator(Settings(**settings), fleet.server.url)
     fleet.members.append(coordinator)
@@ -219,7 +221,7 @@ def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> Re
     return coordinator
 
 
-# ---- what stands in the server
+# ---- the content of the server
 
 
 def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
@@ -270,8 +272,8 @@ def test_an_entry_packs_a_run_of_digests(fleet: RedisFleet) -> None:
     assert meta[b"canary"].decode() == a.keys.canary
 
 
-def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
-    """Every key and every value, in all the forms that ids and names could take."""
+def test_the_server_holds_no_ids_names_or_contents(fleet: RedisFleet) -> None:
+    """The test searches every key and every value for every form in which ids and names could occur."""
     tenant, salt, adapter = "tenant-of-ours", "a-salt-to-hide", "an-adapter-to-hide"
     namespace = Namespace(tenant, "fp:secret-model", adapter=adapter, salt=salt)
     a, b = fleet.replica("a", snapshot_entries=2), fleet.join("b")
@@ -310,7 +312,7 @@ def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
 
 
 def everything(client: Any) -> Iterator[bytes]:
-    """All bytes of a server."""
+    """All keys and values of a server as bytes."""
     for key in client.scan_iter("*"):
         yield bytes(key)
         yield bytes(client.dump(key))
@@ -331,7 +333,7 @@ def everything(client: Any) -> Iterator[bytes]:
 
 
 def id_forms(ids: list[int]) -> Iterator[bytes]:
-    """Runs of 3 ids, in binary forms, as decimal text and as hex."""
+    """All runs of 3 ids, in binary forms, as decimal text and as hexadecimal text."""
     for at in range(len(ids) - 3):
         run = ids[at : at + 3]
         for kind in ("<u4", ">u4", "<u2", ">u2", "<u8"):
@@ -349,11 +351,11 @@ def test_snapshots_bound_the_log(fleet: RedisFleet) -> None:
         if seed % 5 == 0:
             a.publish()
             assert fleet.client.xlen(fleet.key("a", "ev")) <= 2 * 10 + 5
-            fleet.eventually(lambda seed=seed: hinted(b, ACME, prompt(256, seed)))  # it keeps up
+            fleet.eventually(lambda seed=seed: hinted(b, ACME, prompt(256, seed)))  # the reader keeps up
     a.publish()
     assert a.health().num_snapshots >= 5
     fleet.eventually(lambda: all(hinted(b, ACME, prompt(256, seed)) for seed in range(100)))
-    assert b.health().num_view_gaps == 0, "who keeps up needs no snapshot"
+    assert b.health().num_view_gaps == 0, "a reader that keeps up needs no snapshot"
     assert fleet.join("late").health().num_view_digests == 100
 
 
@@ -363,7 +365,7 @@ def test_snapshots_bound_the_log(fleet: RedisFleet) -> None:
 def written(
     fleet: RedisFleet, **overrides: Any
 ) -> tuple[Coordinator, RedisCoordinator, list[int], list[int]]:
-    """A writer, and a reader that has seen ``gone`` and not what happened since: ``gone`` left, ``new`` came."""
+    """A writer and a reader. The reader has seen ``gone``, but not its removal nor the addition of ``new``."""
     writer = fleet.join("a", **overrides)
     gone, new = prompt(512), prompt(1024, seed=1)
     store(writer, ACME, gone)
@@ -400,8 +402,11 @@ def test_a_log_trimmed_to_nothing_is_noticed(fleet: RedisFleet) -> None:
     assert reader.health().num_view_gaps == 1
 
 
-def test_a_log_that_lost_its_beginning_is_written_anew(fleet: RedisFleet) -> None:
-    """By whom it belongs to, with its next beat: who joins could not read it, and who reads it has forgotten."""
+def test_a_log_that_lost_its_beginning_is_replaced(fleet: RedisFleet) -> None:
+    """The writer replaces the log with its next beat.
+
+    New readers could not read the old log, and others have forgotten it.
+    """
     _, reader, gone, new = written(fleet)
     fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
     reader.poll()
@@ -411,12 +416,12 @@ def test_a_log_that_lost_its_beginning_is_written_anew(fleet: RedisFleet) -> Non
     assert hinted(reader, ACME, new) == {"a": 1024} and hinted(reader, ACME, gone) == {}
 
 
-def test_a_gap_without_a_snapshot_forgets(fleet: RedisFleet) -> None:
+def test_a_gap_without_a_snapshot_drops_the_hints(fleet: RedisFleet) -> None:
     writer, reader, gone, new = written(fleet, lease_s=60.0)
     removal = fleet.log("a")[2][0]
     fleet.client.xdel(fleet.key("a", "ev"), removal)
     reader.poll()
-    assert hinted(reader, ACME, gone) == {}, "the entry that is missing could have been its removal, and was"
+    assert hinted(reader, ACME, gone) == {}, "the missing entry may have been the removal, and was"
     assert hinted(reader, ACME, new) == {"a": 1024} and reader.health().num_view_gaps == 1
     fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
     store(writer, OTHER, gone)
@@ -431,7 +436,7 @@ def test_a_gap_without_a_snapshot_forgets(fleet: RedisFleet) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "foreign", "count"])
-def test_a_damaged_snapshot_is_not_believed(fleet: RedisFleet, damage: str) -> None:
+def test_a_damaged_snapshot_is_ignored(fleet: RedisFleet, damage: str) -> None:
     writer, _, gone, new = written(fleet, lease_s=60.0)  # without a beat, which would notice
     writer._dirty = True
     writer.publish()
@@ -455,8 +460,8 @@ def test_a_damaged_snapshot_is_not_believed(fleet: RedisFleet, damage: str) -> N
     assert hinted(late, OTHER, gone) == {"a": 512}
 
 
-def test_a_log_that_is_not_where_the_writer_thinks_is_replaced(fleet: RedisFleet) -> None:
-    """A failover can lose acknowledged writes: here the server forgets the last two numbers."""
+def test_a_log_with_a_wrong_last_number_is_replaced(fleet: RedisFleet) -> None:
+    """A failover can lose acknowledged writes. Here the server forgets the last two sequence numbers."""
     writer, reader, gone, new = written(fleet)
     reader.poll()
     log = fleet.log("a")
@@ -471,10 +476,10 @@ def test_a_log_that_is_not_where_the_writer_thinks_is_replaced(fleet: RedisFleet
     assert hinted(reader, ACME, gone) == {} and writer.info().epoch == epoch
 
 
-# ---- what others may have written
+# ---- records that an attacker may have written
 
 
-def test_what_no_replica_wrote_is_nobody(fleet: RedisFleet) -> None:
+def test_records_that_no_replica_wrote_are_ignored(fleet: RedisFleet) -> None:
     a, b = fleet.join("a"), fleet.join("b")
     client = fleet.client
     soon = int(time.time() * 1000) + 60_000
@@ -561,12 +566,12 @@ def test_a_replica_that_starts_before_its_server_joins_later(fleet: RedisFleet) 
 
 
 @pytest.mark.slow
-def test_a_store_that_came_back_with_another_fleet_refuses(fleet: RedisFleet) -> None:
+def test_a_store_that_another_fleet_took_over_refuses_a_replica(fleet: RedisFleet) -> None:
     fleet.server.kill()
     a = fleet.join("a", lease_s=fleet.brief_s)
     fleet.server.restart()
     stranger = fleet.replica("stranger", fleet_secret=b"another secret of some length")
-    with suppress(ConfigError):  # the other one was faster
+    with suppress(ConfigError):  # the other replica registered first
         stranger.register()
     fleet.eventually(lambda: stranger.health().is_ok or a.health().is_ok)
     if not a.health().is_ok:
@@ -576,7 +581,7 @@ def test_a_store_that_came_back_with_another_fleet_refuses(fleet: RedisFleet) ->
     fleet.eventually(lambda: a.health().is_ok)
 
 
-def test_of_two_that_claim_one_id_one_remains(fleet: RedisFleet) -> None:
+def test_one_of_several_replicas_that_claim_one_id_remains(fleet: RedisFleet) -> None:
     claimants = [fleet.replica("a") for _ in range(4)]
 
     def claim(claimant: Coordinator) -> None:
@@ -595,8 +600,8 @@ def test_of_two_that_claim_one_id_one_remains(fleet: RedisFleet) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_after_any_faults_nothing_false_stays(fleet: RedisFleet, seed: int) -> None:
-    """Kills, pauses, trims, lost scripts and lost numbers, in a random order, while things come and go."""
+def test_no_false_hint_remains_after_random_faults(fleet: RedisFleet, seed: int) -> None:
+    """Kills, pauses, trims, lost scripts and lost numbers in random order, while prefixes come and go."""
     chance = random.Random(seed)
     a, b = fleet.join("a", snapshot_entries=8, queue_records=50), fleet.join("b")
     prompts = [prompt(256 * chance.randint(1, 20), seed=i) for i in range(4)]
@@ -688,7 +693,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet) -> None:
-    """Two real processes with one id: here, the older one is a paused writer with entries to write."""
+    """Two processes with one id. Here the older one is a paused writer with queued entries."""
     older = fleet.join("a")
     ids = prompt(512)
     fleet.kill(older)
@@ -700,7 +705,7 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
 
 
 def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> None:
-    """Positions begin anew then: what is announced after that is neither missed nor repeated with every beat."""
+    """Positions then start again. Later announcements must be neither missed nor repeated with every beat."""
     a, purged = fleet.replica("a"), list[tuple[str, int]]()
     a.attach(PrefixCache(CacheConfig(num_blocks=64, block_size=16)), lambda *told: purged.append(told))
     a.register()
@@ -708,7 +713,7 @@ def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> Non
         a.purge("acme")
     fleet.client.delete("rk1:purges", f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q")
     b = fleet.join("b")
-    assert b.purge("acme").generation in (1, 4), "whether or not it was given back before"
+    assert b.purge("acme").generation in (1, 4), "whether or not the purge was restored before"
     fleet.eventually(
         lambda: "a" in b.purge_report("acme").confirmed and b.purge_report("acme").generation >= 3
     )
@@ -717,16 +722,16 @@ def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> Non
     fleet.eventually(lambda: a._num_beats > num_beats + 6)
     num_purged = len(purged)
     fleet.eventually(lambda: a._num_beats > num_beats + 15)
-    assert len(purged) == num_purged, "with every beat"
+    assert len(purged) == num_purged, "the purge was applied with every beat"
 
 
-def test_a_server_that_goes_back_to_what_it_had_is_told_of_a_purge_again(fleet: RedisFleet) -> None:
-    """With every registration still in it, and a replica that hadn't heard of the purge."""
+def test_a_server_restored_to_an_old_state_gets_the_purge_again(fleet: RedisFleet) -> None:
+    """Every registration is still there, and one replica has not seen the purge."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.warm(ACME, prompt(512))
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     until, epochs = a.replica._lease_until, (a.replica.info().epoch, b.replica.info().epoch)
-    fleet.eventually(lambda: a.replica._lease_until > until)  # and has told b all that it knows
+    fleet.eventually(lambda: a.replica._lease_until > until)  # it has sent b everything that it knows
     assert isinstance(fleet.server, RedisServer)
     fleet.server.command("SAVE")
     b.replica._stop_threads()
@@ -748,8 +753,8 @@ def test_a_server_that_goes_back_to_what_it_had_is_told_of_a_purge_again(fleet: 
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
-def test_a_clock_that_is_turned_by_an_hour(fleet: RedisFleet, seconds: float) -> None:
-    """That of a replica: it goes on to beat, to read, and to see who is gone."""
+def test_a_replica_works_on_after_its_clock_jumps_by_an_hour(fleet: RedisFleet, seconds: float) -> None:
+    """A replica's clock jumps. The replica still sends beats, reads, and notices dead replicas."""
     turned = [0.0]
     a = fleet.make_at(fleet.server.url, fleet.settings("a", {}), lambda: time.monotonic() + turned[0])
     b, gone = fleet.join("b"), fleet.join("gone")
@@ -768,8 +773,8 @@ def test_a_clock_that_is_turned_by_an_hour(fleet: RedisFleet, seconds: float) ->
 
 
 @pytest.mark.slow
-def test_a_lease_that_the_server_does_not_end_is_over_all_the_same(fleet: RedisFleet) -> None:
-    """As after its clock was turned back: only beats extend a lease."""
+def test_a_lease_ends_even_if_the_server_does_not_end_it(fleet: RedisFleet) -> None:
+    """This happens after the server's clock was turned back: only beats extend a lease."""
     a, b = fleet.join("a"), fleet.join("b")
     fleet.eventually(lambda: names(b.peers()) == ["a"])
     job = b.create_job(ACME, 512, ["a"])
@@ -791,14 +796,14 @@ def test_a_lease_that_the_server_does_not_end_is_over_all_the_same(fleet: RedisF
 # ---- writes that must not be lost
 
 
-def test_without_a_replica_nothing_waits(fleet: RedisFleet) -> None:
+def test_writes_do_not_wait_without_a_redis_replica(fleet: RedisFleet) -> None:
     a = fleet.join("a")
     assert a.set_limit("acme", 5).replicated is None and a.purge("acme").replicated is None
     assert a.health().num_unreplicated == 0
     assert "cmdstat_wait" not in fleet.server.text("INFO commandstats")  # type: ignore[union-attr]
 
 
-def test_what_must_not_be_lost_waits_for_a_replica(redis_sentinel: SentinelServers) -> None:
+def test_important_writes_wait_for_the_redis_replica(redis_sentinel: SentinelServers) -> None:
     with closing(RedisFleet(redis_sentinel)) as fleet:
         master, replica = redis_sentinel.master, redis_sentinel.replica
         master.command("CONFIG RESETSTAT")
@@ -810,13 +815,15 @@ def test_what_must_not_be_lost_waits_for_a_replica(redis_sentinel: SentinelServe
 
         fleet.eventually(
             lambda: is_replicated(a.set_limit("acme", 5))
-        )  # but where it stands still for a moment
+        )  # unless the replica stalls for a moment
         fleet.eventually(lambda: is_replicated(a.purge("acme")))
-        assert None not in told and a.health().num_unreplicated - told.count(False) in (0, 1), "or its epoch"
+        assert None not in told and a.health().num_unreplicated - told.count(False) in (0, 1), (
+            "or the epoch was not replicated"
+        )
         before = num_waits(master)
         store(a, ACME, prompt(512))
         fleet.eventually(lambda: works(a.publish) and works(a.beat))
-        assert num_waits(master) == before >= 3, "epoch, limit and generation only"
+        assert num_waits(master) == before >= 3, "only the epoch, the limit and the generation wait"
         replica.pause()
         try:
             num_unreplicated = a.health().num_unreplicated
@@ -828,15 +835,15 @@ def test_what_must_not_be_lost_waits_for_a_replica(redis_sentinel: SentinelServe
 
 
 def num_waits(server: RedisServer) -> int:
-    """How often it was asked to wait for its replica."""
+    """How often the server was asked to wait for its replica."""
     return int(server.text("INFO commandstats").split("cmdstat_wait:calls=")[1].split(",")[0])
 
 
 @pytest.mark.slow
-def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
-    """The master dies; the sentinels make the replica the master; nobody is told but by them.
+def test_the_fleet_recovers_from_a_failover(tmp_path: Path) -> None:
+    """The master dies, and the sentinels promote the replica. Clients learn of it only from the sentinels.
 
-    Servers of its own: sentinels that were stopped for a while, as other tests do, act on nothing for 30 s.
+    The test starts its own servers: other tests stop sentinels for a while, and such sentinels do nothing for 30 s.
     """
     servers = SentinelServers(need_binary(), tmp_path, down_after_ms=500)
     try:
@@ -862,8 +869,11 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_lagging", [False, True])
-def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
-    """One after the other, by what their replicas have; those that lag lack what the others were told last."""
+def test_the_fleet_recovers_when_all_primaries_are_replaced(tmp_path: Path, is_lagging: bool) -> None:
+    """The replicas take over one after the other, with the data that they have.
+
+    Lagging replicas lack the last writes.
+    """
     servers = ClusterServers(need_binary(), tmp_path, has_replicas=True)
     try:
         with closing(RedisFleet(servers)) as fleet:
@@ -895,17 +905,17 @@ def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_laggi
 
 
 def offset(server: RedisServer) -> str:
-    """How far what is written to it has come."""
+    """The replication offset of a server."""
     return server.text("INFO replication").split("master_repl_offset:")[1].split()[0]
 
 
-# ---- Redis is not on the path of a match
+# ---- a match never waits for Redis
 
 
-def test_a_server_that_does_not_answer_delays_nobody(
+def test_a_server_that_does_not_answer_delays_no_local_call(
     fleet: RedisFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every local answer goes on while the thread that writes waits for a reply, under the lock of who writes."""
+    """Local calls continue while the writing thread waits for a reply and holds the writers' lock."""
     monkeypatch.setattr(
         "radixkv.coordination.redis_coordinator.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S)
     )
@@ -923,13 +933,11 @@ def test_a_server_that_does_not_answer_delays_nobody(
         a.hints(ACME, ids)
         a.peers()
         a.health()
-    assert is_waiting(a) and a.health().num_outages == 0, (
-        "nothing has waited for the answer, nor for its timeout"
-    )
+    assert is_waiting(a) and a.health().num_outages == 0, "no local call waited for the answer or its timeout"
 
 
 def is_waiting(coordinator: Coordinator) -> bool:
-    """Whether a thread of it holds the lock of who writes: under a server that is paused, for as long as it waits."""
+    """Whether one of its threads holds the writers' lock. With a paused server that means it waits for a reply."""
     is_free = coordinator._writing.acquire(blocking=False)
     if is_free:
         coordinator._writing.release()
@@ -937,7 +945,7 @@ def is_waiting(coordinator: Coordinator) -> bool:
 
 
 @pytest.mark.slow
-def test_a_paused_server_is_said_to_be_away_and_heals(fleet: RedisFleet) -> None:
+def test_replicas_recover_when_a_paused_server_resumes(fleet: RedisFleet) -> None:
     a, b = (fleet.replica(name, lease_s=fleet.brief_s) for name in "ab")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
     a.attach(cache)
@@ -955,11 +963,11 @@ def test_a_paused_server_is_said_to_be_away_and_heals(fleet: RedisFleet) -> None
     fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
 
 
-# ---- the way in: TLS, users, passwords
+# ---- access: TLS, users, passwords
 
 
 def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -> None:
-    documented = (ROOT / "docs" / "coordination.md").read_text()
+    documented = (ROOT / "docs" / "guides" / "operators.md").read_text()
     rules = documented.split("```acl\n")[1].split("```")[0].replace("\n", " ").strip()
     server = fleet.server
     assert isinstance(server, RedisServer)
@@ -1012,7 +1020,7 @@ def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_serv
         assert store.read({"one": (1, 0)}, 0.01) == {}
 
 
-def test_who_reads_from_further_back_does_not_wait_for_a_read_from_further_on(fleet: RedisFleet) -> None:
+def test_a_read_from_an_earlier_position_does_not_wait_for_a_later_one(fleet: RedisFleet) -> None:
     for seq in (1, 2, 3):
         fleet.client.xadd(fleet.key("one", "ev"), {"o": "clear"}, id=f"1-{seq}")
     with closing(RedisStore(fleet.server.url, PATIENCE_S)) as store:
@@ -1020,8 +1028,8 @@ def test_who_reads_from_further_back_does_not_wait_for_a_read_from_further_on(fl
         assert [each.seq for each in store.read({"one": (1, 1)}, PATIENCE_S)["one"]] == [2, 3]
 
 
-def test_a_client_does_not_take_itself_for_the_server() -> None:
-    """A port that the kernel gives to clients, without a listener: who connects from it to it is connected."""
+def test_a_client_notices_that_it_is_connected_to_itself() -> None:
+    """A client that connects from a port to the same port, without a listener, is connected to itself."""
     with socket.socket() as alone:
         alone.bind(("127.0.0.1", 0))
         alone.connect(alone.getsockname())
@@ -1031,8 +1039,8 @@ def test_a_client_does_not_take_itself_for_the_server() -> None:
             _greet(connection)
 
 
-def test_a_server_that_is_away_has_its_port_back(redis_server: RedisServer) -> None:
-    """However often it was asked for meanwhile."""
+def test_a_restarted_server_gets_its_port_back(redis_server: RedisServer) -> None:
+    """The port stays free, however often clients tried to connect meanwhile."""
     with closing(RedisStore(redis_server.url, PATIENCE_S)) as store:
         store.tenant(b"t" * 32)
         redis_server.kill()
@@ -1112,8 +1120,8 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
 
 
 @pytest.mark.slow
-def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) -> None:
-    """Garbage in the place of any reply, be it the first of a connection or a later one."""
+def test_any_reply_of_a_server_is_an_answer_or_store_unavailable(redis_server: RedisServer) -> None:
+    """The proxy returns garbage instead of a reply, for the first or for a later reply of a connection."""
     num_refused = 0
     with (
         closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
@@ -1137,10 +1145,10 @@ def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) 
 
 
 @pytest.mark.parametrize("garbage", GARBAGE[1::3])
-def test_a_cluster_or_a_sentinel_that_says_anything(
+def test_garbage_from_a_cluster_or_a_sentinel_makes_the_store_unavailable(
     redis_cluster: ClusterServers, redis_sentinel: SentinelServers, garbage: bytes
 ) -> None:
-    """In the place of the map of slots, and of the master's name."""
+    """The garbage replaces the map of slots, or the master's name."""
     for kind, server, path in (
         ("cluster", redis_cluster.nodes[0], ""),
         ("sentinel", redis_sentinel.sentinels[0], f"/{redis_sentinel.SERVICE}"),
@@ -1160,7 +1168,7 @@ def test_a_cluster_or_a_sentinel_that_says_anything(
 
 @pytest.fixture
 def tls_proxy(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[TcpProxy, str]]:
-    """TLS in front of the server, which was built without, and the file of the authority behind it."""
+    """A TLS proxy in front of the server, which is built without TLS, and the file with its authority's certificate."""
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1", "localhost").configure_cert(context)
@@ -1172,7 +1180,7 @@ def tls_proxy(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[TcpPr
 
 
 def test_tls_with_a_user_and_a_password(tls_proxy: tuple[TcpProxy, str], fleet: RedisFleet) -> None:
-    """The proxy comes first, and so goes last: Python forgets to close what is reset before a handshake begins."""
+    """The proxy is created first and closed last: Python leaks a connection that is reset before its handshake."""
     proxy, trusted = tls_proxy
     server = fleet.server
     assert isinstance(server, RedisServer)
@@ -1187,7 +1195,7 @@ def test_tls_with_a_user_and_a_password(tls_proxy: tuple[TcpProxy, str], fleet: 
         fleet.eventually(lambda: hinted(b, ACME, prompt(512)) == {"a": 512})
         assert "user=with-tls" in server.text("CLIENT LIST")
         for wrong in (
-            f"rediss://with-tls:p%40ss@127.0.0.1:{proxy.port}/0",  # nobody vouches for the certificate
+            f"rediss://with-tls:p%40ss@127.0.0.1:{proxy.port}/0",  # the certificate's authority is not trusted
             url.replace("p%40ss", "other"),
             url.replace("rediss", "redis").split("?")[0],
         ):
@@ -1218,7 +1226,7 @@ def test_tls_with_a_user_and_a_password(tls_proxy: tuple[TcpProxy, str], fleet: 
         ),
     ],
 )
-def test_urls_of_every_form(
+def test_urls_of_every_form_are_parsed(
     url: str, kind: str, hosts: list[tuple[str, int]], service: str, options: dict[str, Any]
 ) -> None:
     address = Address.parse(url)
@@ -1249,7 +1257,7 @@ def test_urls_of_every_form(
         "",
     ],
 )
-def test_urls_that_cannot_be_one(url: str) -> None:
+def test_invalid_urls_are_refused_without_their_secrets(url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Address.parse(url)
     assert "secret" not in str(refusal.value)
@@ -1257,7 +1265,7 @@ def test_urls_that_cannot_be_one(url: str) -> None:
         RedisStore(url)
 
 
-def test_answers_are_bytes_whatever_a_url_says(fleet: RedisFleet) -> None:
+def test_url_options_cannot_change_the_reply_format(fleet: RedisFleet) -> None:
     url = f"{fleet.server.url}?decode_responses=true&protocol=3&encoding=latin1"
     with closing(RedisCoordinator(Settings(**fleet.settings("a", {})), url)) as a:
         a.register()
@@ -1285,8 +1293,11 @@ def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
 
 
 @pytest.mark.slow
-def test_one_shard_that_is_away_leaves_the_others(redis_cluster: ClusterServers) -> None:
-    """The logs and registrations of other shards are still read; who stands on the lost one runs out of lease."""
+def test_the_other_shards_work_while_one_is_away(redis_cluster: ClusterServers) -> None:
+    """The logs and registrations of the other shards are still read.
+
+    The leases of replicas on the lost shard expire.
+    """
     with closing(RedisFleet(redis_cluster)) as fleet:
         homes = {fleet.client.get_node_from_key(key).port for key in ("rk1:replicas", "rk1:purges")}
         names_of = {
@@ -1313,17 +1324,17 @@ def test_one_shard_that_is_away_leaves_the_others(redis_cluster: ClusterServers)
         fleet.eventually(lambda: set(names(reader.peers())) == {a.replica_id, c.replica_id})
 
 
-# ---- the door
+# ---- connect()
 
 
-def test_the_door_loads_no_client() -> None:
+def test_connect_in_memory_does_not_import_redis() -> None:
     script = "import sys, radixkv.coordination as c; c.connect(None, replica_id='a', fleet_secret=b'x' * 32, "
     script += "fingerprint='f', block_size=16); assert 'redis' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis://user:hunter2@host:port/0", "nonsense"])
-def test_a_url_that_cannot_be_one_is_named_without_its_password(url: str) -> None:
+def test_an_invalid_url_is_named_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         connect(url, replica_id="a", fleet_secret=SECRET, fingerprint="f", block_size=16)
     assert refusal.value.setting == "redis" and "hunter2" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""The contract on the memory store, in virtual time, and what only a lonely replica does."""
+"""The contract on the memory store in virtual time, and the behaviour of a replica that is alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixkv.coordination.quotas import Limits
 from radixkv.coordination.routing.replica_sources import Generations
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.store.protocol import Durable, Share
-from radixkv.coordination.store.wire import Confirmed, Raised, Registration
+from radixkv.coordination.store.wire import Confirmed, Limit, Raised, Registration
 from radixkv.coordination.values import WIRE_VERSION, Load, Writer
 from radixkv.coordination.view.reader import Reader
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable, UnreadableRecord
@@ -40,7 +40,7 @@ from tests.coordination.contract import (
 
 
 class MemoryFleet(Fleet):
-    """Nothing runs by itself: a round lets the living beat and publish, then moves the clock."""
+    """Nothing runs by itself. A round lets the living replicas beat and publish, then advances the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class MemoryFleet(Fleet):
             if holds():
                 return
             self.clock.advance(self.lease_s / 10)
-        pytest.fail("it never came to hold")
+        pytest.fail("the condition never became true")
 
     def settle(self) -> None:
         for member in self.members:
@@ -113,38 +113,37 @@ def fleet() -> Iterator[MemoryFleet]:
 
 
 class TestMemoryCoordinator(CoordinatorContract):
-    """The reference semantics."""
+    """The memory store is the reference for the other stores."""
 
 
-def test_two_operators_who_speak_at_once(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was late reads again, and has the later word."""
+def test_two_operators_set_a_limit_at_once(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica that writes second reads the limit again and overwrites it with a later stamp."""
     a, b = fleet.join("a"), fleet.join("b")
-    look_at, told = fleet.store.look_at, [5, None, 7]
+    set_limit, changes = fleet.store.set_limit, [5, None, 7]
 
-    def look_and_be_late(tenants: Any, replica_id: str = "") -> Any:
-        looked = look_at(tenants, replica_id)
-        if told:
-            b.set_limit("acme", told.pop())
-        return looked
+    def set_after_b(tenant: bytes, limit: Limit, stamp: int) -> Any:
+        if limit.blocks == 9 and changes:
+            b.set_limit("acme", changes.pop())
+        return set_limit(tenant, limit, stamp)
 
-    monkeypatch.setattr(fleet.store, "look_at", look_and_be_late)
+    monkeypatch.setattr(fleet.store, "set_limit", set_after_b)
     a.set_limit("acme", 9)
-    assert not told and fleet.store.tenant(a.keys.tenant("acme")).limit == 9
+    assert not changes and fleet.store.tenant(a.keys.tenant("acme")).limit == 9
     fleet.eventually(lambda: a.limits() == b.limits() == {"acme": 9})
 
 
-def test_an_operator_whom_others_always_forestall_is_told(
+def test_a_limit_that_others_always_change_first_is_refused(
     fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = fleet.join("a")
     a.set_limit("acme", 4)
     monkeypatch.setattr(fleet.store, "set_limit", lambda *_: Durable(0, None))
-    with pytest.raises(StoreUnavailable, match="others change"):
+    with pytest.raises(StoreUnavailable, match="keep changing"):
         a.set_limit("acme", 9)
     assert a.limits() == {"acme": 4}
 
 
-def test_stamps_grow_whatever_the_clock_says() -> None:
+def test_stamps_grow_with_any_clock() -> None:
     wall, keys, store = ManualClock(2_000.0), FleetKeys(SECRET), MemoryStore()
     here, there = Limits(keys, store, wall), Limits(keys, store, lambda: 5.0)
     for each, blocks in ((here, 3), (there, 4), (there, None), (here, 4)):
@@ -152,7 +151,7 @@ def test_stamps_grow_whatever_the_clock_says() -> None:
     assert here.of(b"t" * 32) == store.look_at([b"t" * 32])[0].limit  # type: ignore[union-attr]
     assert (here.of(b"t" * 32).blocks, here.of(b"t" * 32).stamp) == (4, 2_000_003)
     here.state(b"t" * 32, 4)
-    assert here.of(b"t" * 32).stamp == 2_000_003, "the same word"
+    assert here.of(b"t" * 32).stamp == 2_000_003, "an equal limit keeps its stamp"
 
 
 def test_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +163,18 @@ def test_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["beat", "reserve", "thread"])
-def test_a_share_of_a_younger_process_fences_nobody_whose_registration_stands(
-    fleet: MemoryFleet, by: str
-) -> None:
-    """It isn't signed: anybody may have written it. Nothing is granted while it runs, so that shares add up."""
+def test_a_share_of_a_younger_process_does_not_fence_a_registered_one(fleet: MemoryFleet, by: str) -> None:
+    """A share is not signed, so any writer may have made it.
+
+    Nothing is granted while it lasts, so the shares still add up.
+    """
     older = fleet.join("a")
     older.set_limit("acme", 100)
     older.reserve("acme", 10)
     registration = copy(fleet.store.records["a"])
     younger = fleet.join("a")
     younger.reserve("acme", 20)
-    fleet.store.records["a"] = registration  # as a failover loses the younger one
+    fleet.store.records["a"] = registration  # like a failover that loses the younger process
     if by == "thread":
         fleet.clock.advance(older.settings.beat_s)
         older._step()
@@ -202,8 +202,8 @@ def test_a_share_without_an_end_is_dropped(fleet: MemoryFleet) -> None:
     assert a.reserve("acme", 10).blocks == 10
 
 
-def test_a_generation_that_was_raised_and_never_announced_is_applied_by_all(fleet: MemoryFleet) -> None:
-    """Who raised it died before it said so, or the position at which it did had been another's, which was lost."""
+def test_a_raised_generation_that_was_never_announced_is_applied(fleet: MemoryFleet) -> None:
+    """The raising replica died before the announcement, or the announcement's position was reused after a loss."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.replica.purges.meet(["acme", *(f"another {number}" for number in range(1_000))])
     digest = a.replica.keys.tenant("acme")
@@ -211,15 +211,20 @@ def test_a_generation_that_was_raised_and_never_announced_is_applied_by_all(flee
     del fleet.store.announced[digest]
     fleet.eventually(lambda: b.replica.purges.generation("acme") == 3)
     assert b.purged == [("acme", 3)]
-    assert a.purged == [] and a.replica.purges.generation("acme") == 0, "who never met it has nothing of it"
+    assert a.purged == [] and a.replica.purges.generation("acme") == 0, (
+        "a never met the tenant, so it has nothing to purge"
+    )
     assert "b" in b.replica.purge_report("acme").confirmed
     b.replica.purge("acme")
     fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
     assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.purges.generation("acme") == 4
 
 
-def test_a_replica_whose_lease_the_store_has_ended_waits_for_itself(fleet: MemoryFleet) -> None:
-    """The store's clock has jumped ahead. By its own clock the replica serves on, and hasn't heard of the purge yet."""
+def test_a_purge_waits_for_its_own_replica_after_the_store_ended_its_lease(fleet: MemoryFleet) -> None:
+    """The store's clock has jumped ahead.
+
+    By its own clock the replica still serves, and it has not seen the purge yet.
+    """
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.warm(ACME, prompt(512))
     fleet.settle()
@@ -235,7 +240,7 @@ def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
     b.warm(ACME, prompt(512))
     b.replica.publish()
     a.replica.purge("acme")
-    fleet.store.announced[a.replica.keys.tenant("acme")] = 0  # where nobody hears it
+    fleet.store.announced[a.replica.keys.tenant("acme")] = 0  # a position that no replica reads
     failures = [RuntimeError("a purge that fails")]
 
     def fail_once(tenant: str, generation: int) -> None:
@@ -251,8 +256,11 @@ def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
     assert b.purged == [("acme", 1)] and a.replica.purge_report("acme").is_complete
 
 
-def test_a_generation_that_no_replica_signed_is_none(fleet: MemoryFleet) -> None:
-    """As wire version 4 wrote it: who knows a purge states it again, and nobody applies the other."""
+def test_an_unsigned_generation_is_ignored(fleet: MemoryFleet) -> None:
+    """Wire version 4 wrote such generations.
+
+    A replica that knows a signed purge writes it again, and none applies the other.
+    """
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     digest = a.replica.keys.tenant("acme")
     a.replica.purge("acme")
@@ -269,9 +277,7 @@ def test_a_generation_that_no_replica_signed_is_none(fleet: MemoryFleet) -> None
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "lost"])
-def test_the_fenced_one_waits_for_good_unless_nobody_ever_held_its_lease(
-    fleet: MemoryFleet, end: str
-) -> None:
+def test_a_fenced_replica_returns_only_if_no_process_held_its_lease(fleet: MemoryFleet, end: str) -> None:
     older, younger = fleet.join("a"), fleet.join("a")
     with pytest.raises(StaleEpoch):
         older.beat()
@@ -287,10 +293,10 @@ def test_the_fenced_one_waits_for_good_unless_nobody_ever_held_its_lease(
     assert older.info().live == (end == "lost")
 
 
-def test_the_fenced_one_gives_way_to_whoever_registers_while_it_waits(fleet: MemoryFleet) -> None:
+def test_a_fenced_replica_gives_way_to_a_process_that_registers_meanwhile(fleet: MemoryFleet) -> None:
     older = fleet.join("a")
     registration = older._registration(older.info().epoch)
-    for attempt in range(20):  # of a process whose answers are lost
+    for attempt in range(20):  # attempts of a process whose answers are lost
         fleet.store.boot(replace(registration, nonce=f"attempt {attempt}"))
         for _ in range(5):
             fleet.clock.advance(older.settings.beat_s)
@@ -308,7 +314,7 @@ def alone(**overrides: Any) -> Any:
     return connect(None, **(settings | overrides))
 
 
-def test_alone_there_is_no_journal_no_thread_and_no_lease() -> None:
+def test_a_lone_replica_has_no_journal_no_thread_and_no_lease() -> None:
     before = set(threading.enumerate())  # threads of earlier tests may end meanwhile
     coordinator = alone(block_size=24)
     assert coordinator.journal is None
@@ -352,19 +358,19 @@ def test_a_job_is_forgotten_after_an_hour(fleet: MemoryFleet) -> None:
     assert a.job(job.id, "acme") is None and not a.report_job(job.id, "done")
 
 
-def test_who_sees_to_a_job_can_hand_it_on_end_it_and_give_parts_up(fleet: MemoryFleet) -> None:
+def test_the_owner_of_a_job_can_hand_it_on_end_it_and_give_parts_up(fleet: MemoryFleet) -> None:
     a, b, c = (fleet.join(name) for name in "abc")
     job = a.create_job(ACME, 1000, ["a"], num_wanted=2, num_left_out=7, request="ab" * 32)
     assert (job.num_left_out, job.request, job.num_missing) == (7, "ab" * 32, 1)
     assert b.create_job(ACME, 9, ["b"], job_id=job.id, request="cd" * 32).request == "ab" * 32
-    assert not b.hand_job(job.id, c.info()) and not b.end_job(job.id), "it isn't b's"
+    assert not b.hand_job(job.id, c.info()) and not b.end_job(job.id), "b does not own the job"
     assert a.hand_job(job.id, b.info()) and not a.end_job(job.id)
     assert b.extend_job(job.id, "c")
     given = b.job(job.id, "acme")
     assert given is not None and b.give_up(job.id, given.parts[1], "unreachable")
     assert a.report_job(job.id, "done", 1000, num_tokens_cached=16, ms=20)
     seen = c.job(job.id, "acme")
-    assert seen is not None and seen.is_over and not seen.is_ended, "b may ask another"
+    assert seen is not None and seen.is_over and not seen.is_ended, "b may ask another replica"
     assert [(part.state, part.error, part.num_tokens_cached, part.ms) for part in seen.parts] == [
         ("done", "", 16, 20),
         ("failed", "unreachable", 0, 0),
@@ -379,7 +385,7 @@ def test_who_sees_to_a_job_can_hand_it_on_end_it_and_give_parts_up(fleet: Memory
             a.create_job(ACME, 1, ["a"], **bad)  # type: ignore[arg-type]
 
 
-def test_a_job_that_nobody_alive_knows_the_prompt_of_has_ended(fleet: MemoryFleet) -> None:
+def test_a_job_ends_when_no_living_replica_knows_its_prompt(fleet: MemoryFleet) -> None:
     a, b, c = (fleet.join(name) for name in "abc")
     job = a.create_job(ACME, 1000, ["b"], num_wanted=1)
     fleet.kill(b)
@@ -392,7 +398,7 @@ def test_a_job_that_nobody_alive_knows_the_prompt_of_has_ended(fleet: MemoryFlee
     assert orphan is not None and orphan.is_ended and c.take_job(job.id, "acme") is None
 
 
-def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) -> None:
+def test_replicas_write_generations_again_to_a_store_that_lost_all(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.warm(ACME, prompt(512))
     b.warm(ACME, prompt(512))
@@ -406,7 +412,7 @@ def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) ->
     assert a.replica.purge("acme").generation == 2
     fleet.lose()
     fleet.eventually(lambda: a.replica.purge_report("acme").generation == 2)
-    for each in (a, b):  # whoever hears of one again applies again
+    for each in (a, b):  # a replica that sees the purge again applies it again
         assert list(dict.fromkeys(each.purged)) == [("acme", 1), ("acme", 2)]
     cut_off.replica.register()
     fleet.dead.clear()
@@ -414,7 +420,7 @@ def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) ->
     assert not cut_off.cache.namespaces("acme")
 
 
-def test_a_purge_of_a_store_that_lost_all_counts_on(fleet: MemoryFleet) -> None:
+def test_a_purge_after_a_loss_is_applied_although_its_number_repeats(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     assert a.replica.purge("acme").generation == 1
     fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
@@ -423,10 +429,10 @@ def test_a_purge_of_a_store_that_lost_all_counts_on(fleet: MemoryFleet) -> None:
     stranger = Purged(fleet, "stranger")
     assert stranger.replica.purge("acme").generation == 1
     fleet.eventually(lambda: not b.cache.namespaces("acme"))
-    assert b.purged == [("acme", 1)], "the same number, and another purge"
+    assert b.purged == [("acme", 1)], "the same number, but another purge"
 
 
-def test_a_replica_that_the_store_forgot_is_waited_for(fleet: MemoryFleet) -> None:
+def test_a_purge_waits_for_a_replica_that_the_store_forgot(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.replica.purge("acme")
     fleet.store.records.pop("b")
@@ -451,7 +457,7 @@ def test_generations_count_as_known_once_they_were_read(fleet: MemoryFleet) -> N
     assert b.replica.info().live and not b.replica.knows_generations
     fleet.store.purges = purges  # type: ignore[method-assign]
     b.replica.apply_purges()
-    assert not b.replica.knows_generations, "the next beat says so"
+    assert not b.replica.knows_generations, "only the next beat renews the knowledge"
     b.replica.beat()
     assert b.replica.knows_generations and a.replica.info().epoch
 
@@ -464,7 +470,7 @@ def test_a_replica_applies_a_purge_at_once(fleet: MemoryFleet) -> None:
     assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
 
 
-def test_a_lease_runs_out_to_the_moment(fleet: MemoryFleet) -> None:
+def test_a_lease_expires_exactly_on_time(fleet: MemoryFleet) -> None:
     fleet.join("a")
     b = fleet.join("b")
     fleet.clock.advance(fleet.lease_s - 0.001)
@@ -522,15 +528,15 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
         ({"address": "http://host:99999"}, "address"),
     ],
 )
-def test_settings_that_cannot_work_are_named(overrides: dict[str, Any], setting: str) -> None:
+def test_invalid_settings_are_named(overrides: dict[str, Any], setting: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         alone(**overrides)
     assert refusal.value.setting == setting
     assert "text of some length" not in str(refusal.value) and "password" not in str(refusal.value)
 
 
-def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Purges of tenants that have something here are applied all the same: the cache says who they are."""
+def test_memory_for_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound, purges of tenants with resident blocks are still applied, as the cache lists them."""
     monkeypatch.setattr("radixkv.coordination.purges._MAX_NAMES", 5)
     monkeypatch.setattr("radixkv.coordination.purges.MAX_PURGES", 7)
     a = alone(replica_id="a", store=MemoryStore())
@@ -552,8 +558,11 @@ def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     a.close()
 
 
-def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
-    """A beat that was not seen before the jump came after the last fetch: its lease may run by its replica's clock."""
+def test_a_store_clock_that_jumps_ahead_ends_no_lease_for_a_purge() -> None:
+    """The reader had not seen a beat before the jump, so it came after the last fetch.
+
+    Its lease may still run on its replica's clock.
+    """
     wall, clock = ManualClock(1000.0), ManualClock(5.0)
     store, keys = MemoryStore(wall), FleetKeys(SECRET)
     registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
@@ -569,7 +578,7 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
     wall.advance(3600.0)
     assert remaining_s() == 10.0 and reader.known()[0].info.live, "as of the last fetch"
     reader.refresh()
-    assert not reader.known()[0].info.live, "no request goes there"
+    assert not reader.known()[0].info.live, "no request goes to the replica"
     clock.advance(9.0)
     assert remaining_s() == pytest.approx(1.0)
     clock.advance(1.5)
@@ -577,10 +586,10 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
     assert remaining_s() == 0.0
     late = Reader(Settings("c", SECRET, "fp:model", 16), keys, store, clock)
     late.refresh()
-    assert late.remaining_s(store.fetch(["b"]).seen[0]) == 0.0, "who has just come can't know of it"
+    assert late.remaining_s(store.fetch(["b"]).seen[0]) == 0.0, "a new reader cannot know of the lost beat"
 
 
-def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() -> None:
+def test_a_reader_survives_a_clock_turned_back_before_the_first_read() -> None:
     now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
     registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
     signed.beat(store, keys, Writer("b", store.boot(registration).value, "nonce"), 1)
@@ -594,7 +603,7 @@ def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() 
     assert [known.info.id for known in reader.known()] == ["b"]
 
 
-def test_a_hole_in_a_log_is_made_good_by_the_next_snapshot(fleet: MemoryFleet) -> None:
+def test_the_next_snapshot_repairs_a_hole_in_a_log(fleet: MemoryFleet) -> None:
     a, b = fleet.join("a", lease_s=60.0, snapshot_entries=8), fleet.join("b", lease_s=60.0)
     prompts = [prompt(512, seed) for seed in range(10)]
     store(a, ACME, prompts[0])
@@ -606,7 +615,7 @@ def test_a_hole_in_a_log_is_made_good_by_the_next_snapshot(fleet: MemoryFleet) -
     store(a, ACME, prompts[2])
     a.publish()
     assert [hinted(b, ACME, ids) for ids in prompts[:3]] == [{}, {}, {"a": 512}]
-    for ids in prompts[3:]:  # without a beat, which would notice
+    for ids in prompts[3:]:  # without a beat, which would notice the gap
         store(a, ACME, ids)
         a.publish()
     assert a.health().num_snapshots == 1
@@ -616,7 +625,7 @@ def test_a_hole_in_a_log_is_made_good_by_the_next_snapshot(fleet: MemoryFleet) -
 def test_a_log_that_could_not_be_read_once_is_read_later(
     fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a shard or a master that is being replaced, of which the registration could be read."""
+    """A shard or a master that is being replaced may return the registration but not the log."""
     a, b = fleet.join("a", lease_s=60.0), fleet.join("b", lease_s=60.0)
     store(a, ACME, prompt(512))
     a.publish()
@@ -627,10 +636,10 @@ def test_a_log_that_could_not_be_read_once_is_read_later(
 
 
 @pytest.mark.parametrize("what", ["append", "snapshot"])
-def test_numbers_that_a_store_may_have_lost_are_not_used_again(
+def test_sequence_numbers_that_a_store_may_have_lost_are_not_reused(
     fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A failover loses a write whose answer was lost too, and that others have read."""
+    """A failover loses a write that readers have seen. The writer never got an answer."""
     a, b = fleet.join("a", lease_s=60.0), fleet.join("b", lease_s=60.0)
     before, write = deepcopy(fleet.store.records["a"]), getattr(fleet.store, what)
 
@@ -656,7 +665,7 @@ def test_numbers_that_a_store_may_have_lost_are_not_used_again(
     assert all(hinted(b, ACME, prompt(512, seed)) == {"a": 512} for seed in range(6))
 
 
-def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
+def test_a_lost_position_is_never_reused_for_another_purge() -> None:
     clock = ManualClock(1000.0)
     store = MemoryStore(clock)
     signed.raise_generation(store, FleetKeys(SECRET), b"t" * 32)
@@ -667,8 +676,11 @@ def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
     assert [tenant for tenant, _ in store.purges(read_up_to)] == [b"u" * 32]
 
 
-def test_a_beat_after_a_loss_is_no_beat_of_before(fleet: MemoryFleet) -> None:
-    """A store goes back to what it had; as many beats later it must not look as it did to who saw those it lost."""
+def test_beats_after_a_loss_differ_from_those_before(fleet: MemoryFleet) -> None:
+    """A store goes back to an earlier state.
+
+    As many beats later it must not look unchanged to a reader that saw the lost ones.
+    """
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.warm(ACME, prompt(512))
     saved = deepcopy(fleet.store.records)
@@ -685,7 +697,7 @@ def test_a_beat_after_a_loss_is_no_beat_of_before(fleet: MemoryFleet) -> None:
     assert a.replica.purge("acme").pending == ("b",)
 
 
-def test_a_beat_that_went_with_the_store_unseen_may_have_extended_a_lease(fleet: MemoryFleet) -> None:
+def test_a_purge_allows_for_a_lost_beat_that_extended_a_lease(fleet: MemoryFleet) -> None:
     a, b = (Purged(fleet, name).replica for name in "ab")
     saved = deepcopy(fleet.store.records)
     a.reader.refresh()
@@ -704,8 +716,8 @@ def test_a_beat_that_went_with_the_store_unseen_may_have_extended_a_lease(fleet:
 
 
 @pytest.mark.parametrize("lost", ["all of it", "that it was announced", "the number"])
-def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, lost: str) -> None:
-    """It goes back to what it had, or loses a shard, and every registration is still in it."""
+def test_a_purge_that_a_store_lost_is_written_again(fleet: MemoryFleet, lost: str) -> None:
+    """The store goes back to an earlier state, or loses a shard. Every registration is still there."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     router = Generations(a.replica.keys, fleet.store)
     b.warm(ACME, prompt(512))
@@ -736,8 +748,10 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
 
-def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: MemoryFleet) -> None:
-    """A failover between the two: the number has come, and the tenant stands where it was announced before."""
+def test_a_purge_is_announced_again_if_only_its_announcement_was_lost(fleet: MemoryFleet) -> None:
+    """A failover between the two writes: the new number arrived, but the tenant keeps its old position among the
+    announcements.
+    """
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.replica.purge("acme")
     fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
@@ -752,11 +766,11 @@ def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: Mem
     for _ in range(3):
         fleet.clock.advance(0.01)
         fleet.settle()
-    assert len(b.purged) == num_purged, "it is announced once"
+    assert len(b.purged) == num_purged, "the purge is announced once"
 
 
 class Taken:
-    """An id that a second process takes from a first one, and a reader with a clock of its own."""
+    """An id that a second process takes from a first one, and a reader with its own clock."""
 
     def __init__(self) -> None:
         self.wall, self.now = ManualClock(1000.0), [10_000.0]
@@ -780,8 +794,8 @@ class Taken:
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_ends_no_lease_of_a_replaced_process(seconds: float) -> None:
-    """That of the one who asks: it counts anew, by as much as was left when the id was taken, and once."""
+def test_a_reader_clock_that_jumps_ends_no_lease_of_a_replaced_process(seconds: float) -> None:
+    """The reader's clock jumps. The wait starts anew, once, with the time that was left when the id was taken."""
     taken = Taken()
     taken.beat(taken.boot("first"))
     taken.beat(taken.boot("second"))
@@ -799,13 +813,16 @@ def test_a_clock_that_jumps_ends_no_lease_of_a_replaced_process(seconds: float) 
     taken.reader.refresh()
     assert taken.replaced() == set()
     taken.now[0] += seconds
-    assert taken.replaced() == set(), "it was over before"
+    assert taken.replaced() == set(), "the wait was over before"
     taken.reader.refresh()
     assert taken.replaced() == set()
 
 
-def test_a_store_whose_clock_jumps_ahead_ends_no_lease_of_a_replaced_process() -> None:
-    """Before the id is taken, so that the store knows of no lease, or behind: who asks has seen the beat."""
+def test_a_store_clock_that_jumps_ahead_ends_no_lease_of_a_replaced_process() -> None:
+    """The store's clock jumps before the id is taken, so that the store knows of no lease, or after it.
+
+    The reader has seen the beat.
+    """
     taken = Taken()
     taken.beat(taken.boot("first"))
     taken.reader.refresh()
@@ -822,13 +839,13 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_of_a_replaced_process() -
     taken.now[0] += 9.0
     taken.wall.advance(3600.0)
     taken.beat(third)
-    assert taken.replaced() == {"b"}, "of several the last"
+    assert taken.replaced() == {"b"}, "the last of several leases counts"
     taken.now[0] += 2.0
     assert taken.replaced() == set() == taken.replaced(taken.another())
 
 
-def test_what_was_left_of_a_replaced_lease_when_it_was_stated_last_is_waited_for_once() -> None:
-    """Who took the id beats no more, so that the store goes on saying what it said last."""
+def test_the_rest_of_a_replaced_lease_is_waited_for_once() -> None:
+    """The process that took the id sends no more beats, so the store keeps its last statement."""
     taken = Taken()
     taken.beat(taken.boot("first"))
     second = taken.boot("second")
@@ -848,7 +865,7 @@ def test_what_was_left_of_a_replaced_lease_when_it_was_stated_last_is_waited_for
     )
 
 
-def test_of_two_processes_with_one_epoch_the_one_seen_first_is_replaced() -> None:
+def test_the_process_seen_first_is_replaced_if_two_have_one_epoch() -> None:
     taken = Taken()
     first = taken.boot("first")
     for _ in range(3):
@@ -870,8 +887,8 @@ def test_of_two_processes_with_one_epoch_the_one_seen_first_is_replaced() -> Non
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None:
-    """That of the one who asks: what it knows of the others is then of no time, for as long as their leases."""
+def test_a_reader_clock_that_jumps_ends_no_lease_for_a_purge(seconds: float) -> None:
+    """The reader's clock jumps. Its information about the others then has no known age, for as long as their leases."""
     now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
     registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
     writer = Writer("b", store.boot(registration).value, "nonce")
@@ -900,7 +917,7 @@ def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None
     assert reader.known()[0].info.lease_remaining_s <= 10.0
 
 
-def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_back(
+def test_a_clock_turned_back_does_not_extend_a_cut_off_replicas_knowledge(
     fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = fleet.join("a")
@@ -908,19 +925,21 @@ def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_ba
     assert a.knows_generations
     fleet.go_down()
     fleet.clock.now -= 3600.0
-    assert not a.knows_generations, "at once: who serves doesn't wait for the thread that beats"
+    assert not a.knows_generations, "at once, without waiting for the thread that beats"
     fleet.come_back()
     with monkeypatch.context() as patch:
         patch.setattr(fleet.store, "purges", away)
         with pytest.raises(StoreUnavailable):
             a.beat()
-        assert a.info().live and not a.knows_generations, "it has a lease again, and hasn't heard yet"
+        assert a.info().live and not a.knows_generations, (
+            "it has a lease again, but has not read the generations yet"
+        )
     a.beat()
     assert a.knows_generations
 
 
 def away(after: int) -> list[tuple[bytes, int]]:
-    """A store that answers the beat, and no more a moment later."""
+    """A store that answers the beat and fails a moment later."""
     raise StoreUnavailable("a moment after the beat")
 
 
@@ -932,12 +951,12 @@ def away(after: int) -> list[tuple[bytes, int]]:
         ("block_size", True), ("lease_s", True), ("lease_s", 10**400),
     ],
 )  # fmt: skip
-def test_settings_of_another_type_are_named(fleet: MemoryFleet, name: str, value: object) -> None:
+def test_settings_of_a_wrong_type_are_named(fleet: MemoryFleet, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.removesuffix("_id")):
         fleet.replica("a", **{name: value})
 
 
-def test_arguments_of_another_type_are_named(fleet: MemoryFleet) -> None:
+def test_arguments_of_a_wrong_type_are_named(fleet: MemoryFleet) -> None:
     a: Any = fleet.join("a")
     job: dict[str, Any] = {"namespace": ACME, "num_tokens": 256, "replica_ids": ["a"]}
     calls: list[tuple[str, Callable[[], object]]] = [
@@ -961,7 +980,7 @@ def test_arguments_of_another_type_are_named(fleet: MemoryFleet) -> None:
     assert not fleet.store.accounts and not fleet.store.announced and not fleet.store.jobs
 
 
-def test_a_store_that_is_none_is_refused() -> None:
+def test_an_invalid_store_is_refused() -> None:
     with pytest.raises(ConfigError, match="store=5 is not allowed; allowed: a MemoryStore, or None"):
         alone(store=5)
     with pytest.raises(ConfigError, match="None where there is a URL"):
@@ -969,7 +988,7 @@ def test_a_store_that_is_none_is_refused() -> None:
                 store=MemoryStore())  # fmt: skip
 
 
-def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -> None:
+def test_calls_before_the_registration_do_not_blame_the_store(fleet: MemoryFleet) -> None:
     a = fleet.replica("a")
     for _ in range(3):
         for call in (
@@ -984,8 +1003,8 @@ def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -
     assert a.health().state == "new" and not a.health().reason
 
 
-def test_who_is_refused_stays_so_whatever_is_asked_of_it(fleet: MemoryFleet) -> None:
-    """Also one that was a member before the store lost all, and another fleet came first."""
+def test_a_refused_replica_stays_refused_for_every_call(fleet: MemoryFleet) -> None:
+    """This holds also for a former member after the store lost everything, if another fleet registered first."""
     a = fleet.join("a")
     fleet.lose()
     stranger = fleet.join("stranger", fleet_secret=b"another secret of some length")

@@ -1,0 +1,390 @@
+"""What ``/openapi.json`` says of each operation beside its schemas: a tag, examples and the types of errors.
+
+A request example is complete: sent to a new demo service with a key of the right kind, in the order of this table, it
+is answered with its ``status``. The examples of parameters belong to the same demo: ``initech`` is a tenant that an
+example creates. The types of errors are those that the status alone doesn't determine (409, 503).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TAGS: Mapping[str, str] = {
+    "Prefixes": "Warm prefixes, look them up and clear them. With a tenant's key.",
+    "Completions": "Complete prompts. With a tenant's key.",
+    "Pins": "Keep prefixes resident for some time. With a tenant's key.",
+    "Fleet": "The replicas, and the ranking of replicas for a prompt.",
+    "Keys": "Keys of tenants and of the operator. With the operator's key.",
+    "Tenants": "Settings, statistics and purges of tenants. With the operator's key, except for the statistics.",
+    "Bases": "Prefixes that are computed once, for several tenants to read. With the operator's key.",
+    "Process": "Health, metrics and this document.",
+}
+"""Groups of operations, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request body, and the status of its answer."""
+
+    summary: str
+    status: int
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The tag of an operation, its request examples, an example of each kind of answer, and its types of errors."""
+
+    tag: str
+    requests: tuple[Example, ...] = ()
+    replies: Mapping[int, Any] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+
+
+_RULES = "".join(
+    f"Rule {number}: answer politely, name the page of the manual, and ask if in doubt.\n"
+    for number in range(1, 5)
+)
+_CHAT = [
+    {"role": "system", "content": _RULES},
+    {"role": "user", "content": "Which page explains pins?"},
+]
+_IDS = list(range(100, 140))
+_JOB = "5f0b6a1d9c3e47b2a8d40e17c6f29b83"
+_MODEL = "fp:9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab"
+_COMPUTE = ("conflict", "no_capacity", "quota_exceeded", "not_read", "generation_unconfirmed")
+_FLEET = ("store_unavailable", "unreachable", "left", "no_answer", "other_model", "unproven", "failed")
+_WARMED = {"tokens": 64, "cached_before": 0, "computed": 64, "left_out": 3, "blocks": 4, "seconds": 0.041}
+_OUTCOME = {
+    "replica": "replica-ba3a0a99",
+    "state": "done",
+    "tokens": 64,
+    "cached_before": 0,
+    "computed": 64,
+    "seconds": 0.041,
+    "error": None,
+}
+_PIN = {
+    "id": "1",
+    "salt": "",
+    "adapter": None,
+    "tokens": 64,
+    "blocks": 4,
+    "ttl_s": 599.98,
+    "replicas": None,
+}
+_BASE = {
+    "id": "assistant-v3",
+    "readers": ["acme", "globex"],
+    "adapter": None,
+    "tokens": 64,
+    "blocks": 4,
+    "state": "readable",
+}
+_SETTINGS = {
+    "weight": 2.0,
+    "guaranteed_blocks": 64,
+    "max_blocks": 512,
+    "mode": "burst",
+    "max_pinned_blocks": None,
+    "max_pins": 1024,
+    "policy": None,
+    "fleet_blocks": None,
+    "on_unconfirmed_generation": "serve",
+    "requests_per_s": 50.0,
+    "burst": None,
+    "max_body_bytes": None,
+}
+_TENANT = {"tenant": "initech", "settings": _SETTINGS, "num_keys": 1, "granted_blocks": None}
+_KEY = {
+    "id": "0f3a5c7e91b2d4f6",
+    "tenant": "initech",
+    "prefix": "rk_x7Qa2",
+    "created": "2026-01-31T09:30:00+00:00",
+}
+_NEW_KEY = {**_KEY, "key": "rk_x7Qa2mXc9ZrL4pSdw8nHb3TfA6g0VtEk7yJq5uWi1oP"}
+_STATS = {
+    "tenant": "acme",
+    "mode": "burst",
+    "used_blocks": 96,
+    "resident_blocks": 92,
+    "sequence_blocks": 4,
+    "evictable_blocks": 88,
+    "num_namespaces": 2,
+    "requests": 140,
+    "hit_tokens": 180224,
+    "missed_tokens": 9216,
+    "evicted_blocks": 0,
+    "declined_blocks": 0,
+    "pinned_blocks": 4,
+    "num_pins": 1,
+}
+_REPLICA = {
+    "id": "replica-ba3a0a99",
+    "is_self": True,
+    "live": True,
+    "reachable": True,
+    "address": "http://127.0.0.1:8400",
+    "epoch": 1769851800000,
+    "last_seq": None,
+    "lease_remaining_s": 8.2,
+    "lag_entries": None,
+    "lag_s": None,
+    "staleness_s": 0.4,
+    "load": None,
+    "model": _MODEL,
+    "block_size": 16,
+    "incompatible": None,
+}
+_PURGE = {
+    "generation": 1,
+    "complete": True,
+    "confirmed": ["replica-ba3a0a99"],
+    "pending": [],
+    "unconfirmed": [],
+}
+_COMPLETION = {
+    "id": "cmpl-5f0b6a1d9c3e47b2a8d40e17",
+    "object": "text_completion",
+    "created": 1769851800,
+    "model": "radixkv-demo",
+    "choices": [{"index": 0, "text": " page 12 explains it", "logprobs": None, "finish_reason": "length"}],
+    "usage": {
+        "prompt_tokens": 67,
+        "completion_tokens": 8,
+        "total_tokens": 75,
+        "prompt_tokens_details": {"cached_tokens": 64},
+    },
+    "timings": {"queued_s": 0.0002, "time_to_first_token_s": 0.006, "total_s": 0.031},
+}
+_HEALTHY = {"status": "ok", "reasons": [], "coordination": "ok"}
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/warm"): Operation(
+        "Prefixes",
+        (
+            Example("A text", 200, {"prompt": _RULES}),
+            Example("A chat, in a namespace of its own", 200, {"messages": _CHAT, "salt": "support-v3"}),
+            Example("Token ids, in the background", 202, {"token_ids": _IDS, "wait": False}),
+            Example("A text, on all replicas", 200, {"prompt": _RULES, "replicas": "all"}),
+        ),
+        {200: _WARMED, 202: {"job": _JOB}},
+        (*_COMPUTE, *_FLEET),
+    ),
+    ("GET", "/v1/warm/{job}"): Operation(
+        "Prefixes",
+        replies={
+            200: {
+                "job": _JOB,
+                "state": "done",
+                "progress": {"computed": 64, "total": 64},
+                "replicas": [_OUTCOME],
+                "result": {**_WARMED, "replicas": [_OUTCOME]},
+                "error": None,
+            }
+        },
+        errors=("store_unavailable",),
+    ),
+    ("POST", "/v1/lookup"): Operation(
+        "Prefixes",
+        (
+            Example("A text", 200, {"prompt": _RULES}),
+            Example("A chat, in a namespace of its own", 200, {"messages": _CHAT, "salt": "support-v3"}),
+        ),
+        {200: {"matched_tokens": 64, "matched_blocks": 4}},
+        ("not_read", "generation_unconfirmed"),
+    ),
+    ("DELETE", "/v1/cache"): Operation("Prefixes", replies={200: {"namespaces": 1, "blocks": 4}}),
+    ("POST", "/v1/completions"): Operation(
+        "Completions",
+        (
+            Example("Greedy", 200, {"prompt": _RULES, "max_tokens": 8, "temperature": 0}),
+            Example(
+                "Two samples, with a stop text",
+                200,
+                {"prompt": _RULES, "max_tokens": 8, "n": 2, "temperature": 0.7, "seed": 1, "stop": ["\n\n"]},
+            ),
+            Example(
+                "A stream, with the usage at its end",
+                200,
+                {
+                    "prompt": _RULES,
+                    "max_tokens": 8,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            ),
+            Example(
+                "Several prompts as token ids",
+                200,
+                {"prompt": [_IDS, _IDS[:20]], "max_tokens": 4, "temperature": 0, "salt": "support-v3"},
+            ),
+            Example(
+                "With hints for the eviction policy",
+                200,
+                {
+                    "prompt": _RULES,
+                    "max_tokens": 4,
+                    "hints": {"labels": {"session": "s-17", "turn": 2}, "priority": 80, "duration_s": 600},
+                },
+            ),
+        ),
+        {200: _COMPLETION},
+        (*_COMPUTE, "stalled"),
+    ),
+    ("POST", "/v1/pins"): Operation(
+        "Pins",
+        (
+            Example(
+                "On all replicas, which compute it if they lack it",
+                201,
+                {
+                    "prompt": _RULES,
+                    "ttl_s": 600,
+                    "replicas": "all",
+                },
+            ),
+            Example("On this replica, after a warm", 201, {"prompt": _RULES, "ttl_s": 600}),
+        ),
+        {201: _PIN},
+        (
+            *_COMPUTE,
+            "not_resident",
+            "pin_budget_exceeded",
+            "pin_limit_exceeded",
+            "store_unavailable",
+            "unreachable",
+        ),
+    ),
+    ("GET", "/v1/pins"): Operation("Pins", replies={200: {"pins": [_PIN]}}, errors=("store_unavailable",)),
+    ("DELETE", "/v1/pins/{pin}"): Operation("Pins", errors=("store_unavailable",)),
+    ("POST", "/v1/route"): Operation(
+        "Fleet",
+        (
+            Example("The three best replicas", 200, {"prompt": _RULES, "limit": 3}),
+            Example(
+                "Ranked by load and matches, without a later request",
+                200,
+                {"messages": _CHAT, "cost": "lmetric", "predict": False},
+            ),
+        ),
+        {
+            200: {
+                "prompt_tokens": 64,
+                "model": _MODEL,
+                "by_load": False,
+                "candidates": [
+                    {
+                        "replica": "replica-ba3a0a99",
+                        "address": "http://127.0.0.1:8400",
+                        "matched_tokens": {"device": 64},
+                        "why": "linear: holds 64 of 64 tokens, 0 more predicted",
+                    }
+                ],
+            }
+        },
+        ("no_replica", "not_read", "generation_unconfirmed"),
+    ),
+    ("GET", "/v1/replicas"): Operation("Fleet", replies={200: {"replicas": [_REPLICA]}}),
+    ("GET", "/v1/keys"): Operation("Keys", replies={200: {"keys": [_KEY]}}),
+    ("POST", "/v1/keys"): Operation(
+        "Keys", replies={201: {**_NEW_KEY, "tenant": None}}, errors=("conflict", "not_saved")
+    ),
+    ("POST", "/v1/keys/{key}/rotate"): Operation(
+        "Keys", replies={200: _NEW_KEY}, errors=("conflict", "not_saved")
+    ),
+    ("DELETE", "/v1/keys/{key}"): Operation("Keys", errors=("conflict", "not_saved")),
+    ("PUT", "/v1/tenants/{tenant}"): Operation(
+        "Tenants",
+        (
+            Example(
+                "Guarantees and limits",
+                200,
+                {"weight": 2, "guaranteed_blocks": 64, "max_blocks": 512, "requests_per_s": 50},
+            ),
+            Example("Strict isolation", 200, {"mode": "strict", "guaranteed_blocks": 64}),
+            Example("The defaults", 200, {}),
+        ),
+        {200: _TENANT},
+        ("conflict", "not_saved", "not_read"),
+    ),
+    ("GET", "/v1/tenants"): Operation("Tenants", replies={200: {"tenants": [_TENANT]}}),
+    ("POST", "/v1/tenants/{tenant}/keys"): Operation(
+        "Keys", replies={201: _NEW_KEY}, errors=("conflict", "not_saved")
+    ),
+    ("POST", "/v1/tenants/{tenant}/purge"): Operation(
+        "Tenants", replies={200: {**_PURGE, "blocks": 96}}, errors=("store_unavailable",)
+    ),
+    ("GET", "/v1/tenants/{tenant}/purge"): Operation(
+        "Tenants", replies={200: _PURGE}, errors=("store_unavailable",)
+    ),
+    ("DELETE", "/v1/tenants/{tenant}"): Operation(
+        "Tenants", errors=("conflict", "not_saved", "store_unavailable")
+    ),
+    ("GET", "/v1/stats"): Operation("Tenants", replies={200: _STATS}),
+    ("POST", "/v1/bases"): Operation(
+        "Bases",
+        (
+            Example("A text", 201, {"id": "assistant-v3", "prompt": _RULES, "readers": ["acme", "globex"]}),
+            Example(
+                "Token ids, for an adapter",
+                201,
+                {"id": "assistant-v3-sql", "token_ids": _IDS, "readers": ["acme"], "adapter": "sql"},
+            ),
+        ),
+        {201: {**_BASE, "computed": 64, "left_out": 3, "seconds": 0.043}},
+        _COMPUTE,
+    ),
+    ("GET", "/v1/bases"): Operation("Bases", replies={200: {"bases": [_BASE]}}),
+    ("PUT", "/v1/bases/{base}/readers"): Operation(
+        "Bases",
+        (
+            Example("One reader", 200, {"readers": ["acme"]}),
+            Example("No reader", 200, {"readers": []}),
+        ),
+        {200: {**_BASE, "readers": ["acme"]}},
+        ("not_read",),
+    ),
+    ("DELETE", "/v1/bases/{base}"): Operation("Bases"),
+    ("GET", "/metrics"): Operation(
+        "Process",
+        replies={
+            200: "# HELP radixkv_cache_num_blocks Capacity, in blocks\n"
+            "# TYPE radixkv_cache_num_blocks gauge\nradixkv_cache_num_blocks 4096.0\n"
+        },
+    ),
+    ("GET", "/healthz"): Operation(
+        "Process",
+        replies={
+            200: _HEALTHY,
+            503: {
+                "status": "unhealthy",
+                "reasons": ["integrity: an invariant of the cache is broken"],
+                "coordination": "ok",
+            },
+        },
+    ),
+    ("GET", "/readyz"): Operation(
+        "Process",
+        replies={200: _HEALTHY, 503: {"status": "not_ready", "reasons": ["stopping"], "coordination": "ok"}},
+    ),
+    ("GET", "/openapi.json"): Operation("Process"),
+}
+"""By method and path, in the order in which the request examples are sent."""
+
+PARAMETERS: Mapping[str, str | int] = {
+    "job": _JOB,
+    "tenant": "initech",
+    "key": "0f3a5c7e91b2d4f6",
+    "pin": "1",
+    "base": "assistant-v3",
+    "limit": 100,
+    "after": "1",
+    "all": "true",
+    "salt": "support-v3",
+    "adapter": "sql",
+    "Idempotency-Key": "warm-support-v3-2026-01-31",
+}
+"""Examples of parameters, by name."""

@@ -1,0 +1,188 @@
+"""``radixkv serve`` in processes forked from one that has already imported torch and transformers.
+
+These imports take about 6 s of CPU, and the tests start and stop many processes. Each pytest process starts one
+template process at the first use. The template forks a child for each request line on its standard input, and reports
+when a child has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_POLL_S = 0.02
+
+
+@contextmanager
+def small_demo_model() -> Iterator[None]:
+    """The demo model has 2 layers, a third of its own, during the ``with``: most tests don't depend on their number."""
+    from radixkv.engines import hf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "demo_model", functools.partial(hf.demo_model, num_layers=2))
+        yield
+
+
+class Template:
+    """The process that forks the children."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def ask(self, *question: Any) -> Any:
+        """Send a question to the template and return its answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the template, which kills its children."""
+        self._process.communicate()
+
+
+@functools.cache
+def template() -> Template:
+    """The template of this pytest process, started at the first call."""
+    return Template()
+
+
+class Forked:
+    """A forked child with the interface of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: Path,
+        errors: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run a command line: ``radixkv`` or the path of a script, and arguments. Errors go to ``output`` by default.
+
+        ``environment``: the whole environment, of this process by default.
+        """
+        variables = dict(os.environ if environment is None else environment)
+        files = [str(output), str(errors or output)]
+        self.pid: int = template().ask("fork", list(arguments), files, variables)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while the child runs."""
+        if self.returncode is None:
+            self.returncode = template().ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 600.0) -> int:
+        """Wait for the child to end and return its exit code.
+
+        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+        """
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("radixkv", timeout)
+            time.sleep(_POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the child has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line, as for ``Forked``, as ``subprocess.run`` does, with its output in files of ``folder``.
+
+    Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    """
+    output, errors = folder / "stdout", folder / "stderr"
+    child = Forked(arguments, output, errors, environment)
+    try:
+        code = child.wait(timeout)
+    finally:
+        child.kill()
+    return subprocess.CompletedProcess(list(arguments), code, output.read_text(), errors.read_text())
+
+
+def _begin(arguments: list[str], files: list[str], environment: dict[str, str]) -> None:
+    """Run a command line in the child, with its output in files."""
+    opened = {file: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for file in files}
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, file in ((0, nothing), (1, opened[files[0]]), (2, opened[files[1]])):
+        os.dup2(file, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    if arguments[0] == "radixkv":
+        runpy.run_module("radixkv", run_name="__main__")
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _poll(children: set[int], pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        return None
+    children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _answer_questions() -> None:
+    import radixkv.engines.hf
+    import radixkv.service.app
+    import radixkv.service.server  # noqa: F401
+
+    gc.freeze()  # the children leave alone what was imported, and go on to share its memory
+    children: set[int] = set()
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        if what == "fork":
+            answer: int | None = os.fork()
+            if answer == 0:
+                _begin(*arguments)
+                return
+            children.add(answer)
+        else:
+            answer = _poll(children, *arguments)
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with small_demo_model():
+        _answer_questions()

@@ -1,0 +1,84 @@
+"""The server takes new connections one by one, and its process is set up for short waits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+from starlette.applications import Starlette
+
+from radixkv.service.draining import Drain
+from radixkv.service.endpoint import Host
+from radixkv.service.server import ACCEPTS_A_TURN, WAITING_CONNECTIONS, Listener
+
+_NUM_CONNECTIONS = 40
+_MAX_WAITING_AT = 28
+"""Offset in Linux's ``tcp_info`` of the number of connections that may wait at a listening socket."""
+
+
+class _Host:
+    """A host without work in progress."""
+
+    def __init__(self) -> None:
+        self.drain, self.limits, self.drain_s = Drain(), self, 0.0
+
+
+def test_each_turn_of_the_loop_accepts_one_connection_of_a_flood() -> None:
+    """Waiting connections cost the other clients one request a turn, however many wait."""
+
+    async def accepted_by_turn(listening: socket.socket) -> list[int]:
+        server = Listener(Starlette(), cast(Host, _Host()))
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        with ExitStack() as stack:
+            for _ in range(_NUM_CONNECTIONS):  # the loop is blocked meanwhile
+                stack.enter_context(socket.create_connection(listening.getsockname()))
+            found = [0]
+            while found[-1] < _NUM_CONNECTIONS:
+                await asyncio.sleep(0)
+                found.append(len(server.server_state.connections))
+        server.should_exit = True
+        await serving
+        return found
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        found = asyncio.run(asyncio.wait_for(accepted_by_turn(listening), 60))
+    assert max(b - a for a, b in pairwise(found)) == ACCEPTS_A_TURN
+
+
+def test_many_connections_may_wait() -> None:
+    async def most_waiting(listening: socket.socket) -> int:
+        server = Listener(Starlette(), cast(Host, _Host()))
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        server.should_exit = True
+        await serving
+        return int(struct.unpack_from("I", info, _MAX_WAITING_AT)[0])
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        found = asyncio.run(asyncio.wait_for(most_waiting(listening), 60))
+    assert found == min(WAITING_CONNECTIONS, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+
+
+def test_the_garbage_collector_skips_loaded_objects() -> None:
+    """A collection over all modules and the model would stop every request for 0.2 s."""
+    code = """
+import gc, sys
+from radixkv.service.server import TURN_S, keep_latency_low
+keep_latency_low()
+print(gc.get_freeze_count() > 10_000, abs(sys.getswitchinterval() - TURN_S) < 1e-6)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True"], done.stderr
