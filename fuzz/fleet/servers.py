@@ -112,15 +112,22 @@ class Servers:
         (self.folder / "dump.rdb").unlink(missing_ok=True)
 
     def restart_with_data(self, chance: random.Random) -> None:
-        """Kill the server after it has saved everything."""
-        self.save(chance)
-        self.group.kill()
+        """End the server, which first saves everything and then takes no more writes."""
+        for node in self._awake():
+            node.command("SHUTDOWN SAVE")
+            node.process.wait()
 
     def save(self, chance: random.Random) -> None:
         """Save the data."""
-        for node in self.nodes:
-            with suppress(RuntimeError, OSError):
-                node.command("SAVE")
+        for node in self._awake():
+            node.command("SAVE")
+
+    def _awake(self) -> list[RedisServer]:
+        """Return the servers that run. One that is paused resumes, because it couldn't take a command."""
+        found = [node for node in self.nodes if node.is_running]
+        for node in found:
+            node.resume()
+        return found
 
     def restart_as_saved(self, chance: random.Random) -> None:
         """Kill the server. It comes back with the data of the last save."""
