@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 SITE = ROOT / "site"
-PATIENCE_MS = int(os.environ.get("PATIENCE_MS", "120000"))
 WIDTHS = {"phone": 390, "tablet": 820, "desktop": 1440}
 PAGES = {
     "home": ("", "In process"),
