@@ -49,12 +49,14 @@ from radixkv.errors import (
 )
 from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.index.changes import Journal
+from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease
 from radixkv.index.lent_beams import LentBeams
-from radixkv.index.match import Match
+from radixkv.index.match import End, Match
 from radixkv.index.pins import Pin
 from radixkv.index.sequence import Sequence
 from radixkv.index.stats import CacheStats, TenantStats
+from radixkv.index.tenants import TenantBlocks
 from radixkv.storage.plan import BeamsState, StepPlan
 
 if TYPE_CHECKING:
@@ -71,7 +73,9 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "CoordinationError",
+    "End",
     "FlushRequired",
+    "Inserted",
     "IntegrityError",
     "Journal",
     "KVLayout",
@@ -100,6 +104,7 @@ __all__ = [
     "StepPlan",
     "StoreUnavailable",
     "Tenant",
+    "TenantBlocks",
     "TenantStats",
     "TokenError",
     "TokenRange",

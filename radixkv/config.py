@@ -265,6 +265,8 @@ class CacheConfig:
     - ``scrub``: which blocks are zeroed before they are handed out. ``"cross-tenant"``: blocks that held another
       tenant's KV; blocks of strict tenants as soon as they are freed. ``"always"``: all, as soon as they are freed.
       ``"never"``: none; refuses strict tenants. The storage zeroes them, or the engine's ``scrub_blocks``.
+    - ``blocks``: ``"cache"``: the cache has the free blocks and hands them out. ``"engine"``: the engine has every
+      block until it inserts it, and gets evicted blocks back by ``reclaim``; there are no sequences. Needs no layout.
     - ``segment_tokens``: the grain at which a policy may remember evicted prefixes, rounded down to whole blocks, at
       least one.
     """
@@ -278,6 +280,7 @@ class CacheConfig:
     segment_tokens: int = 512
     default_tenant: Tenant | None = field(default_factory=lambda: Tenant("default"))
     scrub: Scrub = "cross-tenant"
+    blocks: Literal["cache", "engine"] = "cache"
 
     @property
     def segment_blocks(self) -> int:
@@ -291,6 +294,10 @@ class CacheConfig:
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
         if self.scrub not in ("cross-tenant", "always", "never"):
             raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
+        if self.blocks not in ("cache", "engine"):
+            raise ConfigError("blocks", self.blocks, "'cache' or 'engine'")
+        if self.blocks == "engine" and self.layout is not None:
+            raise ConfigError("blocks", self.blocks, "'cache' with a layout: its storage is the cache's")
         default: object = self.default_tenant
         if default is not None and (not isinstance(default, Tenant) or default.guaranteed_blocks):
             raise ConfigError("default_tenant", default, "a burst Tenant without a guarantee, or None")

@@ -17,10 +17,11 @@ The laws, as named in a report:
     siblings           children are keyed by their first block and differ in it; a child has one parent, in its tree
     leases             a node's uses are the leases that end there plus its children in use
     bases              a base leases the path of its ids and blocks, and the trees behind it begin with its blocks
-    tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
+    tables             a block table is the blocks of the leased path and of the sequence's own runs, in order; it has
+                       room for the sequence's tokens and its reserved tokens, and no more
     committed          cached ≤ committed ≤ tokens, and the leased path is a prefix of the sequence's ids
     quotas             no tenant uses more than its limit, and every guarantee can be met
-    usage              the used and evictable blocks of a tenant, and the blocks of a tree, equal their sums
+    usage              the used, resident and evictable blocks of a tenant, and the blocks of a tree, equal their sums
     policy             a policy holds exactly the nodes that no lease protects
     pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
 """
@@ -469,7 +470,8 @@ class _Audit:
         trees = {sequence.node[0]} | {run.node[0] for run in runs if run.node is not None}
         if owner != sequence.namespace or any(snapshot.trees[tree].namespace != owner for tree in trees):
             yield Violation("one-namespace", f"{name} reaches a tree of another namespace")
-        size = -(-sequence.num_tokens // snapshot.block_size)
+        num_tokens = sequence.num_tokens + sequence.num_reserved_tokens
+        size = -(-num_tokens // snapshot.block_size)
         table = np.full(size, -1, dtype=np.int32)
         path = self._path_ids(sequence.node)[:size]
         table[: len(path)] = path
@@ -478,7 +480,7 @@ class _Audit:
             if stop > size:
                 yield Violation(
                     "tables",
-                    f"{name} holds blocks up to {stop}, its {sequence.num_tokens} tokens need {size}",
+                    f"{name} holds blocks up to {stop}, its {num_tokens} tokens need {size}",
                 )
                 return
             table[run.start : stop] = _ids(run.block_ids)
@@ -513,6 +515,7 @@ class _Audit:
         snapshot = self.snapshot
         used: Counter[str] = Counter()
         evictable: Counter[str] = Counter()
+        resident: Counter[str] = Counter()
         unprotected: Counter[str] = Counter()
         for at, tree in enumerate(snapshot.trees):
             tenant = tree.namespace.tenant
@@ -520,6 +523,7 @@ class _Audit:
             if tree.num_blocks != blocks:
                 yield Violation("usage", f"tree {at} counts {tree.num_blocks} blocks, {blocks} are there")
             used[tenant] += blocks
+            resident[tenant] += 0 if tree.detached else blocks
             evictable[tenant] += sum(len(node.block_ids) // ID_BYTES for node in tree.nodes if not node.uses)
             unprotected[tenant] += sum(not node.uses for node in tree.nodes)
         for tenant, at in self._private_runs():
@@ -533,6 +537,9 @@ class _Audit:
                 yield Violation(
                     "usage", f"a tenant counts {counts}, {used[name]} and {evictable[name]} are there"
                 )
+            if counted.resident_blocks not in (None, resident[name]):
+                counts = f"{counted.resident_blocks} resident blocks, {resident[name]} are there"
+                yield Violation("usage", f"a tenant counts {counts}")
             if counted.policy_nodes != unprotected[name]:
                 nodes = f"{counted.policy_nodes} nodes, {unprotected[name]} are unprotected"
                 yield Violation("policy", f"a tenant's policy holds {nodes}")

@@ -17,11 +17,12 @@ cancelled.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable
+from itertools import zip_longest
 
 import numpy as np
 
 from radixkv.errors import ArgumentError
-from radixkv.index.scrubbing import Scrubber
+from radixkv.index.scrubbing import ENGINE, Scrubber
 from radixkv.index.tokens import ID_BYTES
 from radixkv.storage.plan import BlockIds
 
@@ -89,24 +90,89 @@ class WaitingCopies:
         return len(self._copies)
 
 
+class LentBlocks:
+    """The blocks that the engine has, one mark for each block of the pool. ``len`` is how many they are, O(1)."""
+
+    __slots__ = ("_marks", "_num")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._marks = bytearray(num_blocks)
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def ids(self) -> BlockIds:
+        """Return the ids, int32, ascending. O(blocks of the pool)."""
+        return np.flatnonzero(np.frombuffer(bytes(self._marks), np.uint8)).astype(np.int32)
+
+    def missing(self, ids: list[int]) -> list[int]:
+        """Return those of these ids, all in range, that aren't lent. O(ids)."""
+        marks = self._marks
+        return [block_id for block_id in ids if not marks[block_id]]
+
+    def add(self, ids: list[int]) -> None:
+        """Mark distinct ids that aren't lent. O(ids)."""
+        marks = self._marks
+        for block_id in ids:
+            marks[block_id] = 1
+        self._num += len(ids)
+
+    def remove(self, ids: list[int]) -> None:
+        """Unmark distinct ids that are lent. O(ids)."""
+        marks = self._marks
+        for block_id in ids:
+            marks[block_id] = 0
+        self._num -= len(ids)
+
+    def keep_only(self, ids: BlockIds) -> None:
+        """Unmark all others. Corrects the number too, after an interruption. O(blocks of the pool)."""
+        kept = np.zeros(len(self._marks), np.uint8)
+        kept[ids] = np.frombuffer(bytes(self._marks), np.uint8)[ids]
+        self._marks = bytearray(kept.tobytes())
+        self._num = int(kept.sum())
+
+
 class BlockPool:
-    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device.
+    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine.
+
+    With ``is_engines`` all blocks are lent at first, and the free list has only blocks that a call freed and that the
+    engine hasn't reclaimed yet.
 
     - ``copies``: decided and not executed yet.
     - ``is_deferred``: the engine executes copies later. Otherwise none is left when a call ends.
     - ``exposed``: blocks that such a copy names and that a tree has, so that eviction may free them.
     """
 
-    __slots__ = ("_free", "copies", "exposed", "held", "is_deferred", "lent", "num_blocks", "scrubber")
+    __slots__ = (
+        "_free",
+        "copies",
+        "exposed",
+        "held",
+        "is_deferred",
+        "is_engines",
+        "lent",
+        "num_blocks",
+        "scrubber",
+    )
 
     def __init__(
-        self, num_blocks: int, scrubber: Scrubber | None = None, *, is_deferred: bool = False
+        self,
+        num_blocks: int,
+        scrubber: Scrubber | None = None,
+        *,
+        is_deferred: bool = False,
+        is_engines: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.scrubber = scrubber
         self.is_deferred = is_deferred
-        self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
-        self.lent: set[int] = set()
+        self.is_engines = is_engines
+        everything = np.arange(num_blocks, dtype=np.int32)
+        self._free = bytearray(b"" if is_engines else everything.tobytes())
+        self.lent = LentBlocks(num_blocks)
+        if is_engines:
+            self.lent.add(everything.tolist())
         self.copies = WaitingCopies()
         self.exposed: set[int] = set()
         self.held = bytearray()  # packed
@@ -193,47 +259,70 @@ class BlockPool:
         """Return the free ids, int32, a copy. O(free)."""
         return unpack(self._free)
 
-    def lend(self, block_ids: bytearray) -> BlockIds:
+    def lend(self, block_ids: bytes | bytearray) -> BlockIds:
         """Record that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
         taken = unpack(block_ids)
-        self.lent.update(taken.tolist())
+        self.lent.add(taken.tolist())
         return taken
+
+    def lend_freed(self, start: int, table: bytearray) -> None:
+        """Lend what was freed since the free list had ``start`` bytes. Adds the packed ids to ``table``. O(blocks)."""
+        freed = self._free[start:]
+        if freed:
+            table += freed  # first: the caller knows what to take back if this is interrupted
+            self.hand_out(freed, 0, ENGINE)
+            self.lend(freed)
+            del self._free[start:]
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Length of the free list, packed."""
+        return len(self._free)
 
     def give_back(self, block_ids: BlockIds) -> None:
         """Return lent ids to the free stack. Raises ArgumentError, and changes nothing, if one isn't lent."""
-        ids = self._distinct(block_ids)
-        for block_id in ids:
-            if block_id not in self.lent:
-                raise ArgumentError("block_ids", block_id, "blocks that are lent (PrefixCache.allocate)")
-        self.lent.difference_update(ids)
+        ids: list[int] = block_ids.tolist()
+        self._require_distinct(ids)
+        missing = self.lent.missing(ids)
+        if missing:
+            raise ArgumentError("block_ids", missing[0], "blocks that are lent (PrefixCache.allocate)")
+        self.lent.remove(ids)
         self.give(block_ids.tobytes())
 
-    def check_claim(self, block_ids: BlockIds) -> None:
-        """Raise ArgumentError unless every id is in range, distinct, and either lent or free. O(free)."""
-        ids = self._distinct(block_ids)
-        taken = np.isin(block_ids, self.free_ids(), invert=True).tolist()
-        for block_id, is_taken in zip(ids, taken, strict=True):
-            if is_taken and block_id not in self.lent:
-                raise ArgumentError(
-                    "block_ids", block_id, "blocks that are lent or free; this one is owned already"
-                )
+    def check_claim(self, ids: list[int]) -> int:
+        """Raise ArgumentError unless these ids are in range, distinct, and the engine's: lent, or free.
 
-    def claim(self, block_ids: BlockIds, label: int) -> None:
-        """Take ids that passed ``check_claim`` from the lent and free ones, for the owner with this label. O(free)."""
+        Free ones aren't allowed if the engine owns the pool. Returns how many are lent. O(ids), and O(free) if one
+        isn't lent.
+        """
+        self._require_distinct(ids)
+        missing = self.lent.missing(ids)
+        if missing:
+            free = [] if self.is_engines else np.isin(missing, self.free_ids()).tolist()
+            for block_id, is_free in zip_longest(missing, free, fillvalue=False):
+                if not is_free:
+                    allowed = "blocks that are lent or free; this one is owned already"
+                    raise ArgumentError("block_ids", block_id, allowed)
+        return len(ids) - len(missing)
+
+    def claim(self, ids: list[int], label: int) -> None:
+        """Take ids that passed ``check_claim``, for the owner with this label. O(ids), and O(free) like that."""
         if self.scrubber is not None:
-            self.scrubber.filled(block_ids, label)
-        self.lent.difference_update(block_ids.tolist())
-        free = self.free_ids()
-        self._free = bytearray(free[np.isin(free, block_ids, invert=True)].tobytes())
+            self.scrubber.filled(np.array(ids, np.int32), label)
+        missing = self.lent.missing(ids)
+        if missing:
+            free, without = self.free_ids(), set(missing)
+            self._free = bytearray(free[np.isin(free, missing, invert=True)].tobytes())
+            ids = [block_id for block_id in ids if block_id not in without]
+        self.lent.remove(ids)
 
-    def _distinct(self, block_ids: BlockIds) -> list[int]:
-        ids: list[int] = block_ids.tolist()
+    def _require_distinct(self, ids: list[int]) -> None:
+        num_blocks = self.num_blocks
         for block_id in ids:
-            if not 0 <= block_id < self.num_blocks:
-                raise ArgumentError("block_ids", block_id, f"0 ≤ block id < {self.num_blocks}")
+            if not 0 <= block_id < num_blocks:
+                raise ArgumentError("block_ids", block_id, f"0 ≤ block id < {num_blocks}")
         if len(set(ids)) != len(ids):
             raise ArgumentError("block_ids", _first_repeated(ids), "each block once")
-        return ids
 
 
 def _first_repeated(ids: Iterable[int]) -> int:

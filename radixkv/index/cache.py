@@ -18,9 +18,9 @@ Every public method validates all arguments before it changes anything. So a ref
 is interrupted while it changes something, the sequences that it works on are lost (``recovery.mend``). New sequences
 and leases are registered last, and ``CacheLock.broken`` is set first. So no call runs on a cache that needs repair.
 
-The lock is held for microseconds. ``evict``, ``clear`` and ``snapshot_in_slices`` release it between slices. Some calls
-that are not on a request's path hold it longer: ``insert`` reads the free list, and ``snapshot`` reads everything.
-Taking back lent beams holds it for 0.25 ms with 4 beams and up to 1 ms with 64.
+The lock is held for microseconds. ``evict``, ``clear`` and ``snapshot_in_slices`` release it between slices.
+``snapshot`` holds it while it reads everything. Taking back lent beams holds it for 0.25 ms with 4 beams and up to 1 ms
+with 64.
 """
 
 from __future__ import annotations
@@ -33,14 +33,26 @@ from radixkv._compiled import mypyc_attr
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, ConfigError, FlushRequired, OutOfBlocks, wrong_count
-from radixkv.index import device_beams, forgotten, purge, recovery, requests, snapshot, stats, tenant_settings
+from radixkv.index import (
+    device_beams,
+    engine_blocks,
+    forgotten,
+    purge,
+    recovery,
+    requests,
+    snapshot,
+    stats,
+    tenant_settings,
+)
 from radixkv.index.bases import BaseInfo, Publication
 from radixkv.index.changes import Journal
+from radixkv.index.engine_blocks import Inserted
 from radixkv.index.holders import LeaseState, SequenceState
-from radixkv.index.leases import Lease
+from radixkv.index.leases import Lease, lease_match, take_lease
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.locking import Held
 from radixkv.index.match import Match
+from radixkv.index.opening import open_handle
 from radixkv.index.pins import Pin, require_ttl
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.scrubbing import ScrubBlocks
@@ -48,12 +60,14 @@ from radixkv.index.sequence import Sequence, append_to, states_of
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
-from radixkv.index.tokens import TOKEN_BYTES, TokenIds, encode
-from radixkv.index.tree import Node
+from radixkv.index.tenants import TenantBlocks
+from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES, TokenIds, encode
 from radixkv.index.validation import (
     block_ids_of,
     deadline_of,
+    first_block,
     list_of,
+    packed_ids,
     readers_of,
     require_base_id,
     require_between,
@@ -153,19 +167,25 @@ class PrefixCache(CacheState):
         """
         if not isinstance(match, Match):
             raise ArgumentError("match", match, "a Match")
-        lease: LeaseState | None = None
-        with self._lock:
-            try:
-                lease = requests.lease(self, match)
-                if self._evictor.on_hand_out is not None:
-                    self._evictor.on_hand_out()
-                handle = Lease(self, lease)
-                self._leases.add(lease)
-                return handle
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                mend(self, error, lease=lease)
-                raise
+        return lease_match(self, match)
+
+    def match_and_lease(self, namespace: Namespace, ids: TokenIds) -> Lease:
+        """Match, and lease what matches, in one walk. A miss gives a lease of no tokens.
+
+        Raises TokenError, and OutOfBlocks like ``lease``. O(nodes on the path).
+        """
+        require_namespace(namespace)
+        return take_lease(self, namespace, encode(ids))
+
+    def touch(self, namespace: Namespace, ids: TokenIds) -> int:
+        """Tell the policy that the longest resident prefix of ``ids`` is used now, as a lease and its release do.
+
+        Returns its tokens. Raises TokenError, and OutOfBlocks like ``lease``. O(nodes on the path).
+        """
+        require_namespace(namespace)
+        key = encode(ids)
+        with self._lock, Mending(self):
+            return requests.touch(self, namespace, key)
 
     # --- requests
 
@@ -177,6 +197,7 @@ class PrefixCache(CacheState):
         on_pending: OnPending = "compute",
         timeout_s: Seconds = None,
         hints: Hints = None,
+        lookup: bool = True,
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
@@ -190,6 +211,8 @@ class PrefixCache(CacheState):
 
         ``hints``: facts about the request that the policy may use.
 
+        ``lookup``: False finds nothing: all tokens are computed, and count as neither hit nor missed.
+
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
         on the path + blocks evicted).
         """
@@ -200,71 +223,7 @@ class PrefixCache(CacheState):
         computes = isinstance(on_pending, str) and on_pending == "compute"
         deadline = None if computes else deadline_of(on_pending, timeout_s)
         key = encode(ids)
-        if len(key) > requests.MAX_BLOCKS_AT_ONCE * self._block_bytes and requests.takes_many_victims(
-            self, len(key)
-        ):
-            return self._open_long(namespace, key, on_pending, deadline, hints, None)
-        return self._open(namespace, key, on_pending, deadline, hints, None, None)
-
-    def _open(
-        self,
-        namespace: Namespace,
-        key: bytes,
-        on_pending: OnPending,
-        deadline: float | None,
-        hints: Hints,
-        already_touched: Node | None,
-        publication: Publication | None,
-    ) -> Sequence:
-        sequence: SequenceState | None = None
-        with self._lock:
-            if on_pending != "compute":
-                requests.await_pending(self, namespace, key, on_pending, deadline)
-            try:
-                sequence = requests.open_sequence(self, namespace, key, hints, already_touched, publication)
-                handle = Sequence(self, sequence)
-                self._sequences.add(sequence)
-                return handle
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                mend(self, error, sequence)
-                raise
-
-    def _open_long(
-        self,
-        namespace: Namespace,
-        key: bytes,
-        on_pending: OnPending,
-        deadline: float | None,
-        hints: Hints,
-        publication: Publication | None,
-    ) -> Sequence:
-        """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
-
-        A lease protects the matched blocks until then.
-        """
-        lease: LeaseState | None = None
-        sequence: Sequence | None = None
-        try:
-            with self._lock:
-                if on_pending != "compute":
-                    requests.await_pending(self, namespace, key, on_pending, deadline)
-                try:
-                    lease, needed, tenant = requests.lease_of_long(self, namespace, key, publication)
-                    self._leases.add(lease)
-                except BaseException as error:
-                    self._damage.error, self._lock.broken = error, self
-                    mend(self, error, lease=lease)
-                    raise
-            with Lease(self, lease):
-                requests.make_room(self, needed, tenant)
-                sequence = self._open(namespace, key, on_pending, deadline, hints, lease._node, publication)
-            return sequence
-        except BaseException as error:
-            opened = None if sequence is None else sequence._state
-            with self._lock:
-                mend(self, error, opened, lease=lease)
-            raise
+        return open_handle(self, namespace, key, on_pending, deadline, hints, None, lookup is not False)
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
         """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.
@@ -307,7 +266,7 @@ class PrefixCache(CacheState):
         result: list[SequenceState] = []
         with self._lock:
             try:
-                requests.require_batch(inputs)
+                requests.require_batch(inputs, may_have_room=False)
                 result = [requests.fork(self, inputs[parent]) for parent in chosen]
                 handles = [Sequence(self, child) for child in result]
                 self._sequences.update(result)
@@ -350,21 +309,14 @@ class PrefixCache(CacheState):
 
     def evict(self, num_blocks: SupportsIndex) -> int:
         """Free up to ``num_blocks`` resident blocks by policy. Returns how many were freed."""
-        left = num_blocks = require_between("num_blocks", num_blocks, 0, None)
-        while left:
-            wanted = min(left, requests.SLICE_BLOCKS)
-            with self._lock, Mending(self):
-                self._evictor.end_due_pins(None, wanted)
-                freed = self._evictor.evict(wanted)
-            left -= freed
-            if freed < wanted or not left:
-                break
-            requests.let_others()
-        return num_blocks - left
+        num_blocks = require_between("num_blocks", num_blocks, 0, None)
+        self._require_own_blocks("evict")
+        return engine_blocks.evict(self, num_blocks)
 
     def allocate(self, num_blocks: SupportsIndex) -> BlockIds:
         """Lend ``num_blocks`` blocks to the engine until ``free`` or ``insert``; int32 ids. Raises OutOfBlocks."""
         num_blocks = require_between("num_blocks", num_blocks, 0, None)
+        self._require_own_blocks("allocate")
         taken = bytearray()
         with self._lock:
             try:
@@ -378,25 +330,57 @@ class PrefixCache(CacheState):
     def free(self, block_ids: Any) -> None:
         """Take lent blocks back. Raises ArgumentError, and changes nothing, if a block isn't lent."""
         ids = block_ids_of(block_ids)
+        self._require_own_blocks("free")
         with self._lock, Mending(self):
             self._pool.give_back(ids)
 
-    def insert(self, namespace: Namespace, ids: TokenIds, block_ids: Any) -> int:
-        """Make blocks that the engine owns and has filled resident under ``ids``.
+    def _require_own_blocks(self, call: str) -> None:
+        if self._pool.is_engines:
+            raise requests.engine_has_blocks(call)
 
-        ``block_ids``: one id for each whole block of ``ids``, all distinct. Each block is lent (``allocate``) or free.
-        Returns how many leading tokens were resident already. The given blocks of these tokens stay lent or free; the
-        others now belong to the tree. Raises TokenError, NamespaceError, ArgumentError, and then changes nothing.
-        O(blocks + free).
+    def reclaim(self, num_blocks: SupportsIndex, tenant: TenantId | None = None) -> BlockIds:
+        """With ``blocks="engine"``: hand blocks to the engine, int32 ids. They are ``num_blocks`` if there are as many.
+
+        First come all blocks that other calls freed since the last reclaim, also more than ``num_blocks``; then blocks
+        that are evicted by policy. ``reclaim(0)`` evicts nothing. ``tenant``: the blocks are for it, so other tenants
+        keep what is guaranteed to them; None keeps no guarantees. Raises ArgumentError. O(blocks + tenants).
+        """
+        if tenant is not None:
+            require_tenant_id(tenant)
+        return engine_blocks.reclaim(self, require_between("num_blocks", num_blocks, 0, None), tenant)
+
+    def insert(
+        self,
+        namespace: Namespace,
+        ids: TokenIds,
+        block_ids: Any,
+        *,
+        start: SupportsIndex = 0,
+        hints: Hints = None,
+        lease: bool = False,
+    ) -> Inserted:
+        """Make blocks that the engine has filled resident under ``ids``.
+
+        - ``block_ids``: one distinct id for each whole block of ``ids`` from position ``start`` on. Each is lent to the
+          engine (``allocate``, or ``blocks="engine"``), or the block that the tree has at this position, or free.
+        - ``start``: a multiple of the block size, in tokens. What comes before must be resident.
+        - ``hints``: facts that the policy may use, such as a priority.
+        - ``lease``: also lease the whole prefix.
+
+        The tree takes blocks for what it doesn't have. The record names the others: they stay the engine's. Raises
+        TokenError, NamespaceError, ArgumentError, NotResident, QuotaExceeded, OutOfBlocks, and then changes nothing.
+        O(nodes on the path + blocks), and O(free) if a block is free.
         """
         require_namespace(namespace)
-        key, blocks = encode(ids), block_ids_of(block_ids)
-        size = self._block_bytes
-        if len(blocks) != len(key) // size:
-            allowed = f"{len(key) // size}, one for each whole block of ids"
-            raise wrong_count("block_ids", len(blocks), allowed)
-        with self._lock, Mending(self):
-            return requests.insert(self, namespace, key[: len(blocks) * size], blocks)
+        if hints is not None and not isinstance(hints, RequestHints):
+            raise ArgumentError("hints", hints, "a RequestHints, or None")
+        key, size = encode(ids), self._block_size
+        key, first = key[: len(key) - len(key) % self._block_bytes], first_block(start, len(key), size)
+        packed, num_blocks = packed_ids(block_ids), len(key) // self._block_bytes - first
+        if len(packed) != num_blocks * ID_BYTES:
+            allowed = f"{num_blocks}, one for each whole block of ids"
+            raise wrong_count("block_ids", len(packed) // ID_BYTES, allowed)
+        return engine_blocks.insert(self, namespace, key, packed, first, hints, bool(lease))
 
     # --- pins
 
@@ -560,9 +544,7 @@ class PrefixCache(CacheState):
         key = whole_blocks(encode(ids), self._block_size)
         publication = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
         try:
-            if requests.takes_many_victims(self, len(key)):
-                return self._open_long(namespace, key, "compute", None, None, publication)
-            return self._open(namespace, key, "compute", None, None, None, publication)
+            return open_handle(self, namespace, key, "compute", None, None, publication, True)
         except FlushRequired:
             raise
         except OutOfBlocks:
@@ -597,6 +579,26 @@ class PrefixCache(CacheState):
             return self._bases.infos()
 
     # --- counts
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be taken without an eviction; with ``blocks="engine"``, those to reclaim. O(1), no lock."""
+        return self._pool.num_free
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Resident blocks that no lease protects. O(1), no lock."""
+        return self._evictor.evictable_blocks
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that a match can reach. O(1), no lock."""
+        return self._evictor.resident_blocks
+
+    def blocks_of(self, tenant: TenantId) -> TenantBlocks:
+        """Return the same counts of one tenant, as an object to keep: its properties always show the present."""
+        require_tenant_id(tenant)
+        return TenantBlocks(self._tenants, self._pool, tenant)
 
     def stats(self) -> CacheStats:
         """Return counts of the whole cache at this moment. O(namespaces + tenants)."""

@@ -48,6 +48,7 @@ class Evictor:
         "on_hand_out",
         "on_need",
         "promised_blocks",
+        "resident_blocks",
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class Evictor:
         self._ranking = Ranking(tenants)
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
+        self.resident_blocks = 0  # of all tenants
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
 
@@ -152,6 +154,7 @@ class Evictor:
             freed += at.block_ids
             tenant.evictable_blocks -= num_blocks
             self.evictable_blocks -= num_blocks
+            self._count_resident(tenant, -num_blocks)
             tenant.declined_blocks += num_blocks
             at = parent
 
@@ -188,6 +191,8 @@ class Evictor:
         that node.
         """
         deepest = tree.attach(parent, key, start, stop, block_ids)
+        if not tree.detached:
+            self._count_resident(tree.tenant, len(block_ids) // ID_BYTES)
         if tree.tenant.on_inserted is not None:
             self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
         return deepest
@@ -224,15 +229,21 @@ class Evictor:
         added = len(block_ids) // ID_BYTES
         leaf.depth += added
         tree.num_blocks += added
+        if not tree.detached:
+            self._count_resident(tree.tenant, added)
         if tree.tenant.on_extended is not None:
             tree.tenant.on_extended(leaf, added, hints, ghost_keys or ())
+
+    def _count_resident(self, tenant: TenantState, num_blocks: int) -> None:
+        tenant.resident_blocks += num_blocks
+        self.resident_blocks += num_blocks
 
     # --- blocks
 
     @property
     def _usable_blocks(self) -> int:
-        """Blocks that tenants can have: all that are not lent."""
-        return self._pool.num_blocks - len(self._pool.lent)
+        """Blocks that tenants can have: all that are not lent. If the engine owns the pool, all: it lends them."""
+        return self._pool.num_blocks - (0 if self._pool.is_engines else len(self._pool.lent))
 
     def require(
         self, needed: int, tenant: TenantState, about_to_lease: int = 0, of_them_lent: int = 0
@@ -438,7 +449,7 @@ class Evictor:
     def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
-        most = tenant.on_most
+        most, num_detached = tenant.on_most, 0
         while left:
             node = victim()
             if not isinstance(node, Node) or node.children is not None or node.uses:
@@ -451,6 +462,8 @@ class Evictor:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:
                 self._report_removed(node, min(len(ids), cut) // ID_BYTES)
+            if cast(NamespaceTree, tree).detached:
+                num_detached += min(len(ids), cut) // ID_BYTES
             if len(ids) > cut:
                 freed += tree.trim(node, cut)
                 left -= cut
@@ -465,6 +478,20 @@ class Evictor:
         tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks
         self.evictable_blocks -= num_blocks
+        self._count_resident(tenant, num_detached - num_blocks)
+
+    def available_to(self, requester: TenantState | None) -> int:
+        """Return how many evictable blocks may be evicted for a tenant: all of its own, and what others have borrowed.
+
+        For None all of them. O(tenants).
+        """
+        if requester is None:
+            return self.evictable_blocks
+        found = requester.evictable_blocks
+        for each in self._ranking.tenants:
+            if each is not requester:
+                found += min(each.evictable_blocks, max(each.used_blocks - each.guaranteed_blocks, 0))
+        return found
 
     def reclaim(self, node: Node, freed: bytearray) -> None:
         """Remove a node from a cleared tree, and its ancestors while nothing else holds them. Adds their ids to

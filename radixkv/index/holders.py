@@ -1,7 +1,7 @@
 """Objects other than trees that hold blocks: sequences with their runs, leases, lent beams.
 
     block table   [ leased from the tree ][ in runs, shared ][ own, from position ``_own`` on ]
-    tokens        [0 … committed)          [committed … num_tokens)
+    tokens        [0 … committed)          [committed … num_tokens)[reserved: ids come later)
 
 The own blocks of a sequence, which it shares with no other, are at the end of its block table. A ``Run`` is a range of
 private blocks that several sequences share. It counts its *owners*: sequences that end with it and runs that continue
@@ -100,6 +100,7 @@ class SequenceState:
         "_own",
         "_prompt_key",
         "_prompt_size",
+        "_reserved",
         "_run",
         "_segment_keys",
         "_size",
@@ -125,6 +126,7 @@ class SequenceState:
         )  # how many bytes of it this sequence uses; a truncation only lowers this number
         self._tail = bytearray()  # appended since then
         self._size = len(key)  # of prompt key and tail, in bytes
+        self._reserved = 0  # tokens without ids yet that have a place in the table
         self._num_cached = num_cached
         self._num_committed = num_cached
         self._table = table

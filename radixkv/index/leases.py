@@ -1,4 +1,4 @@
-"""Lease: the right to use a match."""
+"""Lease: the right to use a match. ``lease_match`` and ``take_lease`` lease and make the handle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
 
 if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.index.match import End, Match
     from radixkv.storage.plan import BlockIds
 
 
@@ -24,11 +26,11 @@ class Lease:
     releases it.
     """
 
-    __slots__ = ("_cache", "_guard", "_state", "num_tokens")
+    __slots__ = ("_cache", "_guard", "_match", "_state", "num_tokens")
     _guard: Guard  # set only by the finaliser
 
-    def __init__(self, cache: CacheState, state: LeaseState) -> None:
-        self._cache, self._state = cache, state
+    def __init__(self, cache: CacheState, state: LeaseState, match: Match) -> None:
+        self._cache, self._state, self._match = cache, state, match
         self.num_tokens = state.num_tokens
 
     def __del__(self) -> None:
@@ -50,6 +52,11 @@ class Lease:
             with self._cache._lock:
                 _require_open(self._state)
         return unpack(self._state._packed)
+
+    @property
+    def end(self) -> End:
+        """Where the leased prefix ends."""
+        return self._match.end
 
     @property
     def is_open(self) -> bool:
@@ -89,6 +96,40 @@ class Lease:
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
                     raise  # otherwise the error that ended the block propagates
+
+
+def lease_match(cache: CacheState, match: Match) -> Lease:
+    """See PrefixCache.lease."""
+    state: LeaseState | None = None
+    with cache._lock:
+        try:
+            state = requests.lease(cache, match)
+            if cache._evictor.on_hand_out is not None:
+                cache._evictor.on_hand_out()
+            handle = Lease(cache, state, match)
+            cache._leases.add(state)
+            return handle
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, lease=state)
+            raise
+
+
+def take_lease(cache: CacheState, namespace: Namespace, key: bytes) -> Lease:
+    """See PrefixCache.match_and_lease."""
+    state: LeaseState | None = None
+    with cache._lock:
+        try:
+            state, match = requests.match_and_lease(cache, namespace, key)
+            if cache._evictor.on_hand_out is not None:
+                cache._evictor.on_hand_out()
+            handle = Lease(cache, state, match)
+            cache._leases.add(state)
+            return handle
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, lease=state)
+            raise
 
 
 def _require_open(lease: LeaseState) -> None:

@@ -149,6 +149,8 @@ def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
 
 def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
     for tree in trees:
+        if not tree.detached:
+            cache._evictor.resident_blocks -= tree.num_blocks
         detach(tree)
         if tree.base is not None:
             cache._evictor.let_go(tree.base)

@@ -212,9 +212,16 @@ def _mend(cache: CacheState) -> None:
         damage.lease._is_open = False
         cache._leases.discard(damage.lease)
     cache._recorder.start_over()
-    cache._pool.lent.difference_update(unpack(damage.lent).tolist())
+    _unlend(cache, damage.lent)
     _Books(cache).rebuild()
     cache._progress.notify_all()
+
+
+def _unlend(cache: CacheState, block_ids: bytes | bytearray) -> None:
+    """Forget that blocks were lent, whether they are marked or not."""
+    is_kept = np.ones(cache._pool.num_blocks, np.bool_)
+    is_kept[unpack(block_ids)] = False
+    cache._pool.lent.keep_only(np.flatnonzero(is_kept).astype(np.int32))
 
 
 def _close(cache: CacheState, sequence: SequenceState) -> None:
@@ -473,12 +480,15 @@ class _Books:
             num_used += self.num_private[tenant]
             tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
             tenant.protected_blocks = num_used - tenant.evictable_blocks
+            reachable = [node for node in its_nodes if not cast(NamespaceTree, node.tree).detached]
+            tenant.resident_blocks = sum(node.num_blocks for node in reachable)
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
             policy = self.cache._registry.new_policy(tenant.settings)
             most = self.cache._config.num_blocks
             tenant.follow(taken_over(policy, tenant.policy, its_nodes, evictable, most))
         evictor = self.cache._evictor
         evictor.evictable_blocks = sum(tenant.evictable_blocks for tenant in self.tenants)
+        evictor.resident_blocks = sum(tenant.resident_blocks for tenant in self.tenants)
         evictor._ranking = Ranking(self.cache._tenants)
         evictor.settle_promises(list(self.cache._tenants.values()))
 
@@ -489,8 +499,8 @@ class _Books:
         pool = self.cache._pool
         is_owned = (self.private_to >= 0) | (self.home >= 0)
         is_owned[unpack(pool.held)] = True
-        pool.lent = {block_id for block_id in pool.lent if not is_owned[block_id]}
-        is_owned[list(pool.lent)] = True
+        pool.lent.keep_only(np.flatnonzero(~is_owned).astype(np.int32))
+        is_owned[pool.lent.ids()] = True
         pool._free = _packed(~is_owned)
 
     def _tell_journal(self, trees: list[NamespaceTree]) -> None:

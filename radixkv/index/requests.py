@@ -5,6 +5,7 @@
     append, extend  take a block, or copy-on-write a shared tail
     fork            count one more owner of the last run; copy nothing
     truncate        give up tokens that were never committed
+    reserve         make room for tokens whose ids come later; fill gives the ids, drop gives the room up
     release         release the lease, free private blocks
 
 Each function runs under the cache's lock, unless its docstring says otherwise. It raises before it changes anything, or
@@ -18,8 +19,18 @@ import time
 from typing import TYPE_CHECKING, SupportsIndex
 
 from radixkv.config import Namespace
-from radixkv.errors import ArgumentError, LeaseError, PendingError, SequenceLent, StaleGeneration
+from radixkv.errors import (
+    ArgumentError,
+    ConfigError,
+    LeaseError,
+    NotResident,
+    PendingError,
+    SequenceLent,
+    StaleGeneration,
+    wrong_count,
+)
 from radixkv.index.bases import Publication
+from radixkv.index.blocks import unpack
 from radixkv.index.ghost_keys import SegmentKeys
 from radixkv.index.holders import INTERRUPTION, PURGE, LeaseState, SequenceState
 from radixkv.index.match import Match
@@ -90,6 +101,12 @@ def _locate(cache: CacheState, namespace: Namespace, key: bytes, stop: int) -> P
     if tree is None or tree.tenant.bases is not None:
         tree = cache._registry.tree_for(namespace, tree, key, stop)
     return _walk(cache, tree, key, stop)
+
+
+def _root(cache: CacheState, namespace: Namespace) -> Place:
+    """Return the place of an empty key in a namespace's own tree. Raises NamespaceError."""
+    tree = cache._registry.tree(namespace) or cache._registry.new_tree(namespace)
+    return Place(tree, tree.root, None, 0, 0, 0, bytearray())
 
 
 def _newly_protected(cache: CacheState, place: Place) -> int:
@@ -178,6 +195,25 @@ def lease(cache: CacheState, match: Match) -> LeaseState:
     return LeaseState(cache, _admit(cache, place, match.num_blocks, 0), match)
 
 
+def match_and_lease(cache: CacheState, namespace: Namespace, key: bytes) -> tuple[LeaseState, Match]:
+    """See PrefixCache.match_and_lease. The lease isn't registered. One walk."""
+    tree = cache._registry.resident_tree(namespace, key, len(key))
+    if tree is not None:
+        place = _walk(cache, tree, key, len(key))
+        if place.num_blocks:
+            match = Match(namespace, key[: place.end], bytes(place.table))
+            return LeaseState(cache, _admit(cache, place, place.num_blocks, 0), match), match
+    match = Match(namespace, b"", b"")
+    return LeaseState(cache, None, match), match
+
+
+def touch(cache: CacheState, namespace: Namespace, key: bytes) -> int:
+    """See PrefixCache.touch."""
+    lease, match = match_and_lease(cache, namespace, key)
+    end_lease(cache, lease)
+    return match.num_tokens
+
+
 def end_lease(cache: CacheState, lease: LeaseState) -> None:
     """Release a lease."""
     lease._is_open = False
@@ -196,10 +232,13 @@ def open_sequence(
     hints: Hints,
     already_touched: Node | None,
     publication: Publication | None,
+    lookup: bool = True,
 ) -> SequenceState:
     """See PrefixCache.open. The sequence isn't registered."""
     num_bytes, size = len(key), cache._block_bytes
-    place = _locate(cache, namespace, key, num_bytes - 1)
+    if cache._pool.is_engines:
+        raise engine_has_blocks("open")
+    place = _locate(cache, namespace, key, num_bytes - 1) if lookup else _root(cache, namespace)
     if publication is not None:
         cache._bases.require_new(publication)
     tree, tenant, table, cached = place.tree, place.tree.tenant, place.table, place.num_blocks
@@ -210,8 +249,9 @@ def open_sequence(
     cache._evictor.charge(tenant, needed)
     num_cached = cached * cache._block_size
     tenant.requests += 1
-    tenant.hit_tokens += num_cached
-    tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
+    if lookup:
+        tenant.hit_tokens += num_cached
+        tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
     sequence = SequenceState(tree, node, key, table, num_cached, cached)
     if tenant.on_opened is not None:
         path = path_between(tree.root, node)
@@ -223,15 +263,17 @@ def open_sequence(
 
 
 def lease_of_long(
-    cache: CacheState, namespace: Namespace, key: bytes, publication: Publication | None
-) -> tuple[LeaseState, int, TenantState]:
-    """Lease the resident part of a long key. Returns the lease, how many more blocks the key needs, and its tenant.
+    cache: CacheState, namespace: Namespace, key: bytes, publication: Publication | None, lookup: bool
+) -> tuple[LeaseState, Match, int, TenantState]:
+    """Lease the resident part of a long key. Returns lease, match, how many more blocks the key needs, and its tenant.
 
     Raises the errors of ``open_sequence`` before anything is evicted. The lease isn't registered.
     """
+    if cache._pool.is_engines:
+        raise engine_has_blocks("open")
     if publication is not None:
         cache._bases.require_new(publication)
-    place = _locate(cache, namespace, key, len(key) - 1)
+    place = _locate(cache, namespace, key, len(key) - 1) if lookup else _root(cache, namespace)
     total = -(-len(key) // cache._block_bytes)
     needed = total - place.num_blocks
     matched = Match(namespace, key[: place.end], bytes(place.table))
@@ -240,7 +282,7 @@ def lease_of_long(
         node = _admit(cache, place, total, needed)
     else:
         _require_room(cache, place, total, needed)
-    return LeaseState(cache, node, matched), needed, place.tree.tenant
+    return LeaseState(cache, node, matched), matched, needed, place.tree.tenant
 
 
 def takes_many_victims(cache: CacheState, num_bytes: int) -> bool:
@@ -474,12 +516,54 @@ def extend(cache: CacheState, sequence: SequenceState, key: bytes) -> None:
         return
     after = sequence._size + len(key)
     needed = -(-after // size) - len(sequence._table) // ID_BYTES
-    if needed:
+    if needed > 0:
         tenant = sequence._tree.tenant
         cache._evictor.take(needed, tenant, sequence._table)
         cache._evictor.charge(tenant, needed)
     sequence._tail += key
     sequence._size = after
+    if sequence._reserved:
+        sequence._reserved = max(sequence._reserved - len(key) // TOKEN_BYTES, 0)
+
+
+# --- reserve, fill, drop: room for tokens whose ids come later
+
+
+def reserve(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
+    """See Sequence.reserve. The room is made like that of real tokens, whose ids are then cut off again."""
+    require_open(sequence)
+    size, reserved = sequence._size, sequence._reserved + num_tokens
+    extend(cache, sequence, bytes(reserved * TOKEN_BYTES))
+    sequence.cut_key(size)
+    sequence._reserved = reserved
+
+
+def fill(sequence: SequenceState, key: bytes) -> None:
+    """See Sequence.fill."""
+    require_open(sequence)
+    num_tokens = len(key) // TOKEN_BYTES
+    if num_tokens > sequence._reserved:
+        raise wrong_count("ids", num_tokens, f"at most {sequence._reserved}, the tokens that are reserved")
+    sequence._tail += key
+    sequence._size += len(key)
+    sequence._reserved -= num_tokens
+
+
+def drop(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex | None) -> None:
+    """See Sequence.drop."""
+    require_open(sequence)
+    reserved = sequence._reserved
+    dropped = reserved if num_tokens is None else require_between("num_tokens", num_tokens, 0, reserved)
+    _cut(cache, sequence, sequence.num_tokens + reserved - dropped)
+    sequence._reserved = reserved - dropped
+
+
+def require_filled(sequence: SequenceState) -> None:
+    """Raise LeaseError if a sequence has reserved room. Two sequences can't both write into it."""
+    if sequence._reserved:
+        raise LeaseError(
+            f"this sequence has room reserved for {sequence._reserved} tokens: fill it or drop it first"
+        )
 
 
 # --- truncate, fork, release
@@ -490,12 +574,18 @@ def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsInd
     require_open(sequence)
     low, high = sequence._num_committed, sequence.num_tokens
     num_tokens = require_between("num_tokens", num_tokens, low, high)
-    keep = -(-num_tokens // cache._block_size)
-    cache._runs.cut(sequence, keep)
-    del sequence._table[keep * ID_BYTES :]
+    _cut(cache, sequence, num_tokens)
+    sequence._reserved = 0
     sequence.cut_key(num_tokens * TOKEN_BYTES)
     if cache._num_waiting:
         cache._progress.notify_all()
+
+
+def _cut(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
+    """Give up the private blocks behind this many tokens."""
+    keep = -(-num_tokens // cache._block_size)
+    cache._runs.cut(sequence, keep)
+    del sequence._table[keep * ID_BYTES :]
 
 
 def fork(cache: CacheState, sequence: SequenceState) -> SequenceState:
@@ -528,42 +618,127 @@ def require_open(sequence: SequenceState) -> None:
     raise LeaseError("this sequence is released or was consumed by reorder")
 
 
-def require_batch(sequences: list[SequenceState]) -> None:
-    """Raise unless all sequences are open and no sequence is given twice."""
+def require_batch(sequences: list[SequenceState], *, may_have_room: bool = True) -> None:
+    """Raise unless all sequences are open and no sequence is given twice. See also ``require_filled``."""
     for sequence in sequences:
         require_open(sequence)
+        if not may_have_room:
+            require_filled(sequence)
     if len(set(sequences)) != len(sequences):
         problem = "has one of them twice; allowed: each sequence once"
         raise ArgumentError("sequences", sequences, "each sequence once", problem=problem)
 
 
-# --- insert
+# --- blocks of the engine
 
 
-def insert(cache: CacheState, namespace: Namespace, key: bytes, blocks: BlockIds) -> int:
-    """See PrefixCache.insert. ``key`` has whole blocks only."""
-    cache._pool.check_claim(blocks)
-    place = _locate(cache, namespace, key, len(key))
+class Insertion:
+    """What an insert did. Packed block ids: ``table`` is the whole path's, ``surplus`` and ``evicted`` the engine's."""
+
+    __slots__ = ("evicted", "lease", "num_resident", "surplus", "table")
+
+    def __init__(self) -> None:
+        self.table, self.surplus, self.evicted = b"", b"", bytearray()
+        self.num_resident = 0
+        self.lease: LeaseState | None = None
+
+
+def insert(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    packed: bytes,
+    start: int,
+    hints: Hints,
+    leases: bool,
+    done: Insertion,
+) -> None:
+    """See PrefixCache.insert. ``key`` and ``start`` are whole blocks. Fills ``done``; its lease isn't registered."""
+    pool, place, total = cache._pool, _locate(cache, namespace, key, len(key)), len(key) // cache._block_bytes
     resident = place.num_blocks
-    if resident < len(blocks):
-        lent = sum([block_id in cache._pool.lent for block_id in blocks[resident:].tolist()])
-        _insert(cache, place.tree, _admit(cache, place, len(blocks), 0, lent), key, blocks)
-    return resident * cache._block_size
+    if resident < start:
+        raise NotResident(start * cache._block_size, resident * cache._block_size)
+    known = (resident - start) * ID_BYTES
+    new, given, theirs = packed[known:], packed[:known], place.table[start * ID_BYTES :]
+    surplus = b"" if given == theirs else _differing(given, theirs)
+    ids: list[int] = unpack(new).tolist()
+    num_lent = pool.check_claim(ids if not surplus else ids + unpack(surplus).tolist())
+    node: Node | None = None
+    if new:
+        free = pool.num_free_bytes
+        if surplus:
+            num_lent = len(ids) - len(pool.lent.missing(ids))
+        above = _admit(cache, place, total, 0, 0 if pool.is_engines else num_lent)
+        node = _insert(cache, place.tree, above, key, new, ids, hints)
+        if not leases:
+            cache._evictor.release(node, place.tree)  # evicts the blocks if the policy declines them
+        if pool.is_engines:
+            pool.lend_freed(free, done.evicted)
+    elif leases and resident:
+        node = _admit(cache, place, total, 0)
+    done.table, done.surplus, done.num_resident = bytes(place.table) + new, surplus, resident
+    if leases:
+        done.lease = LeaseState(cache, node, Match(namespace, key, done.table))
 
 
-def _insert(cache: CacheState, tree: NamespaceTree, above: Node, key: bytes, blocks: BlockIds) -> None:
-    """Give ``blocks`` to the tree, after the end of ``above``. The caller has leased ``above``."""
-    evictor, resident = cache._evictor, above.depth
-    evictor.keep_limit(tree.tenant, len(blocks) - resident)
-    evictor.charge(tree.tenant, len(blocks) - resident)
-    at = resident * cache._block_bytes
-    keys = None
-    if tree.tenant.uses_ghost_keys:
-        named = SegmentKeys(tree.namespace, cache._segment_blocks * cache._block_bytes)
-        keys = named.between(at, len(key), key, len(key), bytearray())
-    node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
-    # claim last: until the tree has the blocks, they keep their state
-    cache._pool.claim(blocks[resident:], tree.tenant.owner_tag)
+def _differing(given: bytes, theirs: bytes | bytearray) -> bytes:
+    """Return those of the packed ids that aren't the tree's at their position."""
+    ids = unpack(given)
+    left: BlockIds = ids[ids != unpack(theirs)]
+    return left.tobytes()
+
+
+def _insert(
+    cache: CacheState,
+    tree: NamespaceTree,
+    above: Node,
+    key: bytes,
+    packed: bytes,
+    ids: list[int],
+    hints: Hints,
+) -> Node:
+    """Give blocks to the tree, after the end of ``above``, which is leased. Returns the last node, leased instead."""
+    evictor, tenant, resident, size = cache._evictor, tree.tenant, above.depth, cache._block_bytes
+    evictor.keep_limit(tenant, len(ids))
+    evictor.charge(tenant, len(ids))
+    keys, noted = None, None
+    if tenant.uses_ghost_keys:
+        named = SegmentKeys(tree.namespace, cache._segment_blocks * size)
+        keys = named.between(resident * size, len(key), key, len(key), bytearray())
+    if hints is not None and tenant.on_opened is not None:
+        noted = tenant.on_opened(path_between(tree.root, above), len(key) // size, hints)
+    node = evictor.add_leased(above, key, resident * size, len(key), packed, tree, noted, keys)
+    cache._pool.claim(ids, tenant.owner_tag)  # last: until the tree has the blocks, they keep their state
     if cache._journal is not None:
-        cache._evictor.report_stored(tree, key, resident, len(blocks))
-    evictor.release(node, tree)  # evicts the blocks if the policy declines them
+        evictor.report_stored(tree, key, resident, len(key) // size)
+    return node
+
+
+def reclaim(cache: CacheState, num_blocks: int, tenant: str | None, taken: bytearray) -> bool:
+    """Add packed ids to ``taken`` until it has ``num_blocks``: blocks that calls freed, then a slice of victims.
+
+    Returns whether it must be called again.
+    """
+    pool, evictor = cache._pool, cache._evictor
+    pool.lend_freed(0, taken)
+    short = num_blocks - len(taken) // ID_BYTES
+    if short <= 0:
+        return False
+    requester = None if tenant is None else cache._tenants.get(tenant)
+    evictor.end_due_pins(requester, short)
+    wanted = min(short, SLICE_BLOCKS)
+    freed = evictor.evict(min(wanted, evictor.available_to(requester)), requester)
+    pool.lend_freed(0, taken)
+    return freed == wanted < short
+
+
+def engine_has_blocks(call: str) -> ConfigError:
+    """Return the error of a call that needs blocks of the cache's own."""
+    return ConfigError(
+        "blocks", "engine", f"'cache' for {call}: with 'engine' the engine has all free blocks"
+    )
+
+
+def cache_has_blocks(call: str) -> ConfigError:
+    """Return the error of a call that needs blocks of the engine's own."""
+    return ConfigError("blocks", "cache", f"'engine' for {call}: with 'cache' use allocate")

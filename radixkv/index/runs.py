@@ -40,7 +40,7 @@ class Runs:
         """
         size = self._block_bytes
         fresh = [
-            -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES
+            max(-(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES, 0)
             for sequence, key in zip(sequences, keys, strict=True)
         ]
         at, blocks = 0, self._take_for(sequences, fresh)
@@ -56,6 +56,8 @@ class Runs:
             at += num_fresh * ID_BYTES
             sequence._tail += key
             sequence._size += len(key)
+            if sequence._reserved:
+                sequence._reserved = max(sequence._reserved - len(key) // TOKEN_BYTES, 0)
         assert at == len(blocks)
         return copied
 

@@ -129,8 +129,13 @@ class Sequence:
         return self._state._num_committed
 
     @property
+    def num_reserved_tokens(self) -> int:
+        """Tokens without ids yet that have a place in its blocks, after the others (``reserve``)."""
+        return self._state._reserved
+
+    @property
     def num_blocks(self) -> int:
-        """Blocks of its block table: ⌈num_tokens ÷ block_size⌉."""
+        """Blocks of its block table: ⌈(num_tokens + num_reserved_tokens) ÷ block_size⌉."""
         return self._state.num_blocks
 
     @property
@@ -197,8 +202,55 @@ class Sequence:
                 mend(cache, error, state)
                 raise
 
+    def reserve(self, num_tokens: SupportsIndex) -> None:
+        """Make room for ``num_tokens`` more tokens whose ids come later: look-ahead, drafts, async scheduling.
+
+        Their blocks are in the block table at once, and keep their ids until ``fill`` or ``drop``. A shared tail block
+        is copied first. ``append`` and ``extend`` use reserved room before they take more. A commit never covers it.
+        While there is room, the sequence can't be forked, reordered or lent. Raises ArgumentError, CapacityError, and
+        then changes nothing. O(tokens).
+        """
+        cache, state = self._cache, self._state
+        most = cache._config.num_blocks * cache._block_size
+        num_tokens = require_between("num_tokens", num_tokens, 0, most)
+        with cache._lock:
+            try:
+                requests.reserve(cache, state, num_tokens)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, state)
+                raise
+
+    def fill(self, ids: TokenIds) -> None:
+        """Give the ids of the first reserved tokens. They become tokens of the sequence; no block changes.
+
+        Raises TokenError, and ArgumentError for more ids than reserved tokens, and then changes nothing. O(ids).
+        """
+        cache, state, key = self._cache, self._state, encode(ids)
+        with cache._lock:
+            try:
+                requests.fill(state, key)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, state)
+                raise
+
+    def drop(self, num_tokens: SupportsIndex | None = None) -> None:
+        """Give up the room of the last ``num_tokens`` reserved tokens, or of all. Frees whole blocks.
+
+        Raises ArgumentError, and changes nothing, for more than ``num_reserved_tokens``. O(blocks freed).
+        """
+        cache, state = self._cache, self._state
+        with cache._lock:
+            try:
+                requests.drop(cache, state, num_tokens)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, state)
+                raise
+
     def truncate(self, num_tokens: SupportsIndex) -> None:
-        """Roll back to ``num_tokens``, for example after rejected draft tokens. Frees whole blocks.
+        """Roll back to ``num_tokens``, for example after rejected draft tokens. Frees whole blocks and reserved room.
 
         Only tokens that were never committed can be rolled back. Raises ArgumentError unless ``num_committed_tokens ≤
         num_tokens ≤ num_tokens of the sequence``.
@@ -215,7 +267,8 @@ class Sequence:
     def fork(self, num_children: SupportsIndex) -> list[Sequence]:
         """Make ``num_children`` (1 to 65,536) sequences that share every block with this one. This one stays open.
 
-        Copies no block: the first write into a shared tail block copies it. Raises ArgumentError. O(children).
+        Copies no block: the first write into a shared tail block copies it. Raises ArgumentError, and LeaseError while
+        room is reserved. O(children).
         """
         num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
         cache, state = self._cache, self._state
@@ -223,6 +276,7 @@ class Sequence:
         with cache._lock:
             try:
                 requests.require_open(state)
+                requests.require_filled(state)
                 children = [requests.fork(cache, state) for _ in range(num_children)]
                 handles = [Sequence(cache, child) for child in children]
                 cache._sequences.update(children)

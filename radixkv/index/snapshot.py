@@ -99,6 +99,8 @@ class SequenceSnapshot:
     key: bytes
     is_lent: bool = False
     """Whether it is lent to the device. The snapshot then shows the state before it was lent."""
+    num_reserved_tokens: int = 0
+    """Tokens without ids that have a place in its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class TenantSnapshot:
     guaranteed_blocks: int
     max_blocks: int | None
     pinned_blocks: int = 0
+    resident_blocks: int | None = None
+    """None: not counted, as in snapshots that were made by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,7 @@ class _SequenceState(NamedTuple):
     base_size: int
     tail: bytes
     is_lent: bool
+    reserved: int
 
 
 class _RunState(NamedTuple):
@@ -385,7 +390,7 @@ class Gathering:
         place = {sequence: at for at, sequence in enumerate(cache._sequences)}
         self._end = _End(
             free_ids=pool.free_ids(),
-            lent_ids=tuple(pool.lent),
+            lent_ids=tuple(pool.lent.ids().tolist()),
             held_ids=unpack(pool.held),
             trees=trees,
             detached={tree for tenant in tenants for tree in tenant.detached},
@@ -569,6 +574,7 @@ def _sequence_state(sequence: SequenceState) -> _SequenceState:
         sequence._prompt_size,
         bytes(sequence._tail),
         sequence.is_lent,
+        sequence._reserved,
     )
 
 
@@ -581,6 +587,7 @@ def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
         tenant.guaranteed_blocks,
         tenant.settings.limit,
         pinned_blocks,
+        tenant.resident_blocks,
     )
 
 
@@ -604,4 +611,5 @@ def _sequence_snapshot(
         num_committed_tokens=state.num_committed,
         key=key,
         is_lent=state.is_lent,
+        num_reserved_tokens=state.reserved,
     )

@@ -83,7 +83,12 @@ class CacheState:
         self._damage = Damage()
         self._num_waiting = 0
         self._scrubber = _make_scrubber(config, storage, scrub_blocks)
-        self._pool = BlockPool(config.num_blocks, self._scrubber, is_deferred=storage is None)
+        self._pool = BlockPool(
+            config.num_blocks,
+            self._scrubber,
+            is_deferred=storage is None,
+            is_engines=config.blocks == "engine",
+        )
         self._tenants: dict[str, TenantState] = {}
         self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
         if storage is not None and storage.fences is not None:

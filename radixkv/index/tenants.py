@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from radixkv.index.blocks import BlockPool
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node, RadixTree
 
@@ -32,6 +33,7 @@ class TenantState:
     - ``owner_tag``: marks its blocks, see ``scrubbing``.
     - ``protected_blocks``: leased in its trees, private to its sequences, or quarantined.
     - ``evictable_blocks``: in its trees and protected by no lease. With ``protected_blocks`` this is all it uses.
+    - ``resident_blocks``: in its trees that aren't detached, so a match can reach them.
     - ``on_…``: the policy's hooks, or None where the policy has none. They are bound once. So a request needs no
       look-up and calls no empty function.
     - ``trees``: by namespace; trees behind a base by ``NamespaceTree.place``. ``behind`` lists these by namespace.
@@ -49,6 +51,7 @@ class TenantState:
         "guaranteed_blocks",
         "hit_tokens",
         "is_added",
+        "is_strict",
         "max_blocks",
         "missed_tokens",
         "on_admit",
@@ -68,6 +71,7 @@ class TenantState:
         "rank_entry",
         "ranked_blocks",
         "requests",
+        "resident_blocks",
         "settings",
         "tenant_id",
         "trees",
@@ -87,6 +91,7 @@ class TenantState:
         self.detached: set[NamespaceTree] = set()
         self.protected_blocks = 0
         self.evictable_blocks = 0
+        self.resident_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.generation = 0  # how often it was purged
         self.forget_counts()
@@ -107,7 +112,7 @@ class TenantState:
 
     def set(self, settings: Tenant) -> None:
         """Apply new settings from now on."""
-        self.settings = settings
+        self.settings, self.is_strict = settings, settings.mode == "strict"
         self.weight, self.guaranteed_blocks = settings.weight, settings.guaranteed_blocks
         self.max_blocks = UNLIMITED if settings.limit is None else settings.limit
 
@@ -122,11 +127,6 @@ class TenantState:
     def used_blocks(self) -> int:
         """Blocks in its trees, including detached trees, and blocks private to its sequences."""
         return self.protected_blocks + self.evictable_blocks
-
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks that a match can reach."""
-        return sum(tree.num_blocks for tree in self.trees.values())
 
     @property
     def quarantined_blocks(self) -> int:
@@ -162,6 +162,8 @@ class TenantState:
     def detach(self, tree: NamespaceTree) -> None:
         """Make a tree unreachable. It stays for the sequences that lease it. O(1)."""
         self._strike(tree)
+        if not tree.detached:
+            self.resident_blocks -= tree.num_blocks
         tree.detached = True
         self.detached.add(tree)
 
@@ -179,6 +181,39 @@ class TenantState:
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that hold something. O(trees)."""
         return list(dict.fromkeys(tree.namespace for tree in self.trees.values()))
+
+
+class TenantBlocks:
+    """A tenant's counts of blocks, O(1) each and without the lock: see ``PrefixCache.blocks_of``."""
+
+    __slots__ = ("_pool", "_tenant", "_tenants")
+
+    def __init__(self, tenants: dict[str, TenantState], pool: BlockPool, tenant_id: str) -> None:
+        self._tenants, self._pool, self._tenant = tenants, pool, tenant_id
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that it can take without an eviction.
+
+        For a strict tenant all below its limit, because nothing of it depends on the others.
+        """
+        state, free = self._tenants.get(self._tenant), self._pool.num_free
+        if state is None:
+            return free
+        below = max(state.max_blocks - state.protected_blocks - state.evictable_blocks, 0)
+        return below if state.is_strict or below < free else free
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Its resident blocks that no lease protects."""
+        state = self._tenants.get(self._tenant)
+        return 0 if state is None else state.evictable_blocks
+
+    @property
+    def resident_blocks(self) -> int:
+        """Its blocks that a match can reach."""
+        state = self._tenants.get(self._tenant)
+        return 0 if state is None else state.resident_blocks
 
 
 class NamespaceTree(RadixTree):

@@ -119,6 +119,24 @@ def block_ids_of(values: Any) -> BlockIds:
     return ids.astype(np.int32)
 
 
+def packed_ids(values: Any) -> bytes:
+    """Return block ids packed, from any one-dimensional integers. An int32 array is only copied."""
+    if type(values) is np.ndarray and values.dtype == np.int32 and values.ndim == 1:
+        return values.tobytes()
+    return block_ids_of(values).tobytes()
+
+
+def first_block(start: Any, num_bytes: int, block_size: int) -> int:
+    """Return the block that begins at token ``start`` of a key of this length."""
+    if type(start) is int and not start:
+        return 0
+    last = num_bytes // TOKEN_BYTES // block_size * block_size
+    first = require_between("start", start, 0, last)
+    if first % block_size:
+        raise ArgumentError("start", start, f"a multiple of the block size, {block_size}")
+    return first // block_size
+
+
 def readers_of(readers: Any, namespace: Namespace) -> frozenset[str]:
     """Return the ids of tenants other than the publisher. Raises NamespaceError for an invalid id."""
     if isinstance(readers, (str, bytes)):

@@ -239,7 +239,7 @@ def test_leases_inserts_and_pending_requests_behind_a_base() -> None:
         assert lease.block_ids.tolist() == cache.match(OP, IDS).block_ids.tolist()
         audit.check(cache)
     blocks = cache.allocate(5)
-    assert cache.insert(A, [*IDS, 1, 1, 1, 1], blocks) == 16
+    assert cache.insert(A, [*IDS, 1, 1, 1, 1], blocks).num_resident_tokens == 16
     cache.free(blocks[:4])
     assert matched(cache, A, [*IDS, 1, 1, 1, 1]) == 20 and matched(cache, OP, [*IDS, 1, 1, 1, 1]) == 16
     computing = cache.open(A, [*IDS, 2, 2, 2, 2, 2])

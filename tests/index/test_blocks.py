@@ -150,7 +150,7 @@ def test_insert_into_an_empty_cache() -> None:
     engine = Engine(cache)
     blocks = cache.allocate(3)
     engine.write(blocks, 0, chain(NS, range(12)))
-    assert cache.insert(NS, range(13), blocks) == 0  # the 13th token is in no whole block
+    assert cache.insert(NS, range(13), blocks).num_resident_tokens == 0  # the 13th token is in no whole block
     match = cache.match(NS, range(13))
     assert np.array_equal(match.block_ids, blocks) and engine.holds(match.block_ids, chain(NS, range(12)))
     assert cache.stats().lent_blocks == 0
@@ -166,10 +166,10 @@ def test_insert_a_partly_resident_prefix() -> None:
     resident = cache.match(NS, range(10)).block_ids.tolist()
     blocks = cache.allocate(5)
     ids = [*range(8), *range(50, 62)]
-    assert cache.insert(NS, ids, blocks) == 8
+    assert cache.insert(NS, ids, blocks).num_resident_tokens == 8
     assert cache.match(NS, ids).block_ids.tolist() == resident + blocks[2:].tolist()
     assert sorted(cache.snapshot().lent_ids) == sorted(blocks[:2].tolist())
-    assert cache.insert(NS, ids[:8], blocks[:2]) == 8
+    assert cache.insert(NS, ids[:8], blocks[:2]).num_resident_tokens == 8
     cache.free(blocks[:2])
     audit.check(cache)
 
@@ -180,7 +180,7 @@ def test_insert_splits_a_node() -> None:
     compute(cache, range(16))
     with cache.open(NS, range(17)):
         blocks = cache.allocate(3)
-        assert cache.insert(NS, [*range(4), *range(70, 78)], blocks) == 4
+        assert cache.insert(NS, [*range(4), *range(70, 78)], blocks).num_resident_tokens == 4
         cache.free(blocks[:1])
         audit.check(cache)
     assert cache.match(NS, range(17)).num_tokens == 16
@@ -216,7 +216,7 @@ def test_insert_refuses_invalid_blocks() -> None:
     with pytest.raises(ArgumentError):
         cache.insert("b", range(8), lent)  # type: ignore[arg-type]
     assert same(before, cache) and cache.namespaces("b") == []
-    assert cache.insert(elsewhere, range(3), []) == 0
+    assert cache.insert(elsewhere, range(3), []).num_resident_tokens == 0
     assert same(before, cache)
     audit.check(cache)
 
@@ -226,7 +226,7 @@ def test_inserted_blocks_are_evicted_like_others() -> None:
     cache = make_cache(16, 2)
     for at in range(4):
         blocks = cache.allocate(4)
-        resident = cache.insert(NS, [0, 0, 0, at, 1, 1, 2, 2], blocks)
+        resident = cache.insert(NS, [0, 0, 0, at, 1, 1, 2, 2], blocks).num_resident_tokens
         cache.free(blocks[: resident // 2])
     assert cache.stats().resident_blocks == 13
     for left in range(12, -1, -1):
@@ -258,7 +258,7 @@ def test_insert_of_free_blocks() -> None:
     cache = make_cache(6)
     compute(cache, range(4))
     free = cache.snapshot().free_ids[:2]
-    assert cache.insert(NS, range(8), free) == 4
+    assert cache.insert(NS, range(8), free).num_resident_tokens == 4
     assert cache.match(NS, range(8)).block_ids[1] == free[1]
     assert cache.stats().free_blocks == 4 and free[0] in cache.snapshot().free_ids
     audit.check(cache)

@@ -78,7 +78,7 @@ def test_blocks_that_the_engine_filled_are_not_zeroed() -> None:
     lent = cache.allocate(2)
     write(pool, lent, 3)
     before = blocks_of(pool)
-    assert cache.insert(A, range(8), lent) == 0
+    assert cache.insert(A, range(8), lent).num_resident_tokens == 0
     with cache.open(A, range(9)) as sequence:
         assert sequence.num_cached_tokens == 8
         np.testing.assert_array_equal(blocks_of(pool)[lent], before[lent])

@@ -195,7 +195,7 @@ class CacheAdapter:
         """Allocate, fill and insert blocks, then free those of the prefix that was resident before."""
         block_ids = self._with_room(lambda: self.cache.allocate(len(ids) // self.block_size))
         self.engine.write(block_ids, 0, chain(namespace, ids[: len(block_ids) * self.block_size]))
-        resident = int(self.cache.insert(namespace, ids, block_ids))
+        resident = int(self.cache.insert(namespace, ids, block_ids).num_resident_tokens)
         self.cache.free(block_ids[: resident // self.block_size])
         return resident
 

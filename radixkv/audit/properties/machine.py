@@ -420,7 +420,7 @@ class CacheMachine(CheckedCache):
         resident = self._matched(namespace, ids).num_tokens
         self.oracle.commit(namespace, ids, len(ids))
         expect(
-            self.cache.insert(namespace, ids, block_ids) == resident,
+            self.cache.insert(namespace, ids, block_ids).num_resident_tokens == resident,
             "insert and match disagree about what is resident",
         )
         expect(self._matched(namespace, ids).num_tokens == len(ids), "what was inserted isn't matched")
@@ -450,7 +450,7 @@ class CacheMachine(CheckedCache):
             (lambda: cache.match(namespace, [2**32]), TokenError),
             (lambda: cache.open(namespace, [0], on_pending="later"), ArgumentError),
             (lambda: cache.free([taken]), ArgumentError),
-            (lambda: cache.insert(namespace, [0] * size, [taken]), ArgumentError),
+            (lambda: cache.insert(namespace, [99] * size, [taken]), ArgumentError),
             (lambda: cache.insert(namespace, [0] * size, []), ArgumentError),
             (lambda: cache.evict(-1), ArgumentError),
             (lambda: cache.allocate(-1), ArgumentError),

@@ -1,0 +1,133 @@
+"""Blocks by hand: how blocks of the engine come into the tree, and how they come back.
+
+    evict      resident blocks become free
+    insert     blocks that the engine filled become resident
+    reclaim    with ``CacheConfig(blocks="engine")``: evicted blocks become the engine's again
+
+``Inserted`` is the record of an insert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from radixkv.index import requests
+from radixkv.index.blocks import unpack
+from radixkv.index.leases import Lease
+from radixkv.index.match import Match
+from radixkv.index.recovery import Mending, mend
+from radixkv.index.tokens import ID_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.index.arguments import Hints
+    from radixkv.index.match import End
+    from radixkv.index.state import CacheState
+    from radixkv.storage.plan import BlockIds
+
+
+class Inserted:
+    """What ``PrefixCache.insert`` did.
+
+    - ``num_tokens``: tokens from position 0 to the end of the insert, in whole blocks.
+    - ``num_resident_tokens``: leading tokens that were resident before.
+    - ``lease``: the lease on all of them, if it was asked for; otherwise None.
+    """
+
+    __slots__ = ("_evicted", "_match", "_surplus", "lease", "num_resident_tokens", "num_tokens")
+
+    def __init__(self, match: Match, done: requests.Insertion, block_size: int, lease: Lease | None) -> None:
+        self._match, self._surplus, self._evicted = match, done.surplus, bytes(done.evicted)
+        self.num_tokens, self.num_resident_tokens = match.num_tokens, done.num_resident * block_size
+        self.lease = lease
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The tree's blocks of these tokens, int32, from position 0 on. Valid while a lease holds them."""
+        return self._match.block_ids
+
+    @property
+    def surplus(self) -> BlockIds:
+        """Given blocks that the tree didn't take, because it has others for their tokens; int32. They stay lent."""
+        return unpack(self._surplus)
+
+    @property
+    def evicted(self) -> BlockIds:
+        """Blocks that the call evicted and hands to the engine, int32. Empty if the cache owns the free blocks."""
+        return unpack(self._evicted)
+
+    @property
+    def end(self) -> End:
+        """Where the inserted prefix ends."""
+        return self._match.end
+
+    def __repr__(self) -> str:
+        kept, back = self.num_tokens - self.num_resident_tokens, len(self._surplus) // ID_BYTES
+        evicted = len(self._evicted) // ID_BYTES
+        return f"<Inserted: {kept} of {self.num_tokens} tokens are new, {back} blocks left over, {evicted} evicted>"
+
+
+def insert(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    packed: bytes,
+    start: int,
+    hints: Hints,
+    leases: bool,
+) -> Inserted:
+    """See PrefixCache.insert. ``key`` has whole blocks; ``start`` counts blocks."""
+    done = requests.Insertion()
+    with cache._lock:
+        try:
+            requests.insert(cache, namespace, key, packed, start, hints, leases, done)
+            match = Match(namespace, key, done.table)
+            lease = None if done.lease is None else Lease(cache, done.lease, match)
+            record = Inserted(match, done, cache._block_size, lease)
+            if done.lease is not None:
+                cache._leases.add(done.lease)
+            return record
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, lease=done.lease, lent=done.evicted)
+            raise
+
+
+def evict(cache: CacheState, num_blocks: int) -> int:
+    """See PrefixCache.evict."""
+    left = num_blocks
+    while left:
+        wanted = min(left, requests.SLICE_BLOCKS)
+        with cache._lock, Mending(cache):
+            cache._evictor.end_due_pins(None, wanted)
+            freed = cache._evictor.evict(wanted)
+        left -= freed
+        if freed < wanted or not left:
+            break
+        requests.let_others()
+    return num_blocks - left
+
+
+def reclaim(cache: CacheState, num_blocks: int, tenant: str | None) -> BlockIds:
+    """See PrefixCache.reclaim. If it is interrupted, what it has taken goes back, to be reclaimed again."""
+    if not cache._pool.is_engines:
+        raise requests.cache_has_blocks("reclaim")
+    taken, goes_on = bytearray(), True
+    try:
+        while goes_on:
+            with cache._lock:
+                try:
+                    goes_on = requests.reclaim(cache, num_blocks, tenant, taken)
+                except BaseException as error:
+                    cache._damage.error, cache._lock.broken = error, cache
+                    mend(cache, error, lent=taken)
+                    taken = bytearray()
+                    raise
+            if goes_on:
+                requests.let_others()
+        return unpack(taken)
+    except BaseException as error:
+        if taken:
+            with cache._lock:
+                mend(cache, error, lent=taken)
+        raise

@@ -1,0 +1,105 @@
+"""Opening: take the lock, open a sequence and make its handle. A long key first evicts in slices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from radixkv.index import requests
+from radixkv.index.bases import Publication
+from radixkv.index.holders import LeaseState, SequenceState
+from radixkv.index.leases import Lease
+from radixkv.index.recovery import mend
+from radixkv.index.sequence import Sequence
+from radixkv.index.state import CacheState
+from radixkv.index.tree import Node
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.index.arguments import Hints, OnPending
+
+
+def open_handle(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    on_pending: OnPending,
+    deadline: float | None,
+    hints: Hints,
+    publication: Publication | None,
+    lookup: bool,
+) -> Sequence:
+    """See PrefixCache.open and PrefixCache.publish."""
+    if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
+        cache, len(key)
+    ):
+        return _open_long(cache, namespace, key, on_pending, deadline, hints, publication, lookup)
+    return _open(cache, namespace, key, on_pending, deadline, hints, None, publication, lookup)
+
+
+def _open(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    on_pending: OnPending,
+    deadline: float | None,
+    hints: Hints,
+    already_touched: Node | None,
+    publication: Publication | None,
+    lookup: bool,
+) -> Sequence:
+    sequence: SequenceState | None = None
+    with cache._lock:
+        if on_pending != "compute":
+            requests.await_pending(cache, namespace, key, on_pending, deadline)
+        try:
+            sequence = requests.open_sequence(
+                cache, namespace, key, hints, already_touched, publication, lookup
+            )
+            handle = Sequence(cache, sequence)
+            cache._sequences.add(sequence)
+            return handle
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, sequence)
+            raise
+
+
+def _open_long(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    on_pending: OnPending,
+    deadline: float | None,
+    hints: Hints,
+    publication: Publication | None,
+    lookup: bool,
+) -> Sequence:
+    """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
+
+    A lease protects the matched blocks until then.
+    """
+    lease: LeaseState | None = None
+    sequence: Sequence | None = None
+    try:
+        with cache._lock:
+            if on_pending != "compute":
+                requests.await_pending(cache, namespace, key, on_pending, deadline)
+            try:
+                lease, match, needed, tenant = requests.lease_of_long(
+                    cache, namespace, key, publication, lookup
+                )
+                cache._leases.add(lease)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, lease=lease)
+                raise
+        with Lease(cache, lease, match):
+            requests.make_room(cache, needed, tenant)
+            above = lease._node if lookup else None
+            sequence = _open(cache, namespace, key, on_pending, deadline, hints, above, publication, lookup)
+        return sequence
+    except BaseException as error:
+        opened = None if sequence is None else sequence._state
+        with cache._lock:
+            mend(cache, error, opened, lease=lease)
+        raise
