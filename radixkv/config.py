@@ -84,6 +84,9 @@ TENANT_ID_ALLOWED: Final = (
     "without '/', other than '.' and '..'"
 )
 
+MAX_WEIGHTS: Final = 2**53 - 1
+"""The highest version of the weights of a namespace: JSON and Redis keep it exactly."""
+
 MIN_WEIGHT: Final = 1e-100
 MAX_WEIGHT: Final = 1e100
 """Bounds of a tenant's weight. Within them, quotients and products with any number of blocks are finite."""
@@ -100,25 +103,35 @@ class _Fields(NamedTuple):
     model: str
     adapter: str | None
     salt: str
+    weights: int
 
 
 class Namespace(_Fields):
-    """The key space of one tenant, model, adapter and salt: ``(tenant, model, adapter=None, salt="")``.
+    """The key space of a tenant: ``(tenant, model, adapter=None, salt="", weights=0)``.
 
-    ``tenant`` is a non-empty string without ``/``, other than ``.`` and ``..``. ``model`` is a non-empty string.
-    ``adapter`` is a non-empty string, or None for the base model. ``salt`` is any string. Immutable and hashable.
-    Raises NamespaceError for anything else, and for fields whose UTF-8 form exceeds 1,024 bytes.
+    - ``tenant``: a non-empty string without ``/``, other than ``.`` and ``..``.
+    - ``model``: a non-empty string.
+    - ``adapter``: a non-empty string, or None for the base model.
+    - ``salt``: any string.
+    - ``weights``: version of the weights, 0 to 2⁵³ − 1. Raise it whenever the model's or the adapter's weights change.
+      KV of another version are never matched.
+
+    Immutable and hashable. Two namespaces that differ in one field share nothing. Raises NamespaceError for anything
+    else, and for texts whose UTF-8 form exceeds 1,024 bytes.
     """
 
     __slots__ = ()
 
-    def __new__(cls, tenant: str, model: str, adapter: str | None = None, salt: str = "") -> Self:
+    def __new__(
+        cls, tenant: str, model: str, adapter: str | None = None, salt: str = "", weights: int = 0
+    ) -> Self:
         _check_tenant_id(tenant)
         _check_field("model", model, may_be_empty=False)
         if adapter is not None:
             _check_field("adapter", adapter, may_be_empty=False)
         _check_field("salt", salt, may_be_empty=True)
-        return super().__new__(cls, tenant, model, adapter, salt)
+        _check_weights(weights)
+        return super().__new__(cls, tenant, model, adapter, salt, weights)
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
@@ -131,6 +144,9 @@ class Namespace(_Fields):
         for name, value in zip(self._fields, self, strict=True):
             if value is None:
                 parts.append(f"{name}:none:0:".encode())
+            elif isinstance(value, int):
+                number = b"%d" % value
+                parts.append(f"{name}:int:{len(number)}:".encode() + number)
             else:
                 field = value.encode()
                 parts.append(f"{name}:str:{len(field)}:".encode() + field)
@@ -166,6 +182,14 @@ def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
         ) from None
     if size > MAX_FIELD_BYTES:
         raise NamespaceError(f"namespace field {name} has {size} bytes; allowed: at most {MAX_FIELD_BYTES}")
+
+
+def _check_weights(value: object) -> None:
+    allowed = f"allowed: an integer from 0 to {MAX_WEIGHTS}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise NamespaceError(f"namespace field weights is a {type(value).__name__}; {allowed}")
+    if not 0 <= value <= MAX_WEIGHTS:
+        raise NamespaceError(f"namespace field weights is out of range; {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

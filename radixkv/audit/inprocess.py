@@ -206,6 +206,7 @@ class InProcess:
             B,
             A._replace(salt="s"),
             A._replace(adapter="s"),
+            A._replace(weights=1),
             A._replace(model="m2"),
             A._replace(tenant="am"),
         ]
@@ -515,6 +516,7 @@ def _wrong_calls(system: CacheAdapter) -> dict[str, Callable[[], object]]:
         "a pending prefix": lambda: cache.open(A, [5, *range(9)], on_pending="raise").release(),
         "a second release": released_twice,
         "a name that is none": lambda: Namespace("a", ""),
+        "a version that is none": lambda: Namespace("a", "m", weights=-1),
     }
 
 

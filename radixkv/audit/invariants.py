@@ -415,7 +415,12 @@ class _Audit:
             if not tree.head_ids or not base.block_ids.startswith(tree.head_ids):
                 yield Violation("bases", f"tree {at} begins with other blocks than its base {tree.base}")
             may_read = (reader.tenant in base.readers and not base.is_over) or tree.detached
-            if not may_read or (reader.model, reader.adapter) != (owner.model, owner.adapter):
+            same_kv = (reader.model, reader.adapter, reader.weights) == (
+                owner.model,
+                owner.adapter,
+                owner.weights,
+            )
+            if not may_read or not same_kv:
                 yield Violation(
                     "one-namespace", f"tree {at} follows base {tree.base}, which its tenant may not read"
                 )

@@ -3,10 +3,10 @@
 It is a dict of namespaces, each with a set of committed prefixes in whole blocks, and a dict of bases. A cache may
 serve less than the oracle holds, because it evicts. It must never serve anything that the oracle doesn't hold.
 
-A deterministic engine computes the KV. The KV of a token is a number made from the namespace's four fields and all
+A deterministic engine computes the KV. The KV of a token is a number made from the namespace's five fields and all
 ids up to and including that token. So the bytes identify their owner, and contents are compared bit for bit.
 
-    state(-1) = seed(tenant, model, adapter, salt)      state(i) = mix(state(i-1), id(i))
+    state(-1) = seed(tenant, model, adapter, salt, weights)      state(i) = mix(state(i-1), id(i))
     key row of token i = upper 52 bits of state(i)      value row = minus that
 
 52 bits fit a float64 exactly. This module uses no code of the cache, so an error there can't hide itself here.
@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 
 
 class NamespaceLike(Protocol):
-    """The four fields that distinguish namespaces."""
+    """The five fields that distinguish namespaces."""
 
     @property
     def tenant(self) -> str: ...
@@ -40,11 +40,21 @@ class NamespaceLike(Protocol):
     def adapter(self) -> str | None: ...
     @property
     def salt(self) -> str: ...
+    @property
+    def weights(self) -> int: ...
 
 
-def fields_of(namespace: NamespaceLike) -> tuple[str, str, str | None, str]:
-    """Return the four fields as a tuple: the oracle's own key, which doesn't use the cache's framing."""
-    return (namespace.tenant, namespace.model, namespace.adapter, namespace.salt)
+Fields = tuple[str, str, str | None, str, int]
+
+
+def fields_of(namespace: NamespaceLike) -> Fields:
+    """Return the five fields as a tuple: the oracle's own key, which doesn't use the cache's framing."""
+    return (namespace.tenant, namespace.model, namespace.adapter, namespace.salt, namespace.weights)
+
+
+def kv_of(namespace: NamespaceLike) -> tuple[str, str | None, int]:
+    """Return the fields that a base must have in common with its readers."""
+    return (namespace.model, namespace.adapter, namespace.weights)
 
 
 def chain(namespace: NamespaceLike, ids: Iterable[int], start: int | None = None) -> list[int]:
@@ -74,7 +84,7 @@ class Oracle:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._prefixes: dict[tuple[str, str, str | None, str], set[tuple[int, ...]]] = {}
+        self._prefixes: dict[Fields, set[tuple[int, ...]]] = {}
         self._bases: dict[str, tuple[NamespaceLike, tuple[int, ...], frozenset[str]]] = {}
 
     def commit(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> None:
@@ -90,7 +100,8 @@ class Oracle:
     def publish(
         self, base_id: str, namespace: NamespaceLike, ids: Sequence[int], readers: Iterable[str]
     ) -> None:
-        """From now on the cache may serve whole blocks of ``ids`` to these tenants, for the same model and adapter."""
+        """From now on the cache may serve whole blocks of ``ids`` to these tenants, for the same model, adapter and
+        weights."""
         size = len(ids) // self.block_size * self.block_size
         self._bases[base_id] = (namespace, tuple(ids[:size]), frozenset(readers))
 
@@ -100,9 +111,7 @@ class Oracle:
 
     def _is_based(self, namespace: NamespaceLike, ids: tuple[int, ...]) -> bool:
         return any(
-            namespace.tenant in readers
-            and (namespace.model, namespace.adapter) == (owner.model, owner.adapter)
-            and base[: len(ids)] == ids
+            namespace.tenant in readers and kv_of(namespace) == kv_of(owner) and base[: len(ids)] == ids
             for owner, base, readers in self._bases.values()
         )
 

@@ -72,6 +72,7 @@ class Proofs:
             registration.block_size,
             registration.wire_version,
             registration.canary,
+            registration.weights,
         ).hex()
 
     def is_beat(self, registration: Registration) -> bool:

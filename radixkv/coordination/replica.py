@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.clock import Clock
+from radixkv.config import MAX_WEIGHTS
 from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.proofs import Proofs
@@ -101,6 +102,7 @@ class Replica:
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()
+        self._weights = 0
         self._address = settings.address
         self._state: State = "new"
         self._reason = ""
@@ -264,6 +266,7 @@ class Replica:
             proven=True,
             is_self=True,
             load=self._load,
+            weights=self._weights,
         )
 
     def replicas(self) -> list[ReplicaInfo]:
@@ -284,6 +287,12 @@ class Replica:
         if not isinstance(load, Load):
             raise ArgumentError("load", load, "a Load")
         self._load = load
+
+    def report_weights(self, version: int) -> None:
+        """Set the version of the weights that the next beat carries. Raises ArgumentError."""
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_WEIGHTS:
+            raise ArgumentError("version", version, f"an integer from 0 to {MAX_WEIGHTS}")
+        self._weights = version
 
     @property
     def knows_generations(self) -> bool:
@@ -396,6 +405,7 @@ class Replica:
             wire_version=WIRE_VERSION,
             canary=self.keys.canary,
             last_seq=self._seq,
+            weights=self._weights,
         )
 
     def _boot_now(self) -> None:

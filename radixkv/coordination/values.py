@@ -12,7 +12,7 @@ from radixkv.errors import ArgumentError
 if TYPE_CHECKING:
     from radixkv.index.snapshot import Snapshot
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Version of keys, entries and snapshots in the store. Replicas of different versions don't share a fleet."""
 
 MAX_CLOCK_SKEW_S: Final = 30.0
@@ -106,6 +106,8 @@ class ReplicaInfo:
     load: Load = field(default_factory=Load)
     nonce: str = ""
     """Nonce of the registration; with the epoch it identifies the registration. Empty until registered."""
+    weights: int = 0
+    """Version of the weights that it serves, as of its last beat. It holds nothing of another version."""
 
     @property
     def reachable(self) -> bool:

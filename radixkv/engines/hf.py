@@ -194,10 +194,32 @@ class HFEngine:
         self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
         self._pad_token_id: int | None = model.generation_config.pad_token_id
         self._keeps_logits = "logits_to_keep" in _parameters(model)
+        self._weights_version = 0
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have changed since the engine was made. It is in each of its namespaces."""
+        return self._weights_version
+
+    def weights_changed(self) -> int:
+        """Raise the version of the weights, after they were changed in place. Returns the new version.
+
+        Call it before the next request, while the engine computes nothing. The cache forgets all KV of this model's
+        earlier versions, with their pins and bases: see ``PrefixCache.clear``. Requests that are running continue
+        with the KV that they have, and nothing of that is matched later. The fingerprint stays.
+        """
+        self._weights_version += 1
+        for namespace in self.cache.namespaces():
+            if namespace.model == self.fingerprint and namespace.weights < self._weights_version:
+                self.cache.clear(namespace)
+        return self._weights_version
 
     def namespace(self, tenant: str, adapter: str | None = None, salt: str = "") -> Namespace:
-        """Return the tenant's namespace for this model. Its ``model`` is the engine's fingerprint."""
-        return Namespace(tenant, self.fingerprint, adapter, salt)
+        """Return the tenant's namespace for this model and its present weights.
+
+        Its ``model`` is the engine's fingerprint.
+        """
+        return Namespace(tenant, self.fingerprint, adapter, salt, self._weights_version)
 
     # Prefill --------------------------------------------------------------------------------------------------
 
@@ -222,7 +244,7 @@ class HFEngine:
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         return self._prefill(
-            prompt, on_chunk, on_no_room, lambda: self.cache.open(ns, prompt.key, hints=hints)
+            prompt, on_chunk, on_no_room, lambda: self.cache.open(self._now(ns), prompt.key, hints=hints)
         )
 
     def publish(
@@ -247,7 +269,10 @@ class HFEngine:
         num_tokens = max(num_tokens // size * size, min(num_tokens, 1))
         prompt = _Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
         return self._prefill(
-            prompt, on_chunk, on_no_room, lambda: self.cache.publish(base_id, ns, prompt.key, readers)
+            prompt,
+            on_chunk,
+            on_no_room,
+            lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers),
         )
 
     def _prefill(
@@ -370,7 +395,7 @@ class HFEngine:
         """Open each prompt and compute all but its last token. Ends early if the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
-            opening = partial(self.cache.open, request.namespace, prompt.key, hints=request.hints)
+            opening = partial(self._open, request, prompt)
             sequence = stack.enter_context(_with_room(opening, request.on_no_room))
             page = self._paged([sequence], [sequence.num_cached_tokens], request, watcher)
             pages.append(page)
@@ -381,6 +406,13 @@ class HFEngine:
             if request.num_rows > 1:
                 page.drop_working_copy()
         return pages
+
+    def _open(self, request: _Request, prompt: _Prompt) -> Sequence:
+        return self.cache.open(self._now(request.namespace), prompt.key, hints=request.hints)
+
+    def _now(self, ns: Namespace) -> Namespace:
+        """Return a request's namespace with the present version: the weights may have changed while it waited."""
+        return ns._replace(weights=self._weights_version)
 
     def _decode(
         self, request: _Request, watcher: _Watcher, pages: list[PagedCache], stack: ExitStack
@@ -460,6 +492,9 @@ class HFEngine:
             raise ArgumentError("ns", ns, "a Namespace")
         if ns.model != self.fingerprint:
             raise ArgumentError("ns.model", ns.model, f"this engine's fingerprint, {self.fingerprint}")
+        if ns.weights != self._weights_version:
+            allowed = f"the version of this engine's weights, {self._weights_version}"
+            raise ArgumentError("ns.weights", ns.weights, allowed)
 
     def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> _Prompt:
         """Check a prompt and convert it once. A prompt that is a key already isn't converted."""

@@ -18,7 +18,8 @@ published keeps using its own blocks until they are evicted. Nothing is moved.
 When a base is unpublished, or a reader is removed, the trees behind the base are cleared like a namespace's
 (``PrefixCache.clear``). The base releases its blocks when the last sequence in such a tree is released.
 
-KV depend on ids, model and adapter. So a base serves the namespaces of its own model and adapter, whatever their salt.
+KV depend on ids, model, adapter and the version of the weights. So a base serves the namespaces that have its own
+model, adapter and weights, whatever their salt.
 A salt separates what a tenant's requests leave in the cache, and reading a base leaves nothing there. An account that
 publishes can't read bases. So the blocks that a base leases are always its account's own.
 """
@@ -45,7 +46,7 @@ class BaseInfo:
 
     base_id: str
     namespace: Namespace
-    """The namespace of the account that publishes. Its model and adapter are those of the readers."""
+    """The namespace of the account that publishes. Its model, adapter and weights are those of the readers."""
     readers: tuple[str, ...]
     num_blocks: int
     num_tokens: int
@@ -152,7 +153,7 @@ class Bases:
                 state.bases = bases or None
 
     def _place(self, base: Base) -> tuple[Any, Any, bytes]:
-        return base.namespace.model, base.namespace.adapter, base.key[: self._block_bytes]
+        return _place(base.namespace, base.key, self._block_bytes)
 
     def readable_by(self, tenant: str) -> Readable | None:
         """Return the bases that a tenant may read; None if there are none. O(bases)."""
@@ -166,7 +167,7 @@ class Bases:
         """Return the longest prefix of a key that a base has for a namespace, and its blocks. O(bases)."""
         step, best = self._block_bytes, (b"", b"")
         found = self.readable_by(namespace.tenant) or {}
-        for base in found.get((namespace.model, namespace.adapter, key[:step]), ()):
+        for base in found.get(_place(namespace, key, step), ()):
             size = num_common_bytes(base.key, key, 0, len(key), step)
             if size > len(best[0]):
                 best = base.key[:size], base.block_ids[: size // step * ID_BYTES]
@@ -184,6 +185,11 @@ class Bases:
         return found
 
 
+def _place(namespace: Namespace, key: bytes, step: int) -> tuple[Any, Any, bytes]:
+    """Return the key of the bases that serve a namespace: all that KV depend on, with the ids' first block."""
+    return namespace.model, (namespace.adapter, namespace.weights), key[:step]
+
+
 def _num_bytes(base: Base) -> int:
     return len(base.key)
 
@@ -198,7 +204,7 @@ def longest(
     such base and no other tree.
     """
     assert tenant.bases is not None
-    found = tenant.bases.get((namespace.model, namespace.adapter, key[:step]))
+    found = tenant.bases.get(_place(namespace, key, step))
     if found is None or stop < step:
         return own
     best, reached = own, 0

@@ -134,6 +134,10 @@ class Service:
             raise generation_unconfirmed()
         return self.engine.namespace(tenant, adapter=adapter, salt=salt)
 
+    def current(self, namespace: Namespace) -> Namespace:
+        """Return the namespace with the present version of the weights, for work that waited for the model."""
+        return namespace._replace(weights=self.engine.weights_version)
+
     def replicas(self) -> list[ReplicaInfo]:
         """Return this replica, and all other known ones."""
         return self.fleet.coordinator.replicas()
@@ -149,7 +153,7 @@ class Service:
         return namespace
 
     def _resident(self, namespace: Namespace, prompt_key: bytes) -> int:
-        return self.cache.match(namespace, prompt_key).num_tokens
+        return self.cache.match(self.current(namespace), prompt_key).num_tokens
 
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process; empty if it is healthy."""
@@ -192,6 +196,9 @@ class Service:
             await asyncio.sleep(_UPKEEP_EVERY_S)
 
     async def _look_after(self) -> None:
+        version = self.engine.weights_version
+        self.fleet.coordinator.report_weights(version)
+        self.fleet_pins.weights_changed(version)
         self.fleet_pins.tick()
         self.warm_jobs.table.sweep()
         with suppress(CoordinationError):  # try again next time

@@ -300,6 +300,13 @@ _LISTED = (
         {"message": "no replica could warm it: other_model"},
     ),
     ErrorType(
+        "other_weights",
+        (503,),
+        "The replica serves another version of the weights, so its KV can't stand in for those of this replica.",
+        "Send the request again when all replicas have the same weights. `/v1/replicas` shows the version of each.",
+        {"message": "no replica could warm it: other_weights"},
+    ),
+    ErrorType(
         "unproven",
         (503,),
         "The process at the replica's address didn't prove that it has the fleet's secret. Nothing was sent to it.",
@@ -309,7 +316,8 @@ _LISTED = (
     ErrorType(
         "cleared",
         (),
-        "The tenant cleared the namespace on this replica, so the pin doesn't hold there any more.",
+        "The tenant cleared the namespace on this replica, or the model's weights changed there. So the pin doesn't "
+        "hold there any more.",
         "Pin the prefix again.",
         {},
     ),

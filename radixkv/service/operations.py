@@ -55,7 +55,16 @@ _IDS = list(range(100, 140))
 _JOB = "5f0b6a1d9c3e47b2a8d40e17c6f29b83"
 _MODEL = "fp:9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab"
 _COMPUTE = ("conflict", "no_capacity", "quota_exceeded", "not_read", "generation_unconfirmed")
-_FLEET = ("store_unavailable", "unreachable", "left", "no_answer", "other_model", "unproven", "failed")
+_FLEET = (
+    "store_unavailable",
+    "unreachable",
+    "left",
+    "no_answer",
+    "other_model",
+    "other_weights",
+    "unproven",
+    "failed",
+)
 _WARMED = {"tokens": 64, "cached_before": 0, "computed": 64, "left_out": 3, "blocks": 4, "seconds": 0.041}
 _OUTCOME = {
     "replica": "replica-ba3a0a99",
@@ -136,6 +145,7 @@ _REPLICA = {
     "load": None,
     "model": _MODEL,
     "block_size": 16,
+    "weights": 0,
     "incompatible": None,
 }
 _PURGE = {

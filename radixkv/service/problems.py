@@ -234,6 +234,12 @@ def no_replica(message: str) -> ApiError:
     return ApiError(503, "no_replica", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
+def other_weights() -> ApiError:
+    """503: another replica sent an order for another version of the weights."""
+    message = "this replica serves another version of the weights"
+    return ApiError(503, "other_weights", message, retry_after_s=RETRY_AFTER_S)
+
+
 def generation_unconfirmed() -> ApiError:
     """503: the tenant may have been purged, and forbids service from before the purge."""
     message = (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ClearedMeanwhile(LeaseError):
-    """The namespace was cleared while the prefix was computed, so it isn't resident."""
+    """The namespace was cleared, or the weights changed, meanwhile. So the prefix isn't resident."""
 
 
 _Key = tuple[Namespace, bytes]
@@ -134,6 +134,8 @@ class Warmer:
             work.turn()
             work.check()
 
+        if namespace.weights != self._engine.weights_version:
+            raise ClearedMeanwhile
         cache = self._engine.cache
         match = cache.match(namespace, prompt_key)
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens

@@ -203,6 +203,45 @@ class CoordinatorContract:
         assert hinted(b, ACME._replace(salt="other"), ids) == {}
         assert hinted(b, ACME._replace(adapter="other"), ids) == {}
 
+    def test_hints_are_about_one_version_of_the_weights(self, fleet: Fleet) -> None:
+        """A replica that still has the old weights doesn't hold a prefix of the new ones, and the other way round."""
+        a, b, c = (fleet.join(name) for name in "abc")
+        old, new, ids = ACME, ACME._replace(weights=1), prompt(1024)
+        store(a, old, ids)
+        store(b, new, ids[:512])
+        fleet.eventually(lambda: (hinted(c, old, ids), hinted(c, new, ids)) == ({"a": 1024}, {"b": 512}))
+        assert hinted(c, ACME._replace(weights=2), ids) == {}
+        assert a.journal is not None
+        a.journal.cleared(old)
+        store(a, new, ids)
+        fleet.eventually(lambda: hinted(c, new, ids) == {"a": 1024, "b": 512})
+        assert hinted(c, old, ids) == {}
+
+    def test_records_of_jobs_and_pins_name_the_version_of_the_weights(self, fleet: Fleet) -> None:
+        a = fleet.join("a")
+        versions = [ACME._replace(weights=version) for version in (0, 1, 10)]
+        jobs = [a.create_job(each, 16, ["a"]) for each in versions]
+        assert (
+            len({job.namespace_digest for job in jobs}) == len({a.pin_digest(each) for each in versions}) == 3
+        )
+        assert len({job.tenant_digest for job in jobs}) == 1
+
+    def test_a_replica_states_the_version_of_its_weights(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+
+        def seen() -> list[int]:
+            return [info.weights for info in b.replicas() if info.id == "a" and info.reachable]
+
+        fleet.eventually(lambda: seen() == [0])
+        for version in (1, 2**53 - 1):
+            a.report_weights(version)
+            assert a.info().weights == version
+            fleet.eventually(lambda version=version: seen() == [version])
+        for wrong in (True, -1, 2**53, "1", 1.0, None):
+            with pytest.raises(ArgumentError, match="version"):
+                a.report_weights(wrong)  # type: ignore[arg-type]
+        assert a.info().weights == 2**53 - 1 and b.info().weights == 0
+
     def test_hints_stop_at_a_hole(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         ids = prompt(1024)

@@ -59,6 +59,7 @@ def test_the_proof_of_a_beat_covers_all_that_it_states() -> None:
         replace(signed, address="http://i"), replace(signed, fingerprint="fp:other"), replace(signed, block_size=32),
         replace(signed, wire_version=4), replace(signed, canary="other"), replace(signed, lease_ms=9),
         replace(signed, beats=5), replace(signed, beats=0), replace(signed, stated_ms=6), replace(signed, proof=""),
+        replace(signed, weights=1),
     ):  # fmt: skip
         assert not PROOFS.is_beat(changed) and not PROOFS.is_farewell(changed), changed
     gone = replace(signed, beats=0, proof=PROOFS.of_farewell(signed.writer))

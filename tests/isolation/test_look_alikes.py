@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, NamespaceError, PrefixCache, Tenant, audit
-from radixkv.config import MAX_FIELD_BYTES
+from radixkv.config import MAX_FIELD_BYTES, MAX_WEIGHTS
 from radixkv.coordination.keys import FleetKeys, frame, mac
 from radixkv.index.ghost_keys import SegmentKeys
 
@@ -23,6 +23,7 @@ PIECES = (
     "a", "b", "ab", "1", "12345", " ", "None", "none", "\0", "\n", ":", "/", "|", "\x1f", "\u200b", "\ufeff", "\u202e",
     "é", "e\u0301", "Å", "\u212b", "K", "\u212a", "ﬁ", "fi", "ß", "ss", "İ", "i\u0307", "i", "I", "😀",
     "str:", "none:0:", ":str:1:a", "tenant:str:1:a", "model:str:1:m", "adapter:none:0:", "salt:str:0:",
+    "weights:int:1:0", ":int:1:1",
     "s" + (1).to_bytes(8, "little").decode(), "\0\0\0\0\0\0\0\1", "\1\0\0\0\0\0\0\0",
 )  # fmt: skip
 """Prefixes of each other, separators, words of the frames, and one character in several forms."""
@@ -30,7 +31,8 @@ PIECES = (
 text = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join)
 ids = text.map(lambda each: each.replace("/", "|"))
 """Text for tenants, which must not contain a slash."""
-spaces = st.builds(Namespace, ids, text, st.none() | text, st.just("") | text)
+versions = st.sampled_from([0, 0, 0, 1, 2, 10, 11, 111, MAX_WEIGHTS])
+spaces = st.builds(Namespace, ids, text, st.none() | text, st.just("") | text, versions)
 
 
 def cut_anew(fields: str, cuts: tuple[int, int, int]) -> Namespace | None:
@@ -45,12 +47,13 @@ cuts = st.tuples(*[st.integers(0, 12)] * 3)
 
 def parsed(framed: bytes) -> Namespace:
     """The namespace of a frame. If every frame can be parsed back, no two namespaces have the same one."""
-    fields: list[str | None] = []
+    fields: list[str | int | None] = []
     for name in Namespace._fields:
         begin = framed.index(b":") + 1
         assert framed[: begin - 1].decode() == name
         kind, size, rest = framed[begin:].split(b":", 2)
-        fields.append(None if kind == b"none" else rest[: int(size)].decode())
+        content = rest[: int(size)].decode()
+        fields.append({b"none": lambda _: None, b"int": int, b"str": str}[kind](content))
         framed = rest[int(size) :]
     assert framed == b""
     return Namespace(*fields)  # type: ignore[arg-type]
@@ -68,6 +71,14 @@ def named(namespace: Namespace, generation: int) -> dict[str, bytes]:
 @given(st.lists(spaces, min_size=2, max_size=6, unique=True))
 @example([Namespace("org_1", "2345"), Namespace("org_12345", "m"), Namespace("org_1", "2345", None, "m")])
 @example([Namespace("é", "m"), Namespace("e\u0301", "m")])
+@example([Namespace("a", "m", weights=version) for version in (0, 1, 10, 11, MAX_WEIGHTS)])
+@example(
+    [
+        Namespace("a", "m", salt="1"),
+        Namespace("a", "m", weights=1),
+        Namespace("a", "m", salt="weights:int:1:1"),
+    ]
+)
 def test_no_two_namespaces_share_a_frame_or_a_digest(found: list[Namespace]) -> None:
     for one in found:
         assert parsed(one.framed()) == one
@@ -124,7 +135,7 @@ def test_a_digest_is_an_hmac_of_the_frame_and_the_generation() -> None:
 
 
 @pytest.mark.parametrize("size", [MAX_FIELD_BYTES + 1, 1_000_000])
-@pytest.mark.parametrize("field", Namespace._fields)
+@pytest.mark.parametrize("field", Namespace._fields[:4])
 @pytest.mark.parametrize("letter", ["a", "é", "\0"])
 def test_a_field_that_is_too_long_is_refused_with_its_limit(field: str, size: int, letter: str) -> None:
     """The limit is in bytes of the UTF-8 form. A field of exactly the limit is accepted."""
@@ -152,6 +163,7 @@ def test_a_namespace_made_of_another_is_checked_too() -> None:
         ("adapter", ""),
         ("salt", "x" * 2_000),
         ("model", None),
+        ("weights", True),
     ):
         with pytest.raises(NamespaceError, match=f"namespace field {field} "):
             namespace._replace(**{field: wrong})

@@ -117,6 +117,7 @@ def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path)
     others = [
         hashes(b"another secret..", NS, ids),
         hashes(SECRET, Namespace(tenant="acme", model="m", salt="s"), ids),
+        hashes(SECRET, NS._replace(weights=1), ids),
         hashes(SECRET, NS, [9, *ids[1:]]),
         hashes(SECRET, NS, ids, generation=1),
     ]

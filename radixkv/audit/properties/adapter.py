@@ -39,7 +39,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from radixkv.audit import invariants
-from radixkv.audit.oracle import Engine, cache_with_engine, chain
+from radixkv.audit.oracle import Engine, cache_with_engine, chain, kv_of
 from radixkv.audit.properties.material import MAX_PINS, CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
@@ -104,7 +104,7 @@ class CacheAdapter:
         """The expected states of these blocks: the tenant's own, or the base's where the blocks are the base's."""
         states = chain(namespace, ids)
         for owner, base, readers, blocks in self._bases.values():
-            if namespace.tenant in readers and (namespace.model, namespace.adapter) == owner[1:3]:
+            if namespace.tenant in readers and kv_of(namespace) == kv_of(owner):
                 same = [mine == its for mine, its in zip(block_ids, blocks, strict=False)]
                 size = (same.index(False) if False in same else len(same)) * self.block_size
                 states[:size] = chain(owner, base[:size])

@@ -21,6 +21,7 @@ NAMESPACES = (
     Namespace("b", "m"),
     Namespace("a", "m", None, "s"),
     Namespace("a", "m", "s", ""),
+    Namespace("a", "m", weights=1),
 )
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float64")
 MAX_OPEN = 6
@@ -29,7 +30,7 @@ MAX_PINS = 2
 """Maximum pins of a tenant, in all machines."""
 
 small = st.integers(0, 7)
-where_to = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3))
+where_to = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 4))
 token_id = st.integers(0, 2)
 
 

@@ -243,11 +243,12 @@ class LocalSource(Followed):
         """Return this replica, which is live as long as it answers, and the others."""
         others, info = super().members(), self._coordinator.info()
         known = self._all[0].info if self._all else None
-        if (
-            known is None
-            or others is not self._others
-            or (known.load, known.writer) != (info.load, info.writer)
-        ):
+        same = known is not None and (known.load, known.writer, known.weights) == (
+            info.load,
+            info.writer,
+            info.weights,
+        )
+        if others is not self._others or not same:
             now = self.clock()
             self._all = [Member(info, float("inf"), None, self._match, now, now, now), *others]
             self._others = others

@@ -21,6 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
+from radixkv.config import MAX_WEIGHTS
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
 from radixkv.coordination.values import (
     MAX_AMOUNT,
@@ -59,6 +60,7 @@ _JOB_STATES: dict[str, JobState] = {
     "lost": "lost",
 }
 _NUMBER = re.compile(rb"[0-9]{1,15}")
+_VERSION = re.compile(rb"[0-9]{1,16}")
 _CODE = re.compile(r"[a-z_]{0,64}")
 _MAX_FIELD = 256
 _MAX_JOB_FIELDS = 1100
@@ -109,6 +111,8 @@ class Registration:
     """How long another process that had the id before may think that its lease runs; from the last beat."""
     stated_ms: int = 0
     """When the last beat was sent: milliseconds since 1970 by the replica's own clock."""
+    weights: int = 0
+    """Version of the weights that it serves."""
 
     @property
     def writer(self) -> Writer:
@@ -139,6 +143,7 @@ REGISTRATION_FIELDS = (
     "block_size",
     "wire",
     "canary",
+    "weights",
     "last_seq",
     "proof",
     "lease_ms",
@@ -159,6 +164,7 @@ def registration_fields(registration: Registration) -> dict[str, str]:
         "block_size": str(registration.block_size),
         "wire": str(registration.wire_version),
         "canary": registration.canary,
+        "weights": str(registration.weights),
         "tiers": "device",
     }
 
@@ -194,6 +200,7 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
         beats=number(found["beats"] or b"0"),
         replaced_ms=_bounded(found["replaced_ms"], MAX_LEASE_MS),
         stated_ms=number(found["stated_ms"] or b"0"),
+        weights=_weights(found["weights"]),
     )
 
 
@@ -392,6 +399,15 @@ def _text(value: bytes | None) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise WireError("a field that isn't text") from None
+
+
+def _weights(value: bytes | None) -> int:
+    """Parse a version of weights. Wire versions before 6 had none."""
+    if value is None:
+        return 0
+    if not _VERSION.fullmatch(value) or int(value) > MAX_WEIGHTS:
+        raise WireError("no version of weights")
+    return int(value)
 
 
 _SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")

@@ -527,4 +527,5 @@ def describe(
         proven=is_signed and registration.beats > 0 and off_s is None,
         incompatible=reason,
         load=load,
+        weights=registration.weights,
     )

@@ -55,7 +55,12 @@ async def publish(call: Call[Service]) -> Response:
                 work.check()
 
         return service.engine.publish(
-            body.id, namespace, prompt.key, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
+            body.id,
+            service.current(namespace),
+            prompt.key,
+            readers,
+            on_chunk=on_chunk,
+            on_no_room=work.wait_for_room,
         )
 
     work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)

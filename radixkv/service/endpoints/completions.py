@@ -253,6 +253,7 @@ class Run:
 
     def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
         """Generate, in the model's thread."""
+        namespace = self.service.current(namespace)
         self.began_at = self.service.clock()
         progress = self.progress
         if self.body.use_beam_search:  # beams report no steps: their prefill would seem to last to the end

@@ -17,7 +17,7 @@ from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.fleet.warm_jobs import Order
-from radixkv.service.problems import invalid, not_found, store_unavailable
+from radixkv.service.problems import invalid, not_found, other_weights, store_unavailable
 from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
@@ -105,8 +105,10 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
     reading = await call.read(schema)
-    body = reading.body
-    return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].key
+    body, namespace = reading.body, service.namespace(tenant, reading.body.salt, reading.body.adapter)
+    if body.weights != namespace.weights:
+        raise other_weights()
+    return body, namespace, reading.prompts[0].key
 
 
 async def purge_for_replica(call: Call[Service]) -> Response:

@@ -117,6 +117,7 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
         staleness_s=None if member is None else member.staleness_s(now),
         load=_load(info.load) if to_operator else None,
         model=info.fingerprint,
+        weights=info.weights,
         block_size=info.block_size,
         incompatible=info.incompatible,
     )

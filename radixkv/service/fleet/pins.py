@@ -206,10 +206,17 @@ class FleetPins:
     # ---- once a second
 
     def cleared(self, tenant: str, namespaces: Collection[Namespace]) -> None:
-        """Mark pins of namespaces that a tenant cleared here as failed. Other replicas keep them."""
+        """Mark pins of namespaces that were cleared here as failed. Other replicas keep them."""
         for mine in self._tenants.get(tenant, {}).values():
             if mine.namespace in namespaces:
                 mine.state, mine.error, mine.prompt_key, mine.pin = "failed", "cleared", None, None
+
+    def weights_changed(self, version: int) -> None:
+        """Mark pins of other versions of the weights as failed."""
+        for tenant, kept in self._tenants.items():
+            self.cleared(
+                tenant, {each.namespace for each in kept.values() if each.namespace.weights != version}
+            )
 
     async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
         """End the pins of a purged tenant. Without the store, each holder ends its own."""
@@ -383,7 +390,8 @@ class FleetPins:
         others = {
             peer.id: peer
             for peer in self._coordinator.peers()
-            if peer.fingerprint == mine.namespace.model and peer.id not in parts
+            if (peer.fingerprint, peer.weights) == (mine.namespace.model, mine.namespace.weights)
+            and peer.id not in parts
         }
         if not fact.wanted.isdecimal():
             return [peer for peer in others.values() if self._is_for(fact, peer.id)]
@@ -404,6 +412,7 @@ class FleetPins:
             "token_ids": decode(mine.prompt_key).tolist(),
             "salt": namespace.salt,
             "adapter": namespace.adapter,
+            "weights": namespace.weights,
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode(), PIN_PATH)
 

@@ -58,7 +58,10 @@ _KNOWN_WITHIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A client's request for a warm. ``key``: a repeated request with the same key is the same job."""
+    """A client's request for a warm.
+
+    ``key``: a repeated request with the same key is the same job, as long as the weights stay.
+    """
 
     namespace: Namespace
     prompt_key: bytes
@@ -149,7 +152,7 @@ class WarmJobs:
         if order.key is None:
             return secrets.token_hex(16)
         owner = self._coordinator.job_owner(order.namespace.tenant)
-        return mac(self._fleet.secret, "job", owner, order.key).hex()[:32]
+        return mac(self._fleet.secret, "job", owner, order.key, order.namespace.weights).hex()[:32]
 
     def _digest(self, order: Order) -> str:
         owner = self._coordinator.job_owner(order.namespace.tenant)
@@ -438,6 +441,7 @@ class WarmJobs:
             "token_ids": decode(job.prompt_key).tolist(),
             "salt": namespace.salt,
             "adapter": namespace.adapter,
+            "weights": namespace.weights,
             "left_out": job.num_left_out,
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())

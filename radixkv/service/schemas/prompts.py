@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from radixkv.config import MAX_WEIGHTS
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
 
 MAX_MESSAGES = 4096
@@ -93,6 +94,12 @@ class PromptOrder(RequestBody):
     token_ids: TokenIds
     salt: Salt = ""
     adapter: Adapter | None = None
+    weights: int = Field(
+        0,
+        ge=0,
+        le=MAX_WEIGHTS,
+        description="version of the sender's weights: the receiver's must be the same",
+    )
 
 
 class LookupRequest(PromptFields):

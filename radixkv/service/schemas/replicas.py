@@ -83,6 +83,7 @@ class ReplicaReply(ReplyBody):
     staleness_s: Seconds | None = Field(description="since its registration and load were last read")
     load: LoadReply | None = Field(description="null for tenants, because it is all tenants' load")
     model: str = Field(description="fingerprint of model, tokenizer and block size")
+    weights: int = Field(description="version of its weights, as of its last heartbeat")
     block_size: int = Field(description="tokens in a block")
     incompatible: str | None = Field(description="why it can't be used from here; null: it can")
 

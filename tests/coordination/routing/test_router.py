@@ -89,6 +89,26 @@ def fleet() -> Iterator[Fleet]:
     made.router.close()
 
 
+def test_versions_of_the_weights_are_not_mixed(fleet: Fleet) -> None:
+    """A replica counts as holding what it computed with the weights of the prompt's namespace, and nothing else."""
+    ids, new = prompt(8192), ACME._replace(weights=1)
+    fleet.hold("a", ids)
+    fleet.hold("b", ids[:4096], new)
+    fleet.replicas["b"][0].report_weights(1)
+    fleet.settle()
+
+    def held(namespace: Namespace, tier: str = "device") -> dict[str, int]:
+        ranked = fleet.router.rank(namespace, ids)
+        return {each.replica.id: each.matched_tokens.get(tier, 0) for each in ranked}
+
+    assert held(ACME) == {"a": 8192, "b": 0, "c": 0}
+    assert held(new) == {"a": 0, "b": 4096, "c": 0}
+    assert held(ACME._replace(weights=2)) == {"a": 0, "b": 0, "c": 0}
+    assert {each.info.id: each.info.weights for each in fleet.source.members()} == {"a": 0, "b": 1, "c": 0}
+    fleet.router.routed(ACME, ids, "c")
+    assert (held(ACME, "predicted")["c"], held(new, "predicted")["c"]) == (8192, 0)
+
+
 def test_the_longest_match_wins_until_its_load_weighs_more(fleet: Fleet) -> None:
     ids = prompt(8192)
     fleet.hold("b", ids)

@@ -15,7 +15,7 @@ from radixkv.coordination.store.wire import Confirmed, Raised, Registration, Wir
 from radixkv.coordination.values import JobPart, WarmJob, Writer
 
 REGISTRATION = Registration(
-    "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000
+    "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000, 2**53 - 1
 )
 
 digests = st.binary(min_size=16, max_size=16)
@@ -153,8 +153,23 @@ def test_registrations_survive_a_round_trip() -> None:
     assert stated == ("", 0, 0, 0, 0), "before the first beat"
     for index in range(len(values) - 5):
         for bad in (None, b"\xff", b"9" * 300):
+            if bad is None and wire.REGISTRATION_FIELDS[index] == "weights":
+                continue  # wire versions before 6 had no weights
             with pytest.raises(WireError):
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
+
+
+@pytest.mark.parametrize("bad", [b"", b"-1", b"1.0", b"9007199254740992", b"1" * 17, b" 1", b"\xd9\xa1"])
+def test_a_version_of_weights_is_a_number_up_to_its_maximum(bad: bytes) -> None:
+    fields = wire.beat_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "replaced_ms": "7"}
+    values = {name: fields[name].encode() for name in wire.REGISTRATION_FIELDS}
+    assert wire.parse_registration("a", values.values()).weights == 2**53 - 1
+    with pytest.raises(WireError, match="weights"):
+        wire.parse_registration("a", (values | {"weights": bad}).values())
+    older: dict[str, bytes | None] = {**values, "weights": None}
+    assert wire.parse_registration("a", older.values()).weights == 0, (
+        "of a replica with an older wire version"
+    )
 
 
 def test_the_difference_of_two_registrations_is_named() -> None:
