@@ -11,7 +11,8 @@
     key of a purpose          HMAC-SHA256(fleet secret, ("key", purpose)), never published: see ``proofs.py``
 
 Fields are framed with type and length, and every use has its own label. So inputs of two uses never coincide. A
-reader of the store can't confirm a guessed prompt without the fleet secret.
+reader of the store can't confirm a guessed prompt without the fleet secret. ``ns`` is ``Namespace.framed``: its version
+of the weights counts, so a prefix has other digests after the weights changed.
 
 xxh3 is not a cryptographic hash: a tenant could make two of its own prompts collide, and would get wrong hints about
 them. Hints never decide reuse.

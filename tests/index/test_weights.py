@@ -37,7 +37,7 @@ def test_the_version_is_part_of_the_identity() -> None:
 def test_anything_else_is_no_version(wrong: Any) -> None:
     for make in (lambda: Namespace("a", "m", weights=wrong), lambda: OLD._replace(weights=wrong)):
         with pytest.raises(
-            NamespaceError, match="namespace field weights is .*; allowed: an integer from 0"
+            NamespaceError, match=r"namespace field weights is .*; allowed: an integer from 0"
         ) as error:
             make()
         assert len(str(error.value)) < 200
