@@ -116,7 +116,7 @@ class Namespace(_Fields):
     - ``weights``: version of the weights, 0 to 2⁵³ − 1. Raise it whenever the model's or the adapter's weights change.
       KV of another version are never matched.
 
-    Immutable and hashable. Two namespaces that differ in one field share nothing. Raises NamespaceError for anything
+    Immutable and hashable. Namespaces that differ in one field have separate trees. Raises NamespaceError for anything
     else, and for texts whose UTF-8 form exceeds 1,024 bytes.
     """
 

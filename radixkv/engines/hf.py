@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import Namespace
+from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
@@ -198,17 +198,24 @@ class HFEngine:
 
     @property
     def weights_version(self) -> int:
-        """How often the weights have changed since the engine was made. It is in each of its namespaces."""
+        """Version of the weights, 0 when the engine is made. It is in each of its namespaces."""
         return self._weights_version
 
-    def weights_changed(self) -> int:
+    def weights_changed(self, version: int | None = None) -> int:
         """Raise the version of the weights, after they were changed in place. Returns the new version.
+
+        ``version``: a higher number that all replicas give to these weights, such as a training step. None: the next
+        number.
 
         Call it before the next request, while the engine computes nothing. The cache forgets all KV of this model's
         earlier versions, with their pins and bases: see ``PrefixCache.clear``. Requests that are running continue
-        with the KV that they have, and nothing of that is matched later. The fingerprint stays.
+        with the KV that they have, and nothing of that is matched later. The fingerprint stays. Raises ArgumentError,
+        and changes nothing, for another ``version``.
         """
-        self._weights_version += 1
+        least, wanted = self._weights_version + 1, self._weights_version + 1 if version is None else version
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= MAX_WEIGHTS:
+            raise ArgumentError("version", wanted, f"an integer from {least} to {MAX_WEIGHTS}")
+        self._weights_version = wanted
         for namespace in self.cache.namespaces():
             if namespace.model == self.fingerprint and namespace.weights < self._weights_version:
                 self.cache.clear(namespace)

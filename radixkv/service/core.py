@@ -148,8 +148,8 @@ class Service:
         Raises ApiError.
         """
         namespace = self.namespace(tenant, body.salt, body.adapter)
-        if body.model is not None and body.model != self.model_name:
-            namespace = namespace._replace(model=body.model)
+        if body.model not in (None, self.model_name, namespace.model):
+            namespace = namespace._replace(model=body.model, weights=self.router.newest_weights(body.model))
         return namespace
 
     def _resident(self, namespace: Namespace, prompt_key: bytes) -> int:

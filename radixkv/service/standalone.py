@@ -80,7 +80,7 @@ class RouterHost:
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
         """Return the namespace of a prompt. Raises ApiError."""
         model = body.model or self._model()
-        return Namespace(tenant, model, body.adapter, body.salt, self._weights(model))
+        return Namespace(tenant, model, body.adapter, body.salt, self.router.newest_weights(model))
 
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process."""
@@ -131,14 +131,6 @@ class RouterHost:
     def _living(self) -> list[Member]:
         now = self.source.clock()
         return [each for each in self.source.members() if each.live_until > now]
-
-    def _weights(self, model: str) -> int:
-        """Return the newest version of the weights among the replicas that serve a model.
-
-        While an update goes from replica to replica, those with an older version count as holding nothing.
-        """
-        members = self._living() or self.source.members()
-        return max([each.info.weights for each in members if each.info.fingerprint == model], default=0)
 
     def _model(self) -> str:
         """Return the one model of the live replicas, or of the last known ones if none is live."""

@@ -60,6 +60,25 @@ def test_old_kv_gives_its_blocks_back() -> None:
         assert cache.match(engine.namespace("globex"), prompt_of(16)).num_tokens == 0
 
 
+def test_the_version_can_be_a_number_of_the_fleet() -> None:
+    with engine_over(deepcopy(model_of())) as engine:
+        engine.prefill(engine.namespace("acme"), prompt_of(8))
+        assert engine.weights_changed(1_000) == engine.namespace("acme").weights == 1_000
+        assert engine.cache.match(engine.namespace("acme"), prompt_of(8)).num_tokens == 0
+        engine.prefill(engine.namespace("acme"), prompt_of(8))
+        for wrong in (1_000, 0, -1, True, 2**53, 1_001.0, "1001"):
+            with pytest.raises(
+                ArgumentError, match=r"version=.* is not allowed; allowed: an integer from 1001 to"
+            ):
+                engine.weights_changed(wrong)  # type: ignore[arg-type]
+        assert engine.weights_version == 1_000
+        assert engine.cache.match(engine.namespace("acme"), prompt_of(8)).num_tokens == 8
+        assert engine.weights_changed() == 1_001
+        assert engine.weights_changed(2**53 - 1) == 2**53 - 1
+        with pytest.raises(ArgumentError, match="version"):
+            engine.weights_changed()
+
+
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_namespace_of_another_version_is_refused(off: int) -> None:
     with engine_over(deepcopy(model_of())) as engine:

@@ -184,6 +184,17 @@ class Router:
             name = "random" if name == "round_robin" else name
         return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, most)
 
+    def newest_weights(self, model: str) -> int:
+        """Return the newest version of the weights among the replicas that serve a model; local.
+
+        Those that live count, or all known ones if none lives. Prompts are ranked by what replicas hold in one version.
+        While an update goes from replica to replica, those without the newest version count as holding nothing.
+        """
+        members, now = self.source.members(), self.source.clock()
+        serving = [each for each in members if each.info.fingerprint == model]
+        living = [each for each in serving if each.live_until > now]
+        return max([each.info.weights for each in living or serving], default=0)
+
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
         """Report that a prompt was sent to a replica, for the predicted index; an unknown replica is no error.
 

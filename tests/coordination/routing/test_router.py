@@ -105,6 +105,7 @@ def test_versions_of_the_weights_are_not_mixed(fleet: Fleet) -> None:
     assert held(new) == {"a": 0, "b": 4096, "c": 0}
     assert held(ACME._replace(weights=2)) == {"a": 0, "b": 0, "c": 0}
     assert {each.info.id: each.info.weights for each in fleet.source.members()} == {"a": 0, "b": 1, "c": 0}
+    assert (fleet.router.newest_weights("fp"), fleet.router.newest_weights("none")) == (1, 0)
     fleet.router.routed(ACME, ids, "c")
     assert (held(ACME, "predicted")["c"], held(new, "predicted")["c"]) == (8192, 0)
 
