@@ -80,10 +80,21 @@ def test_inserted_blocks_belong_to_their_version() -> None:
     cache.insert(OLD, IDS, cache.allocate(4))
     assert (matched(cache, OLD), matched(cache, NEW)) == (16, 0)
     own = cache.allocate(4)
-    assert cache.insert(NEW, IDS, own) == 0, "nothing of it was resident"
+    assert cache.insert(NEW, IDS, own).num_resident_tokens == 0, "nothing of it was resident"
     assert (
         cache.match(NEW, IDS).block_ids.tolist() == own.tolist() != cache.match(OLD, IDS).block_ids.tolist()
     )
+    audit.check(cache)
+
+
+def test_a_match_with_a_lease_or_a_touch_finds_one_version() -> None:
+    cache = make_cache()
+    compute(cache, IDS, OLD)
+    assert (cache.touch(OLD, IDS), cache.touch(NEW, IDS)) == (16, 0)
+    with cache.match_and_lease(NEW, IDS) as missed, cache.match_and_lease(OLD, IDS) as held:
+        assert (len(missed.block_ids), len(held.block_ids)) == (0, 4)
+    with pytest.raises(NotResident):
+        cache.insert(NEW, IDS, cache.allocate(2), start=8)
     audit.check(cache)
 
 
