@@ -53,6 +53,7 @@ from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.match import End, Match
+from radixkv.index.material import Material, key_of
 from radixkv.index.pins import Pin
 from radixkv.index.sequence import Sequence
 from radixkv.index.stats import CacheStats, TenantStats
@@ -84,6 +85,7 @@ __all__ = [
     "LeaseError",
     "LentBeams",
     "Match",
+    "Material",
     "Namespace",
     "NamespaceError",
     "NotResident",
@@ -109,6 +111,7 @@ __all__ = [
     "TokenError",
     "TokenRange",
     "audit",
+    "key_of",
 ]
 
 
