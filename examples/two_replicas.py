@@ -66,15 +66,16 @@ def until(condition: Callable[[], Any]) -> Any:
     raise SystemExit("the replicas didn't find each other")
 
 
-def replicas(url: str) -> list[dict[str, Any]]:
+def replicas(tenant: httpx.Client, url: str) -> list[dict[str, Any]]:
     """The live replicas that one replica knows."""
-    known = httpx.get(f"{url}/v1/replicas", headers=TENANT).json()["replicas"]
+    known = tenant.get(f"{url}/v1/replicas").json()["replicas"]
     return [each for each in known if each["reachable"]]
 
 
 def main(redis_url: str | None = None) -> None:
     """Start two replicas, warm through the first, look up on both."""
     with ExitStack() as stack:
+        tenant = stack.enter_context(httpx.Client(headers=TENANT, timeout=60))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         secret = folder / "secret"
         secret.write_text(secrets.token_hex(32))
@@ -88,15 +89,15 @@ def main(redis_url: str | None = None) -> None:
             options = ["--port", port, "--replica", name, "--redis", redis_url, "--fleet-secret", str(secret)]
             stack.enter_context(process(sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options))
             urls[name] = f"http://127.0.0.1:{port}"
-        until(lambda: all(len(replicas(url)) == 2 for url in urls.values()))
+        until(lambda: all(len(replicas(tenant, url)) == 2 for url in urls.values()))
 
         body = {"prompt": PROMPT, "replicas": "all"}
-        warmed = httpx.post(f"{urls['one']}/v1/warm", json=body, headers=TENANT, timeout=60).json()
+        warmed = tenant.post(f"{urls['one']}/v1/warm", json=body).json()
         for each in warmed["replicas"]:
             print(f"warm on {each['replica']}: {each['state']}, {each['tokens']} tokens")
         for name, url in urls.items():
             body = {"prompt": PROMPT}
-            found = httpx.post(f"{url}/v1/lookup", json=body, headers=TENANT, timeout=60).json()
+            found = tenant.post(f"{url}/v1/lookup", json=body).json()
             print(f"{name} holds {found['matched_tokens']} tokens of it")
 
 

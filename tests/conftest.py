@@ -59,6 +59,17 @@ def pytest_runtest_protocol(
     return done
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have the garbage collector skip all modules and tests: each full collection would take half a second more."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_report_header() -> str:
     """Report the redis-server that the tests use, and the build of the index."""
     index = "index: " + ("compiled" if radixkv.COMPILED else "pure Python")
@@ -93,7 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_runtest_setup() -> None:

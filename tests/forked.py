@@ -8,9 +8,11 @@ when a child has ended.
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import gc
 import json
+import logging
 import os
 import runpy
 import signal
@@ -21,20 +23,39 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from radixkv.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from radixkv.engines.hf_models import Model
 
 _POLL_S = 0.02
 
 
 @contextmanager
 def small_demo_model() -> Iterator[None]:
-    """The demo model has 2 layers, a third of its own, during the ``with``: most tests don't depend on their number."""
+    """The demo model has 2 layers, a third of its own, during the ``with``: most tests don't depend on their number.
+
+    The services of a process share its weights and the shipped tokenizer. Neither ever changes.
+    """
     from radixkv.engines import hf
+    from radixkv.service import build
+
+    make, load = (
+        functools.cache(functools.partial(hf.demo_model, num_layers=2)),
+        functools.cache(load_tokenizer),
+    )
+
+    def model(**sizes: int) -> Model:
+        made = make(**sizes)
+        return copy.deepcopy(made, {id(each): each for each in made.parameters()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "demo_model", functools.partial(hf.demo_model, num_layers=2))
+        patch.setattr(hf, "demo_model", model)
+        patch.setattr(build, "load_tokenizer", lambda path: load_tokenizer(path) if path else load())
         yield
 
 
@@ -137,8 +158,25 @@ def run(
     return subprocess.CompletedProcess(list(arguments), code, output.read_text(), errors.read_text())
 
 
+_ended_with: int | None = None
+"""In a child whose command line has ended: the exit code."""
+
+
+def _leave() -> None:
+    """Leave a child without tearing down its modules. They include torch, so that would take half a second of CPU.
+
+    It is registered before all imports of the service, so it runs after what they want done at the end.
+    """
+    if _ended_with is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_ended_with)
+
+
 def _begin(arguments: list[str], files: list[str], environment: dict[str, str]) -> None:
     """Run a command line in the child, with its output in files."""
+    global _ended_with
     opened = {file: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for file in files}
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, file in ((0, nothing), (1, opened[files[0]]), (2, opened[files[1]])):
@@ -146,11 +184,17 @@ def _begin(arguments: list[str], files: list[str], environment: dict[str, str]) 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
-    if arguments[0] == "radixkv":
-        runpy.run_module("radixkv", run_name="__main__")
-    else:
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        if arguments[0] == "radixkv":
+            runpy.run_module("radixkv", run_name="__main__")
+        else:
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ending:
+        if ending.code is None or isinstance(ending.code, int):
+            _ended_with = ending.code or 0
+        raise
+    _ended_with = 0
 
 
 def _poll(children: set[int], pid: int) -> int | None:
@@ -162,10 +206,14 @@ def _poll(children: set[int], pid: int) -> int | None:
 
 
 def _answer_questions() -> None:
-    import radixkv.engines.hf
-    import radixkv.service.app
-    import radixkv.service.server  # noqa: F401
+    from radixkv.service.intake import Intake
+    from radixkv.service.local import demo_service
 
+    # Processes that read bodies take half a second of CPU each to start. Most children get only short bodies.
+    pytest.MonkeyPatch().setattr(Intake, "start", lambda intake: None)
+    with demo_service():  # so that the children find what only the first service of a process has to make
+        pass
+    gc.collect()
     gc.freeze()  # the children leave alone what was imported, and go on to share its memory
     children: set[int] = set()
     for line in sys.stdin:
@@ -184,5 +232,6 @@ def _answer_questions() -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(_leave)
     with small_demo_model():
         _answer_questions()

@@ -5,11 +5,12 @@ Tags and examples come from ``operations``, the errors of each status from ``err
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -81,7 +82,7 @@ def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules)
         "tags": [{"name": name, "description": text} for name, text in TAGS.items() if name in used],
         "paths": paths,
         "components": {
-            "schemas": _bounded(_schemas(public), rules),
+            "schemas": _bounded(_schemas(*_models_of(public)), rules),
             "examples": {
                 each.type: {"summary": f"{each.type}: {each.meaning}", "value": each.example_body()}
                 for each in ERROR_TYPES.values()
@@ -220,14 +221,21 @@ def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
     }
 
 
-def _schemas(endpoints: Sequence[Endpoint[H]]) -> dict[str, Any]:
-    inputs = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
-    outputs = {
-        model for endpoint in endpoints for reply in endpoint.replies.values() for model in _models(reply)
-    }
+def _models_of(
+    endpoints: Sequence[Endpoint[H]],
+) -> tuple[frozenset[type[RequestBody]], frozenset[type[BaseModel]]]:
+    """Return the models of the bodies, and those of the replies."""
+    bodies = frozenset(endpoint.body for endpoint in endpoints if endpoint.body is not None)
+    replies = (reply for endpoint in endpoints for reply in endpoint.replies.values())
+    return bodies, frozenset(model for reply in replies for model in _models(reply)) | {ErrorReply}
+
+
+@functools.cache
+def _schemas(inputs: frozenset[type[RequestBody]], outputs: frozenset[type[BaseModel]]) -> dict[str, Any]:
+    """Return the schemas of models by name, which the caller must not change: a tenth of a second's work."""
     wanted: list[tuple[type[BaseModel], typing.Literal["validation", "serialization"]]] = []
     wanted += [(model, "validation") for model in inputs]
-    wanted += [(model, "serialization") for model in outputs | {ErrorReply}]
+    wanted += [(model, "serialization") for model in outputs]
     _, definitions = models_json_schema(sorted(wanted, key=lambda each: each[0].__name__), ref_template=_REF)
     schemas: dict[str, Any] = definitions["$defs"]
     for name in _request_names(inputs):
@@ -261,7 +269,7 @@ _MESSAGE = {"$ref": _REF.format(model=Message.__name__)}
 _ANY_ID = TypeAdapter(TokenIds).json_schema()["items"]
 
 
-def _request_names(inputs: set[type[RequestBody]]) -> set[str]:
+def _request_names(inputs: Iterable[type[RequestBody]]) -> set[str]:
     """Return the names of the request bodies and of their parts."""
     names: set[str] = set()
     for model in inputs:

@@ -21,6 +21,7 @@ from radixkv.coordination import connect
 from radixkv.coordination.routing.costs import COSTS, CostName
 from radixkv.errors import ConfigError
 from radixkv.service.options import ROUTE_DEFAULTS, RouteSettings
+from tests.forked import Forked
 from tests.redis_server import RedisServer, free_port
 from tests.service.running import (
     DEADLINE_S,
@@ -62,12 +63,12 @@ def join(redis_server: RedisServer, secret: Path) -> Iterator[Join]:
 
 
 class Started:
-    """A command in a process of its own, which the test started."""
+    """A command line in a process of its own, which the test started: ``radixkv`` or a script, and arguments."""
 
     def __init__(self, log: Path, *command: str) -> None:
         self.log = log
-        with log.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, *command], stdout=out, stderr=subprocess.STDOUT)
+        log.touch()
+        self.process = Forked(command, log)
 
     def close(self) -> None:
         self.process.terminate()
@@ -80,7 +81,7 @@ def router(redis_server: RedisServer, secret: Path, tmp_path: Path) -> Iterator[
     url = f"http://127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", redis_server.url, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv", "route", *options)),
+        closing(Started(tmp_path / "router.log", "radixkv", "route", *options)),
         client(url, "demo-acme") as acme,
     ):
         eventually(lambda: answers(acme, "/healthz"), "the router listens", START_S)
@@ -381,7 +382,7 @@ def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: 
     url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv", "route", *options)) as started,
+        closing(Started(tmp_path / "router.log", "radixkv", "route", *options)) as started,
         client(url, "demo-operator") as operator,
     ):
         eventually(lambda: answers(operator, "/healthz"), "the router listens", START_S)
