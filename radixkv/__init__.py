@@ -50,10 +50,11 @@ from radixkv.errors import (
 from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
+from radixkv.index.fences import Fence
+from radixkv.index.key_material import Material, key_of
 from radixkv.index.leases import Lease
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.match import End, Match
-from radixkv.index.material import Material, key_of
 from radixkv.index.pins import Pin
 from radixkv.index.sequence import Sequence
 from radixkv.index.stats import CacheStats, TenantStats
@@ -75,6 +76,7 @@ __all__ = [
     "ConfigError",
     "CoordinationError",
     "End",
+    "Fence",
     "FlushRequired",
     "Inserted",
     "IntegrityError",

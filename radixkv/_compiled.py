@@ -86,6 +86,7 @@ INDEX = Build(
         "__init__",
         "changes",
         "device_beams",
+        "fences",
         "forgotten",
         "lent_beams",
         "locking",

@@ -92,6 +92,7 @@ class SequenceState:
     __slots__ = (
         "_closed_by",
         "_hints",
+        "_is_fenced",
         "_is_open",
         "_lent",
         "_node",
@@ -136,6 +137,7 @@ class SequenceState:
         self._run: Run | None = None  # the last run before that position
         self._is_open = True
         self._closed_by = RELEASE  # valid only if it isn't open
+        self._is_fenced = False  # released, and holds everything until a fence is lifted
         self._lent: Lending | None = None  # set while lent to the device; then it isn't open
         self._hints: object = None  # what the policy wants to get with each commit
         self._segment_keys: SegmentKeys | None = None  # of committed segments, if the policy wants them

@@ -71,7 +71,7 @@ def purge(cache: CacheState, tenant: str) -> int:
                 cache._journal.cleared(namespace)
         trees += _end_bases(cache, trees)
         for sequence in cache._sequences:
-            if sequence._tree.tenant is state:
+            if sequence._tree.tenant is state and not sequence._is_fenced:
                 sequence._is_open, sequence._closed_by = False, PURGE
         return trees, forgotten
 

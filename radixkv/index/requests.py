@@ -44,6 +44,7 @@ from radixkv.storage.plan import BlockIds, StepPlan
 
 if TYPE_CHECKING:
     from radixkv.index.arguments import Hints, OnPending
+    from radixkv.index.fences import Fence
 
 SLICE_BLOCKS = 512
 """Blocks to evict before other threads may take the lock."""
@@ -349,7 +350,9 @@ def _is_pending(cache: CacheState, namespace: Namespace, key: bytes) -> bool:
         return False
     block = key[at : at + size]
     return any(
-        other._node is node and other._prompt_key.startswith(block, at, other._prompt_size)
+        other._node is node
+        and not other._is_fenced
+        and other._prompt_key.startswith(block, at, other._prompt_size)
         for other in cache._sequences
     )
 
@@ -602,6 +605,15 @@ def release(cache: CacheState, sequence: SequenceState) -> None:
     cache._runs.let_go(sequence)
     cache._evictor.release(sequence._node, sequence._tree)
     if cache._num_waiting:
+        cache._progress.notify_all()
+
+
+def release_after(cache: CacheState, sequence: SequenceState, fence: Fence) -> None:
+    """Close a sequence. It holds everything until the fence is lifted."""
+    sequence._is_open, sequence._is_fenced = False, True
+    if not fence.holds(cache, sequence):
+        release(cache, sequence)
+    elif cache._num_waiting:
         cache._progress.notify_all()
 
 

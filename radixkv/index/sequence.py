@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_count
 from radixkv.index import device_beams, requests
+from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
@@ -86,7 +87,7 @@ class Sequence:
             state = self._state
         except AttributeError:  # __init__ was interrupted
             return
-        if state._is_open or state in self._cache._sequences:
+        if state._is_open or (state in self._cache._sequences and not state._is_fenced):
             self._guard = Guard(self._cache, state)
 
     def __repr__(self) -> str:
@@ -286,19 +287,26 @@ class Sequence:
                 mend(cache, error, state, children)
                 raise
 
-    def release(self) -> None:
+    def release(self, *, after: Fence | None = None) -> None:
         """Release the lease and free private blocks. Committed blocks stay resident.
+
+        ``after``: keep all of it until this fence is lifted, because a transfer or a kernel still uses the blocks. The
+        sequence is over at once. Its blocks stay as they are, also after a clear or a purge, and count for the tenant.
 
         If the sequence is lent to the device, the cache first takes back all sequences that were lent with it. This
         waits for the device. A second call raises LeaseError. If a finaliser calls this in the middle of a call of the
         same cache, the next call releases the sequence. O(nodes on the path).
         """
+        if after is not None and not isinstance(after, Fence):
+            raise ArgumentError("after", after, "a Fence, or None")
         try:
-            self._release()
+            self._release(after)
         except ReentrantCall as error:
+            if after is not None:
+                raise
             defer(self._cache, self._state, error)
 
-    def _release(self) -> None:
+    def _release(self, after: Fence | None) -> None:
         cache, state = self._cache, self._state
         if not state._is_open and (beams := state._lent) is not None:
             cache.require_alive()
@@ -309,7 +317,10 @@ class Sequence:
                     if state._closed_by != PURGE:
                         requests.require_open(state)
                     state._closed_by = RELEASE
-                requests.release(cache, state)
+                if after is None:
+                    requests.release(cache, state)
+                else:
+                    requests.release_after(cache, state, after)
             except BaseException as error:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, state)
