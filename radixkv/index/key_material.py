@@ -1,7 +1,7 @@
 """Key material: what else the KV of some tokens depends on, beside their ids. Images, audio, prompt embeddings.
 
-An engine puts the same placeholder ids in a prompt for every image. ``key_of`` folds a digest of the content into the
-key, so that the KV of one image is never found for another. All calls of the cache take the result in place of ids:
+An engine puts the same placeholder ids in a prompt for every image. ``key_of`` puts a digest of the content into the
+key. So the KV of one image is never found for another. All calls of the cache take the key in place of ids:
 
     key = key_of(ids, [Material(4, 580, sha256(pixels).digest())], block_size=16)
     with cache.open(namespace, key) as sequence: ...
@@ -10,8 +10,8 @@ The tokens of a range, and those before it in the same block, get other ids: the
 (start of the range, digest), again and again, with the highest bit set. Ids of text are below 2³¹, so they never equal
 these. Nothing after the range changes. So prompts that begin alike share their blocks, and tokens may be appended.
 
-Two contents collide in a block with a chance of 2⁻³¹ for each of its tokens that is covered, up to 16: 2⁻⁴⁹⁶ for 16
-tokens, 2⁻³¹ where one token is a whole block. ``Sequence.token_ids`` shows the ids of the key.
+Two contents collide in a block with a chance of 2⁻³¹ to the power of its covered tokens, at most 16. That is 2⁻⁴⁹⁶ for
+16 tokens, and 2⁻³¹ where one token is a whole block. ``Sequence.token_ids`` shows the ids of the key.
 """
 
 from __future__ import annotations
