@@ -101,6 +101,7 @@ class Policy:
         """A request matched ``nodes``. Its return value replaces the hints in later calls for this request.
 
         num_blocks: blocks of its prompt that an equal request could match at most. hints: its RequestHints or None.
+        To insert computed blocks with hints, make this call too, and pass its value to ``inserted``.
         """
         return hints
 

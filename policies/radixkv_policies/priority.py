@@ -5,6 +5,9 @@ for ever or for a number of seconds after their last use. Afterwards, and withou
 ``DEFAULT_PRIORITY``. A later request with its own priority sets the blocks that it matches again. A block has the
 priority of its first token.
 
+``opened`` sets the priorities of the matched blocks, ``inserted`` and ``extended`` those of new blocks. No other hook
+needs the hints. So these two calls are enough for blocks that a caller computed itself and inserts.
+
 Difference from TensorRT-LLM: only leaves are evicted. So a block of low priority stays as long as a block of high
 priority below it in the tree.
 
