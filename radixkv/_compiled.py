@@ -122,6 +122,7 @@ POLICIES = Build(
         "priority",
         "s3fifo",
         "sieve",
+        "slru",
         "survival",
         "tail_lru",
     ),

@@ -20,6 +20,7 @@ from radixkv_policies.prefix_first import PrefixFirst
 from radixkv_policies.priority import Priority
 from radixkv_policies.s3fifo import S3FIFO
 from radixkv_policies.sieve import SIEVE
+from radixkv_policies.slru import SLRU
 from radixkv_policies.survival import Survival
 from radixkv_policies.tail_lru import TailLRU
 
@@ -30,6 +31,7 @@ POLICIES: dict[str, type[Policy]] = {
     "lrfu": LRFU,
     "survival": Survival,
     "arc": ARC,
+    "slru": SLRU,
     "s3fifo": S3FIFO,
     "sieve": SIEVE,
     "gdsf": GDSF,
@@ -63,6 +65,7 @@ __all__ = [
     "RequestHints",
     "S3FIFO",
     "SIEVE",
+    "SLRU",
     "Survival",
     "TailLRU",
     "TokenRange",

@@ -16,6 +16,7 @@ from radixkv.clock import ManualClock
 from radixkv_policies import LRFU, Auto, Learned, RequestHints, Survival
 from radixkv_policies.hazard import EDGES_S, ranks_at
 from radixkv_policies.hints import DEFAULT_PRIORITY
+from radixkv_policies.slru import PROTECTED_SHARE
 from radixkv_policies.tail_lru import MEAN_STEP
 from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference, lives
 from tests.policies.test_lru import LastUseEndedFirst
@@ -143,6 +144,52 @@ class TestARC(PolicyContract):
 
     name = "arc"
     reference = TwoLists
+
+
+class TwoSegments(Reference):
+    """SLRU, block by block. ``flag`` means that the block is protected."""
+
+    clock = 0
+
+    def youngest(self, block: Block) -> None:
+        """Put the block at the most recently used end of its segment."""
+        self.clock += 1
+        block.stamp = self.clock
+
+    def used(self, block: Block) -> None:
+        """Promote the block."""
+        block.flag = True
+
+    def opened(self, path: list[Block], num_blocks: int, hints: Hints) -> None:
+        """The whole path is promoted now."""
+        self.keep_bound()
+
+    def ended(self, block: Block) -> None:
+        """All blocks of the node are used, the deepest first. So it is the oldest of them."""
+        if block is block.node.blocks[-1]:
+            for each in reversed(block.node.blocks):
+                self.youngest(each)
+            self.keep_bound()
+
+    def keep_bound(self) -> None:
+        """Move the oldest protected blocks that are not in use to probation."""
+        protected = [block for node in self.life.nodes for block in node.blocks if block.flag]
+        excess = len(protected) - max(int(PROTECTED_SHARE * CAPACITY), 1)
+        unused = sorted((b for b in protected if not b.node.uses), key=lambda block: block.stamp)
+        for block in unused[: max(excess, 0)]:
+            block.flag = False
+            self.youngest(block)
+
+    def key(self, block: Block) -> tuple[float, ...]:
+        """Probation first, then the last use."""
+        return (block.flag, block.stamp)
+
+
+class TestSLRU(PolicyContract):
+    """Two segments."""
+
+    name = "slru"
+    reference = TwoSegments
 
 
 class ThreeQueues(InsertedFirst):

@@ -82,6 +82,20 @@ def test_arc() -> None:
     assert evicted(cache, 3) == [2, 1, 3]
 
 
+def test_slru() -> None:
+    """The cache holds two prompts. Prompt 1 was used again, so it is protected, and the younger 2 is evicted."""
+    cache = cache_of("slru", room=2)
+    ask(cache, 1, 1, 2, 3)
+    assert cached(cache) == [1, 3]
+
+
+def test_slru_bound() -> None:
+    """Only one of four prompts fits in the protected segment. The older one goes back, as the youngest on probation."""
+    cache = cache_of("slru", room=4)
+    ask(cache, 1, 1, 2, 3, 3)
+    assert evicted(cache, 3) == [2, 1, 3]
+
+
 def test_s3fifo() -> None:
     """New prompts wait in a small queue. Only a second use moves them to the main queue."""
     cache = cache_of("s3fifo", room=4)
