@@ -5,6 +5,7 @@ The references use single blocks and plain lists. They look at every block at ev
 
 from __future__ import annotations
 
+import random
 from math import log2
 from typing import cast
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from radixkv.clock import ManualClock
-from radixkv_policies import LRFU, Auto, Learned, RequestHints, Survival
+from radixkv_policies import LRFU, SLRU, Auto, Learned, RequestHints, Survival
 from radixkv_policies.hazard import EDGES_S, ranks_at
 from radixkv_policies.hints import DEFAULT_PRIORITY
 from radixkv_policies.slru import PROTECTED_SHARE
@@ -190,6 +191,48 @@ class TestSLRU(PolicyContract):
 
     name = "slru"
     reference = TwoSegments
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_long_lives_keep_the_bound(self, seed: int) -> None:
+        """Long lives with many uses, so that blocks often move back, or with many clears of protected leaves."""
+        rng = random.Random(seed)
+        kinds = [1, 2, 3, 4, 5, 8, 8, 9, 9, 10, 12, 13, 13] if seed % 2 else [0, 0, *range(11), 7, 9]
+        self.live([(rng.choice(kinds), rng.randrange(41), rng.randint(1, 4)) for _ in range(150)])
+
+    def test_a_parent_moves_to_probation_after_its_children(self) -> None:
+        """Splits of an unused node leave nodes with the same last use. The deepest one moves first."""
+        policy = SLRU(10, ManualClock(), 0)  # protects two blocks
+        policy.inserted("low", 6, 6)
+        policy.unleased("low")
+        policy.split("high", "low", 4)
+        policy.split("middle", "low", 1)
+        for node in ("low", "middle", "high"):
+            policy.leased(node)
+        policy.touched(["high", "middle", "low"])
+        for node in ("low", "middle", "high"):
+            policy.unleased(node)
+        assert [piece.is_protected for piece in policy.pieces("high")] == [True, False]
+        policy.split("top", "high", 1)
+        policy.split("next", "high", 1)
+        assert [policy.pieces(node)[0].is_protected for node in ("top", "next", "high")] == [
+            True,
+            True,
+            False,
+        ]
+        policy.inserted("other", 1, 1)
+        policy.touched(["other"])
+        policy.unleased("other")
+        assert [policy.pieces(node)[0].is_protected for node in ("top", "next", "other")] == [
+            True,
+            False,
+            True,
+        ]
+        order = []
+        while (victim := policy.victim()) is not None:
+            order.append(victim)
+            policy.trimmed(victim, policy.num_blocks(victim))
+            policy.removed(victim)
+        assert order == ["low", "middle", "high", "next", "top", "other"]
 
 
 class ThreeQueues(InsertedFirst):
