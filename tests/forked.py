@@ -36,7 +36,7 @@ _POLL_S = 0.02
 
 
 @contextmanager
-def small_demo_model() -> Iterator[None]:
+def small_demo_model(num_layers: int = 2) -> Iterator[None]:
     """The demo model has 2 layers, a third of its own, during the ``with``: most tests don't depend on their number.
 
     The services of a process share its weights and the shipped tokenizer. Neither ever changes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,12 @@ SMALL = figures.Sizes(
 )
 
 
-def test_each_figure_is_present_and_is_json() -> None:
-    result = index.run("thin", limit=250, num_blocks=5_000, figures=SMALL)
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return index.run("thin", limit=250, num_blocks=5_000, figures=SMALL)
+
+
+def test_each_figure_is_present_and_is_json(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
     found = {each["name"]: each for each in result["figures"]}
     for part in (
@@ -34,8 +39,8 @@ def test_each_figure_is_present_and_is_json() -> None:
             assert each["ratio"] == pytest.approx(each["value"] / each["floor_value"])
 
 
-def test_scaling_with_cache_and_prompt_size() -> None:
-    scaling = figures.run(SMALL)["scaling"]
+def test_scaling_with_cache_and_prompt_size(result: dict[str, Any]) -> None:
+    scaling = result["scaling"]
     by_cache = [each for each in scaling if each["size"] == "resident blocks"]
     assert [each["operation"] for each in by_cache] == ["match", "a request that evicts", "evict(1)"]
     assert all(list(each["values"]) == ["40", "400"] and each["reach"] for each in by_cache)
@@ -70,8 +75,8 @@ def test_a_shape_is_measured_and_audited(shape: shapes.Shape, monkeypatch: pytes
         shapes.measure(shape)
 
 
-def test_the_table_has_the_figures() -> None:
-    text = index.table(index.run("thin", limit=30, num_blocks=200, figures=SMALL))
+def test_the_table_has_the_figures(result: dict[str, Any]) -> None:
+    text = index.table(result)
     for word in (
         "match of a resident prompt",
         "by resident blocks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,14 +75,19 @@ def test_the_same_hits_as_a_live_cache(policy: str) -> None:
             assert replay(trace, policy, capacity).hit_blocks.tolist() == live(trace, policy, capacity), seed
 
 
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Five minutes of requests of two tenants."""
+    parts = [Part("acme", "chat", 1.0, 0.0, 300.0), Part("globex", "rag", 1.0, 0.0, 300.0)]
+    path = tmp_path_factory.mktemp("generated") / "trace.jsonl"
+    path.write_text("\n".join(line(call, 512, tokens_per_s=50) for call in generate(parts)))
+    return read([path])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
-def test_the_same_hits_on_a_generated_workload(policy: str, tmp_path: Path) -> None:
-    parts = [Part("acme", "chat", 1.0, 0.0, 300.0), Part("globex", "rag", 1.0, 0.0, 300.0)]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(line(call, 512, tokens_per_s=50) for call in generate(parts)))
-    trace = read([path])
-    assert replay(trace, policy, 700).hit_blocks.tolist() == live(trace, policy, 700)
+def test_the_same_hits_on_a_generated_workload(policy: str, generated: Trace) -> None:
+    assert replay(generated, policy, 700).hit_blocks.tolist() == live(generated, policy, 700)
 
 
 def test_lru_equals_an_ordered_dict() -> None:
