@@ -14,7 +14,7 @@ from typing import ClassVar
 from radixkv import PrefixCache
 from radixkv.audit import properties
 
-SEED = int(os.environ.get("RADIXKV_SEED", "0"))
+SEED = int(os.environ.get("RADIXKV_SEED", "1"))
 
 
 class Reached(properties.CacheMachine):

@@ -722,7 +722,7 @@ BUGS = {
     "truncated digest trusted": Bug(
         compared_by_first_id, "never committed|nobody computes|forgotten|wrong KV"
     ),
-    "cleared still matches": Bug(cleared_still_matches, "cleared|never committed"),
+    "cleared still matches": Bug(cleared_still_matches, "cleared|never committed|usage"),
     "append half done": Bug(append_half_done, "changed by a call|but the facts"),
     "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
     "shared run adopted": Bug(shared_run_adopted, "tables|reference-counts|wrong KV"),
