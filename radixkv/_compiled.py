@@ -56,6 +56,7 @@ INDEX = Build(
     "radixkv.index",
     "index",
     (
+        "ahead",
         "bases",
         "blocks",
         "cache",

@@ -291,6 +291,8 @@ class CacheConfig:
       ``"never"``: none; refuses strict tenants. The storage zeroes them, or the engine's ``scrub_blocks``.
     - ``blocks``: ``"cache"``: the cache has the free blocks and hands them out. ``"engine"``: the engine has every
       block until it inserts it, and gets evicted blocks back by ``reclaim``; there are no sequences. Needs no layout.
+    - ``writes_before_reads``: whether each layer of the engine writes the KV of a whole batch before any sequence reads
+      them, as vLLM does. Then a sequence may read blocks that its own step computes (``Sequence.computing``).
     - ``segment_tokens``: the grain at which a policy may remember evicted prefixes, rounded down to whole blocks, at
       least one.
     """
@@ -305,6 +307,7 @@ class CacheConfig:
     default_tenant: Tenant | None = field(default_factory=lambda: Tenant("default"))
     scrub: Scrub = "cross-tenant"
     blocks: Literal["cache", "engine"] = "cache"
+    writes_before_reads: bool = False
 
     @property
     def segment_blocks(self) -> int:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from radixkv._compiled import mypyc_attr
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.errors import ArgumentError, ConfigError, FlushRequired, OutOfBlocks, wrong_count
+from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index import (
     device_beams,
     engine_blocks,
@@ -44,15 +44,16 @@ from radixkv.index import (
     stats,
     tenant_settings,
 )
+from radixkv.index.ahead import MAX_STEP, ended_step, step_done, step_failed
 from radixkv.index.bases import BaseInfo, Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
-from radixkv.index.holders import LeaseState, SequenceState
-from radixkv.index.leases import Lease, lease_match, take_lease
+from radixkv.index.holders import SequenceState
+from radixkv.index.leases import Lease, lease_match, take_lease, take_pin
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.locking import Held
 from radixkv.index.match import Match
-from radixkv.index.opening import open_handle
+from radixkv.index.opening import open_base, open_handle
 from radixkv.index.pins import Pin, require_ttl
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.scrubbing import ScrubBlocks
@@ -61,7 +62,7 @@ from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tenants import TenantBlocks
-from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES, TokenIds, encode
+from radixkv.index.tokens import ID_BYTES, TokenIds, encode
 from radixkv.index.validation import (
     block_ids_of,
     deadline_of,
@@ -198,6 +199,7 @@ class PrefixCache(CacheState):
         timeout_s: Seconds = None,
         hints: Hints = None,
         lookup: bool = True,
+        ahead: bool = False,
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
@@ -213,6 +215,9 @@ class PrefixCache(CacheState):
 
         ``lookup``: False finds nothing: all tokens are computed, and count as neither hit nor missed.
 
+        ``ahead``: True also shares whole blocks that a running step computes (``Sequence.computing``). They count in
+        ``num_ahead_tokens``, not in ``num_cached_tokens``.
+
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
         on the path + blocks evicted).
         """
@@ -223,7 +228,28 @@ class PrefixCache(CacheState):
         computes = isinstance(on_pending, str) and on_pending == "compute"
         deadline = None if computes else deadline_of(on_pending, timeout_s)
         key = encode(ids)
-        return open_handle(self, namespace, key, on_pending, deadline, hints, None, lookup is not False)
+        looks = lookup is not False
+        return open_handle(self, namespace, key, on_pending, deadline, hints, None, looks, ahead is True)
+
+    def step_done(self, step: SupportsIndex) -> int:
+        """Commit what step ``step`` computed (``Sequence.computing``), also for the sequences that lean on it.
+
+        Returns the committed tokens of all of them. What was purged meanwhile is left out. A step that no open sequence
+        waits for changes nothing. Raises ArgumentError. O(sequences of the step).
+        """
+        step = require_between("step", step, 0, MAX_STEP)
+        with self._lock:
+            return ended_step(self, step, step_done)
+
+    def step_failed(self, step: SupportsIndex) -> int:
+        """Withdraw what step ``step`` was to compute. Sequences that lean on it are cut to their committed part.
+
+        Returns how many were cut. The sequences that it computed keep their tokens: compute them again, in another
+        step. Raises ArgumentError. O(sequences of the step).
+        """
+        step = require_between("step", step, 0, MAX_STEP)
+        with self._lock:
+            return ended_step(self, step, step_failed)
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
         """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.
@@ -398,23 +424,7 @@ class PrefixCache(CacheState):
         ttl_s, key = require_ttl(ttl_s), whole_blocks(encode(ids), self._block_size)
         if self._clock is monotonic:
             self._maintenance.start()
-        lease: LeaseState | None = None
-        with self._lock:
-            try:
-                self._pins.end_due(namespace.tenant)
-                match = requests.find(self, namespace, key)
-                budget = self._registry.pin_budget(namespace.tenant)
-                limit = self._registry.pin_limit(namespace.tenant)
-                pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget, limit)
-                if pin is None:
-                    lease = requests.lease(self, match)
-                    self._leases.add(lease)
-                    pin = self._pins.hold(lease, ttl_s)
-                return pin
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                mend(self, error, lease=lease)
-                raise
+        return take_pin(self, namespace, key, ttl_s)
 
     def unpin(self, pin: Any) -> None:
         """End a pin before its time. Raises LeaseError for a pin that has ended."""
@@ -542,18 +552,8 @@ class PrefixCache(CacheState):
         """
         require_namespace(namespace)
         key = whole_blocks(encode(ids), self._block_size)
-        publication = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
-        try:
-            return open_handle(self, namespace, key, "compute", None, None, publication, True)
-        except FlushRequired:
-            raise
-        except OutOfBlocks:
-            with self._lock:
-                short = requests.shortfall(self, namespace, key)
-            blocks = len(key) // self._block_bytes
-            allowed = f"{short} fewer while the rest of the pool is guaranteed to tenants or held"
-            problem = f"has {blocks} blocks; allowed: {allowed}"
-            raise ArgumentError("ids", blocks, allowed, problem=problem) from None
+        base = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
+        return open_base(self, namespace, key, base)
 
     def unpublish(self, base_id: BaseId) -> None:
         """Withdraw a base: no tenant reads it from now on. A base that is still being computed won't be published.

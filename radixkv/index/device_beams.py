@@ -138,6 +138,8 @@ def _begin(
 
 def _check(cache: CacheState, sequences: list[SequenceState]) -> None:
     requests.require_batch(sequences, may_have_room=False)
+    if any(sequence._ahead is not None for sequence in sequences):
+        raise LeaseError("a step computes blocks of one of these sequences: end the step first")
     if not 1 <= len(sequences) <= MAX_NUM_BEAMS:
         raise wrong_count("sequences", len(sequences), f"1 to {MAX_NUM_BEAMS}")
     if any(sequence._tree.tenant is not sequences[0]._tree.tenant for sequence in sequences):

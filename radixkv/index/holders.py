@@ -83,6 +83,18 @@ class Run:
         return upper
 
 
+class Ahead:
+    """Tokens up to ``end`` whose KV a step computes, from the entry before or the committed part on.
+
+    ``is_leaned``: another sequence computes them. ``is_done``: the step is done, an earlier one isn't.
+    """
+
+    __slots__ = ("end", "is_done", "is_leaned", "step")
+
+    def __init__(self, step: int, end: int, is_leaned: bool, is_done: bool = False) -> None:
+        self.step, self.end, self.is_leaned, self.is_done = step, end, is_leaned, is_done
+
+
 class SequenceState:
     """The cache's state of a sequence. Both the cache and the user's Sequence hold it.
 
@@ -90,6 +102,7 @@ class SequenceState:
     """
 
     __slots__ = (
+        "_ahead",
         "_closed_by",
         "_hints",
         "_is_fenced",
@@ -127,6 +140,7 @@ class SequenceState:
         )  # how many bytes of it this sequence uses; a truncation only lowers this number
         self._tail = bytearray()  # appended since then
         self._size = len(key)  # of prompt key and tail, in bytes
+        self._ahead: list[Ahead] | None = None  # what steps compute, in order; see ``ahead``
         self._reserved = 0  # tokens without ids yet that have a place in the table
         self._num_cached = num_cached
         self._num_committed = num_cached
@@ -222,7 +236,31 @@ class SequenceState:
         twin._run = self._run
         if twin._run is not None:
             twin._run.owners += 1
+        if self._ahead is not None:
+            twin._ahead = self.leaned_to(self._size // TOKEN_BYTES)
         return twin
+
+    def leaned_to(self, stop: int) -> list[Ahead]:
+        """Return what a sequence leans on that shares this one's blocks of the first ``stop`` tokens."""
+        found: list[Ahead] = []
+        start = self._num_committed
+        for each in self._ahead or ():
+            if start < stop:
+                found.append(Ahead(each.step, min(each.end, stop), True, each.is_done))
+            start = each.end
+        return found
+
+    @property
+    def leaned_end(self) -> int:
+        """Tokens up to the last one that another sequence computes; 0 without one."""
+        return max([each.end for each in self._ahead or () if each.is_leaned], default=0)
+
+    def become_request(self, node: Node, key: bytes, num_cached: int) -> None:
+        """Make a child, whose blocks begin ``key``, the sequence of a request of its own that leases ``node``."""
+        self._node, self._prompt_key, self._prompt_size, self._tail = node, key, len(key), bytearray()
+        self._size, self._own = len(key), len(self._table) // ID_BYTES
+        self._num_cached = self._num_committed = num_cached
+        self._hints = None
 
     def become(self, other: SequenceState) -> None:
         """Take over the state of an unregistered sequence, and what it holds."""

@@ -1,4 +1,4 @@
-"""Lease: the right to use a match. ``lease_match`` and ``take_lease`` lease and make the handle."""
+"""Lease: the right to use a match. ``lease_match``, ``take_lease`` and ``take_pin`` lease and make the handle."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from radixkv.index.holders import LeaseState
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
+from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.index.match import End, Match
+    from radixkv.index.pins import Pin
     from radixkv.storage.plan import BlockIds
 
 
@@ -129,6 +131,27 @@ def take_lease(cache: CacheState, namespace: Namespace, key: bytes) -> Lease:
         except BaseException as error:
             cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, lease=state)
+            raise
+
+
+def take_pin(cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float) -> Pin:
+    """See PrefixCache.pin. ``key`` has whole blocks."""
+    lease: LeaseState | None = None
+    with cache._lock:
+        try:
+            cache._pins.end_due(namespace.tenant)
+            match = requests.find(cache, namespace, key)
+            budget = cache._registry.pin_budget(namespace.tenant)
+            limit = cache._registry.pin_limit(namespace.tenant)
+            pin = cache._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget, limit)
+            if pin is None:
+                lease = requests.lease(cache, match)
+                cache._leases.add(lease)
+                pin = cache._pins.hold(lease, ttl_s)
+            return pin
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, lease=lease)
             raise
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from radixkv.index import requests
+from radixkv.errors import ArgumentError, FlushRequired, OutOfBlocks
+from radixkv.index import ahead, requests
 from radixkv.index.bases import Publication
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
@@ -27,13 +28,14 @@ def open_handle(
     hints: Hints,
     publication: Publication | None,
     lookup: bool,
+    may_lean: bool = False,
 ) -> Sequence:
     """See PrefixCache.open and PrefixCache.publish."""
     if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
         cache, len(key)
     ):
-        return _open_long(cache, namespace, key, on_pending, deadline, hints, publication, lookup)
-    return _open(cache, namespace, key, on_pending, deadline, hints, None, publication, lookup)
+        return _open_long(cache, namespace, key, on_pending, deadline, hints, publication, lookup, may_lean)
+    return _open(cache, namespace, key, on_pending, deadline, hints, None, publication, lookup, may_lean)
 
 
 def _open(
@@ -46,15 +48,19 @@ def _open(
     already_touched: Node | None,
     publication: Publication | None,
     lookup: bool,
+    may_lean: bool = False,
 ) -> Sequence:
     sequence: SequenceState | None = None
     with cache._lock:
         if on_pending != "compute":
             requests.await_pending(cache, namespace, key, on_pending, deadline)
         try:
-            sequence = requests.open_sequence(
-                cache, namespace, key, hints, already_touched, publication, lookup
-            )
+            if may_lean and lookup:
+                sequence = ahead.open_sequence(cache, namespace, key, hints, already_touched, publication)
+            else:
+                sequence = requests.open_sequence(
+                    cache, namespace, key, hints, already_touched, publication, lookup
+                )
             handle = Sequence(cache, sequence)
             cache._sequences.add(sequence)
             return handle
@@ -73,6 +79,7 @@ def _open_long(
     hints: Hints,
     publication: Publication | None,
     lookup: bool,
+    may_lean: bool = False,
 ) -> Sequence:
     """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
 
@@ -96,10 +103,27 @@ def _open_long(
         with Lease(cache, lease, match):
             requests.make_room(cache, needed, tenant)
             above = lease._node if lookup else None
-            sequence = _open(cache, namespace, key, on_pending, deadline, hints, above, publication, lookup)
+            sequence = _open(
+                cache, namespace, key, on_pending, deadline, hints, above, publication, lookup, may_lean
+            )
         return sequence
     except BaseException as error:
         opened = None if sequence is None else sequence._state
         with cache._lock:
             mend(cache, error, opened, lease=lease)
         raise
+
+
+def open_base(cache: CacheState, namespace: Namespace, key: bytes, publication: Publication) -> Sequence:
+    """See PrefixCache.publish."""
+    try:
+        return open_handle(cache, namespace, key, "compute", None, None, publication, True)
+    except FlushRequired:
+        raise
+    except OutOfBlocks:
+        with cache._lock:
+            short = requests.shortfall(cache, namespace, key)
+        blocks = len(key) // cache._block_bytes
+        allowed = f"{short} fewer while the rest of the pool is guaranteed to tenants or held"
+        problem = f"has {blocks} blocks; allowed: {allowed}"
+        raise ArgumentError("ids", blocks, allowed, problem=problem) from None

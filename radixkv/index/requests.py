@@ -32,7 +32,7 @@ from radixkv.errors import (
 from radixkv.index.bases import Publication
 from radixkv.index.blocks import unpack
 from radixkv.index.ghost_keys import SegmentKeys
-from radixkv.index.holders import INTERRUPTION, PURGE, LeaseState, SequenceState
+from radixkv.index.holders import INTERRUPTION, PURGE, Ahead, LeaseState, SequenceState
 from radixkv.index.match import Match
 from radixkv.index.recovery import Mending
 from radixkv.index.state import CacheState
@@ -367,6 +367,8 @@ def commit(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex
     high = sequence._size // TOKEN_BYTES
     if type(num_tokens) is not int or not sequence._num_committed <= num_tokens <= high:
         num_tokens = require_between("num_tokens", num_tokens, sequence._num_committed, high)
+    if sequence._ahead is not None:
+        _pass_ahead(cache, sequence, num_tokens)
     sequence._num_committed = num_tokens
     new = num_tokens // cache._block_size
     if new > (old := sequence._node.depth):
@@ -377,6 +379,31 @@ def commit(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex
             _complete(cache, sequence)
         if cache._num_waiting:
             cache._progress.notify_all()
+
+
+def _pass_ahead(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
+    """Forget the steps that a commit passes. Raises ArgumentError if another sequence's step isn't done."""
+    left, start = list[Ahead](), sequence._num_committed
+    for each in sequence._ahead or ():
+        if each.is_leaned and not each.is_done and num_tokens > start:
+            raise ArgumentError("num_tokens", num_tokens, f"at most {start} before step {each.step} is done")
+        start = each.end
+        if start > num_tokens:
+            left.append(each)
+    keep_ahead(cache, sequence, left)
+
+
+def keep_ahead(cache: CacheState, sequence: SequenceState, left: list[Ahead]) -> None:
+    """Let a sequence wait for these steps only, which are among its own."""
+    steps = {each.step for each in left}
+    for each in sequence._ahead or ():
+        if each.step not in steps and (concerned := cache._steps.get(each.step)) is not None:
+            concerned.pop(sequence, None)
+            if not concerned:
+                del cache._steps[each.step]
+    sequence._ahead = left or None
+    if not left:
+        cache._computing.pop(sequence, None)
 
 
 def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> None:
@@ -577,11 +604,34 @@ def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsInd
     require_open(sequence)
     low, high = sequence._num_committed, sequence.num_tokens
     num_tokens = require_between("num_tokens", num_tokens, low, high)
+    if sequence._ahead is not None:
+        _cut_ahead(cache, sequence, num_tokens)
     _cut(cache, sequence, num_tokens)
     sequence._reserved = 0
     sequence.cut_key(num_tokens * TOKEN_BYTES)
     if cache._num_waiting:
         cache._progress.notify_all()
+
+
+def _cut_ahead(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
+    """Cut what steps compute. Raises ArgumentError inside a block that another sequence computes.
+
+    The next write would have to copy a part of it that may not exist yet.
+    """
+    size, leaned = cache._block_size, sequence.leaned_end
+    if num_tokens % size and sequence._num_committed < num_tokens < leaned:
+        allowed = (
+            f"at least {leaned}, or a multiple of {size}: a step of another sequence computes this block"
+        )
+        raise ArgumentError("num_tokens", num_tokens, allowed)
+    left, start = list[Ahead](), sequence._num_committed
+    for each in sequence._ahead or ():
+        if start < num_tokens:
+            left.append(each)
+        start = each.end
+    if left:
+        left[-1].end = min(left[-1].end, num_tokens)
+    keep_ahead(cache, sequence, left)
 
 
 def _cut(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
@@ -595,13 +645,23 @@ def fork(cache: CacheState, sequence: SequenceState) -> SequenceState:
     """Return another sequence in the same state that shares all blocks. It isn't registered."""
     child = sequence.child()
     cache._evictor.lease(child._node, child._tree)
+    if child._ahead is not None:
+        follow_steps(cache, child)
     return child
+
+
+def follow_steps(cache: CacheState, sequence: SequenceState) -> None:
+    """Note that the ends of these steps concern the sequence."""
+    for each in sequence._ahead or ():
+        cache._steps.setdefault(each.step, {})[sequence] = None
 
 
 def release(cache: CacheState, sequence: SequenceState) -> None:
     """Release everything that a sequence holds."""
     sequence._is_open = False
     cache._sequences.discard(sequence)
+    if sequence._ahead is not None:
+        keep_ahead(cache, sequence, [])
     cache._runs.let_go(sequence)
     cache._evictor.release(sequence._node, sequence._tree)
     if cache._num_waiting:
@@ -686,8 +746,12 @@ def insert(
             cache._evictor.release(node, place.tree)  # evicts the blocks if the policy declines them
         if pool.is_engines:
             pool.lend_freed(free, done.evicted)
-    elif leases and resident:
+    elif resident and (leases or hints is not None):
         node = _admit(cache, place, total, 0)
+        if hints is not None and place.tree.tenant.on_opened is not None:
+            place.tree.tenant.on_opened(path_between(place.tree.root, node), total, hints)
+        if not leases:
+            cache._evictor.release(node, place.tree)
     done.table, done.surplus, done.num_resident = bytes(place.table) + new, surplus, resident
     if leases:
         done.lease = LeaseState(cache, node, Match(namespace, key, done.table))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_count
-from radixkv.index import device_beams, requests
+from radixkv.index import ahead, device_beams, requests
 from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.locking import Guard, defer
@@ -125,6 +125,12 @@ class Sequence:
         return self._state._num_cached
 
     @property
+    def num_ahead_tokens(self) -> int:
+        """Tokens after the committed ones whose KV steps of other sequences compute. This one must not compute them."""
+        state = self._state
+        return max(state.leaned_end - state._num_committed, 0)
+
+    @property
     def num_committed_tokens(self) -> int:
         """Leading tokens whose KV exist."""
         return self._state._num_committed
@@ -174,6 +180,27 @@ class Sequence:
         with cache._lock:
             try:
                 requests.commit(cache, state, num_tokens)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, state)
+                raise
+
+    def computing(self, num_tokens: SupportsIndex, *, step: SupportsIndex) -> None:
+        """Declare that step ``step`` computes the KV of the tokens up to ``num_tokens``.
+
+        Their whole blocks are offered to requests of the same namespace that open with ``ahead=True``. Call it when the
+        step is scheduled, and ``PrefixCache.step_done`` or ``step_failed`` when it has ended, whatever became of this
+        sequence. ``step``: any number that the engine doesn't reuse while the step runs, from 0 to 2⁶³ − 1.
+
+        Raises ArgumentError for fewer tokens than are committed or computed already, for more than there are, and for
+        the step of a block that this sequence leans on, unless ``CacheConfig.writes_before_reads``. O(1).
+        """
+        cache, state = self._cache, self._state
+        step = require_between("step", step, 0, ahead.MAX_STEP)
+        num_tokens = require_between("num_tokens", num_tokens, 0, None)
+        with cache._lock:
+            try:
+                ahead.computing(cache, state, num_tokens, step)
             except BaseException as error:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, state)

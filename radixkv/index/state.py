@@ -95,6 +95,8 @@ class CacheState:
             self._evictor.on_hand_out = storage.join
         self._journal = journal
         self._sequences: set[SequenceState] = set()
+        self._computing: dict[SequenceState, None] = {}
+        self._steps: dict[int, dict[SequenceState, None]] = {}
         self._leases: set[LeaseState] = set()
         self._lendings: set[Lending] = set()
         self._bases = Bases(self._block_bytes)
