@@ -337,7 +337,11 @@ def compared(quiet: list[Answer], after: Answer) -> tuple[list[str], list[str]]:
             masked.append(what)
         elif after[place] != before[0]:
             changed.append(what)
-    tables = [_lines(each[2]) for each in (*quiet, after)]
+    bodies = [each[2] for each in (*quiet, after)]
+    if len(quiet) > 1 and len(set(bodies)) == 1:
+        return changed, masked  # every line is steady
+    tables_of = {body: _lines(body) for body in set(bodies)}
+    tables = [tables_of[body] for body in bodies]
     comes_and_goes = any(set(table) != set(tables[0]) for table in tables[:-1])
     for line in dict.fromkeys(key for table in tables for key in table):
         series = [table.get(line) for table in tables]
