@@ -31,6 +31,8 @@ def open_handle(
     may_lean: bool = False,
 ) -> Sequence:
     """See PrefixCache.open and PrefixCache.publish."""
+    if cache._pool.is_engines:
+        raise requests.engine_has_blocks("open" if publication is None else "publish")
     if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
         cache, len(key)
     ):

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import resolve
+from radixkv.config import Tenant, resolve
 from radixkv.errors import ArgumentError, NamespaceError
 from radixkv.index.bases import Bases, longest
 from radixkv.index.tenants import NamespaceTree, TenantState
 from radixkv_policies import Policy
 
 if TYPE_CHECKING:
-    from radixkv.config import CacheConfig, Namespace, Tenant
+    from radixkv.config import CacheConfig, Namespace
     from radixkv.index.eviction import Evictor
     from radixkv.index.maintenance import Maintenance
     from radixkv.index.scrubbing import Scrubber
@@ -138,6 +138,11 @@ class Registry:
         state = TenantState(settings, self.new_policy(settings), is_added=is_added, owner_tag=owner_tag)
         state.bases = self._bases.readable_by(settings.id)
         return state
+
+    def state_of(self, tenant_id: str) -> TenantState:
+        """Return a tenant's state. For a tenant that the cache doesn't know, a new one that isn't registered."""
+        known = self.tenants.get(tenant_id)
+        return known if known is not None else self.new_state(Tenant(tenant_id))
 
     def new_owner_tag(self, settings: Tenant) -> int:
         """Return a new label for the blocks of a tenant. Blocks that it had before aren't its own any more."""

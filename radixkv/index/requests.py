@@ -198,7 +198,10 @@ def lease(cache: CacheState, match: Match) -> LeaseState:
 
 def match_and_lease(cache: CacheState, namespace: Namespace, key: bytes) -> tuple[LeaseState, Match]:
     """See PrefixCache.match_and_lease. The lease isn't registered. One walk."""
-    tree = cache._registry.resident_tree(namespace, key, len(key))
+    registry = cache._registry
+    tree = registry.resident_tree(namespace, key, len(key))
+    if tree is None and cache._bases.published and registry.admits(namespace.tenant):
+        tree = registry.tree_for(namespace, None, key, len(key))
     if tree is not None:
         place = _walk(cache, tree, key, len(key))
         if place.num_blocks:
@@ -237,8 +240,6 @@ def open_sequence(
 ) -> SequenceState:
     """See PrefixCache.open. The sequence isn't registered."""
     num_bytes, size = len(key), cache._block_bytes
-    if cache._pool.is_engines:
-        raise engine_has_blocks("open")
     place = _locate(cache, namespace, key, num_bytes - 1) if lookup else _root(cache, namespace)
     if publication is not None:
         cache._bases.require_new(publication)
@@ -270,8 +271,6 @@ def lease_of_long(
 
     Raises the errors of ``open_sequence`` before anything is evicted. The lease isn't registered.
     """
-    if cache._pool.is_engines:
-        raise engine_has_blocks("open")
     if publication is not None:
         cache._bases.require_new(publication)
     place = _locate(cache, namespace, key, len(key) - 1) if lookup else _root(cache, namespace)
@@ -796,11 +795,11 @@ def reclaim(cache: CacheState, num_blocks: int, tenant: str | None, taken: bytea
     Returns whether it must be called again.
     """
     pool, evictor = cache._pool, cache._evictor
+    requester = None if tenant is None else cache._registry.state_of(tenant)
     pool.lend_freed(0, taken)
     short = num_blocks - len(taken) // ID_BYTES
     if short <= 0:
         return False
-    requester = None if tenant is None else cache._tenants.get(tenant)
     evictor.end_due_pins(requester, short)
     wanted = min(short, SLICE_BLOCKS)
     freed = evictor.evict(min(wanted, evictor.available_to(requester)), requester)

@@ -45,6 +45,10 @@ class Reached(properties.CacheMachine):
                         node.parent for node in tree.nodes if node.parent is not None
                     ).values()
                 ),
+                "reserved room": any(run.num_reserved for run in self.runs),
+                "reserved blocks": any(
+                    run.sequence.num_blocks > self._blocks(run.num_tokens) for run in self.runs
+                ),
                 "copies that wait": self.engine.is_behind,
                 "waiting plans hold blocks": len(snapshot.held_ids) > 0,
                 "committed and private": any(

@@ -25,6 +25,7 @@ from radixkv.index import registry as registry_module
 from radixkv.index import tree as tree_module
 from radixkv.index.blocks import BlockPool, WaitingCopies
 from radixkv.index.eviction import Evictor
+from radixkv.index.match import End
 from radixkv.index.pins import Pins
 from radixkv.index.registry import Registry
 from radixkv.index.runs import Runs
@@ -60,7 +61,9 @@ class Bug:
 
     plant: Patch
     said: str
-    machine: type[properties.CacheMachine] | type[properties.TwoRuns] = properties.CacheMachine
+    machine: type[properties.CacheMachine] | type[properties.EngineMachine] | type[properties.TwoRuns] = (
+        properties.CacheMachine
+    )
     mode: str = "burst"
     policy: str | None = None
 
@@ -641,6 +644,167 @@ def lent_and_still_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_beams, "_begin", lambda *args: begin(original, *args))
 
 
+def dropped_room_lost(patch: pytest.MonkeyPatch) -> None:
+    """Reserved room that is dropped leaves the block table, and its blocks are never freed."""
+
+    def lost(original: Any, cache: Any, sequence: Any, num_tokens: int) -> None:
+        if sequence._reserved:
+            del sequence._table[-(-num_tokens // cache._block_size) * 4 :]
+        else:
+            original(cache, sequence, num_tokens)
+
+    _wrap(patch, requests, "_cut", lost)
+
+
+def released_room_lost(patch: pytest.MonkeyPatch) -> None:
+    """A release forgets the blocks of reserved room."""
+
+    def release(original: Any, cache: Any, sequence: Any) -> None:
+        del sequence._table[-(-sequence.num_tokens // cache._block_size) * 4 :]
+        original(cache, sequence)
+
+    _wrap(patch, requests, "release", release)
+
+
+def reserved_room_committed(patch: pytest.MonkeyPatch) -> None:
+    """A commit covers reserved room, as if it had ids."""
+
+    def commit(original: Any, cache: Any, sequence: Any, num_tokens: Any) -> None:
+        if num_tokens > sequence.num_tokens:
+            requests.fill(sequence, bytes(4 * min(num_tokens - sequence.num_tokens, sequence._reserved)))
+        original(cache, sequence, num_tokens)
+
+    _wrap(patch, requests, "commit", commit)
+
+
+def appended_beside_the_room(patch: pytest.MonkeyPatch) -> None:
+    """``extend`` takes new blocks although there is reserved room."""
+
+    def extend(original: Any, cache: Any, sequence: Any, key: bytes) -> None:
+        if sequence._reserved:
+            requests._cut(cache, sequence, sequence.num_tokens)
+        original(cache, sequence, key)
+
+    _wrap(patch, requests, "extend", extend)
+
+
+def resident_count_drifts(patch: pytest.MonkeyPatch) -> None:
+    """The count of resident blocks isn't lowered at an eviction."""
+
+    def count(original: Any, self: Any, tenant: Any, num_blocks: int) -> None:
+        original(self, tenant, max(num_blocks, 0))
+
+    _wrap(patch, Evictor, "_count_resident", count)
+
+
+def total_count_drifts(patch: pytest.MonkeyPatch) -> None:
+    """The count of all tenants' resident blocks isn't lowered at an eviction; each tenant's own is right."""
+
+    def count(original: Any, self: Any, tenant: Any, num_blocks: int) -> None:
+        original(self, tenant, num_blocks)
+        self.resident_blocks -= min(num_blocks, 0)
+
+    _wrap(patch, Evictor, "_count_resident", count)
+
+
+def surplus_unowned(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that an insert didn't take are no longer lent."""
+
+    def insert(original: Any, cache: Any, *args: Any) -> None:
+        original(cache, *args)
+        lent, surplus = cache._pool.lent, np.frombuffer(args[-1].surplus, np.int32).tolist()
+        lent.remove([block for block in surplus if block not in lent.missing(surplus)])
+
+    _wrap(patch, requests, "insert", insert)
+
+
+def surplus_taken(patch: pytest.MonkeyPatch) -> None:
+    """An insert frees the blocks that it didn't take, instead of leaving them to the engine."""
+
+    def insert(original: Any, cache: Any, *args: Any) -> None:
+        original(cache, *args)
+        lent, surplus = cache._pool.lent, np.frombuffer(args[-1].surplus, np.int32)
+        if len(surplus) and not lent.missing(surplus.tolist()):
+            cache._pool.give_back(surplus)
+
+    _wrap(patch, requests, "insert", insert)
+
+
+def insert_without_its_lease(patch: pytest.MonkeyPatch) -> None:
+    """The lease of an insert is recorded, but holds nothing."""
+
+    def insert(original: Any, cache: Any, *args: Any) -> None:
+        original(cache, *args)
+        lease = args[-1].lease
+        if lease is not None and lease._node is not None:
+            cache._evictor.release(lease._node, lease.tree)
+
+    _wrap(patch, requests, "insert", insert)
+
+
+def lookup_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    """``open(lookup=False)`` still finds what is resident."""
+    _wrap(patch, requests, "open_sequence", lambda original, *args: original(*args[:-1], True))
+
+
+def uncounted_lookup(patch: pytest.MonkeyPatch) -> None:
+    """``open(lookup=False)`` counts its tokens as missed."""
+
+    def opened(original: Any, *args: Any) -> Any:
+        sequence = original(*args)
+        if not args[-1]:
+            sequence._tree.tenant.missed_tokens += sequence.num_tokens
+        return sequence
+
+    _wrap(patch, requests, "open_sequence", opened)
+
+
+def ends_of_one_length_equal(patch: pytest.MonkeyPatch) -> None:
+    """Ends of the same number of tokens in one namespace are equal."""
+
+    def equal(original: Any, self: Any, other: Any) -> bool:
+        return len(self._key) == len(other._key) and self.namespace == other.namespace
+
+    _wrap(patch, End, "__eq__", equal)
+
+
+def reclaimed_ids_lost(patch: pytest.MonkeyPatch) -> None:
+    """A reclaim of several blocks loses one."""
+
+    def lossy(original: Any, self: Any, start: int, table: bytearray) -> None:
+        at = len(table)
+        original(self, start, table)
+        if len(table) > at + 4:
+            del table[-4:]
+
+    _wrap(patch, BlockPool, "lend_freed", lossy)
+
+
+def reclaimed_and_still_matched(patch: pytest.MonkeyPatch) -> None:
+    """A reclaim hands out blocks of a leaf, and leaves them in the tree."""
+
+    def reclaim(original: Any, cache: Any, num_blocks: int, tenant: Any, taken: bytearray) -> bool:
+        if num_blocks and not cache._pool.num_free and cache._evictor.evictable_blocks:
+            leaf = max((state.policy for state in cache._tenants.values()), key=len).victim()
+            taken += leaf.block_ids
+            return False
+        return bool(original(cache, num_blocks, tenant, taken))
+
+    _wrap(patch, requests, "reclaim", reclaim)
+
+
+def evictions_of_an_insert_kept(patch: pytest.MonkeyPatch) -> None:
+    """An insert doesn't report the blocks that it evicted."""
+    _wrap(
+        patch,
+        BlockPool,
+        "lend_freed",
+        lambda original, self, start, table: (
+            None if start or not self.num_free else original(self, start, table)
+        ),
+    )
+
+
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
 _WRONG_LOOKUP = (
     "another namespace|never committed|nobody computes|forgotten|wrong KV|cleared|free and evictable are"
@@ -739,6 +903,34 @@ BUGS = {
     "lent and still used": Bug(
         lent_and_still_used, "lendings|SequenceLent|Lent|of Mirror", properties.BeamMachine
     ),
+    "dropped room lost": Bug(dropped_room_lost, "conservation|tables|aren't free"),
+    "released room lost": Bug(released_room_lost, "conservation"),
+    "reserved room committed": Bug(
+        reserved_room_committed, "ArgumentError was expected|reserved|committed|other token ids"
+    ),
+    "appended beside the room": Bug(appended_beside_the_room, "tables|blocks|became|conservation|of Mirror"),
+    "resident count drifts": Bug(resident_count_drifts, "usage|in O|resident_blocks"),
+    "total count drifts": Bug(total_count_drifts, "in O"),
+    "surplus unowned": Bug(surplus_unowned, "conservation|isn't the engine's|has other blocks"),
+    "surplus taken": Bug(surplus_taken, "isn't the engine's|conservation|are lent"),
+    "surplus taken, engine's blocks": Bug(
+        surplus_taken, "has other blocks than it knows|left them to a reclaim", properties.EngineMachine
+    ),
+    "insert without its lease": Bug(insert_without_its_lease, "leases"),
+    "lookup all the same": Bug(lookup_all_the_same, "cached, 0 were matched|free and evictable are"),
+    "lookup counted": Bug(uncounted_lookup, "missed"),
+    "ends of one length equal": Bug(ends_of_one_length_equal, "End after"),
+    "reclaimed ids lost": Bug(
+        reclaimed_ids_lost, "the engine has|blocks were reclaimed", properties.EngineMachine
+    ),
+    "reclaimed and still matched": Bug(
+        reclaimed_and_still_matched,
+        "conservation|the engine has|were reclaimed|owned already",
+        properties.EngineMachine,
+    ),
+    "evictions of an insert kept": Bug(
+        evictions_of_an_insert_kept, "left them to a reclaim", properties.EngineMachine
+    ),
     "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 
@@ -759,5 +951,6 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     report = properties.run(
         PrefixCache, EXAMPLES, 50, seed=0, machine=bug.machine, modes=[bug.mode], shrink=False, **chosen
     )
+    print(f"{name}: {report.steps} steps")
     assert report.failure is not None, f"not found in {report.examples} examples"
     assert re.search(bug.said, report.failure.partition("Failing test case")[0]), report.failure

@@ -1,6 +1,6 @@
 """The exported Hypothesis state machines: random sequences of calls (lives), checked against the oracle and the laws.
 
-Only this subpackage imports Hypothesis (extra ``audit``). It has four machines:
+Only this subpackage imports Hypothesis (extra ``audit``). It has five machines:
 
 - ``CacheMachine`` attacks one PrefixCache with every call, also with calls that must be refused. It checks after
   each step: every law of ``radixkv.audit`` holds. What was served was committed before, in that namespace, since it
@@ -8,6 +8,7 @@ Only this subpackage imports Hypothesis (extra ``audit``). It has four machines:
   still matches. A refused call changed nothing, and its reason was true. The number of copies is what the formula
   says.
 - ``BeamMachine`` does the same. It also lends some of its requests to the device, which advances them by itself.
+- ``EngineMachine`` attacks a cache whose blocks the engine owns: every block is the engine's, resident or to reclaim.
 - ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
   observes.
 - ``TwoAdapters`` does the same with any system behind an ``Adapter``: an engine's integration, another cache.
@@ -22,7 +23,8 @@ The modules:
 
 - ``material``: prompts and namespaces.
 - ``checked``: checks after each step.
-- ``machine``, ``beam_machine``: steps on one cache, and of beams on the device.
+- ``lookups``, ``machine``, ``beam_machine``, ``engine_machine``: steps on one cache, of beams on the device, and on a
+  cache whose blocks the engine owns.
 - ``adapter``, ``two_systems``: the protocol of a system, and the comparison of two.
 - ``runner``: the runs.
 """
@@ -41,6 +43,7 @@ from radixkv.audit.properties.adapter import (
     strict_system,
 )
 from radixkv.audit.properties.beam_machine import BeamMachine
+from radixkv.audit.properties.engine_machine import EngineMachine
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import LAYOUT, NAMESPACES, CacheFactory, Held, Mirror, expect, prompts
 from radixkv.audit.properties.runner import PropertyReport, run, run_adapter
@@ -54,6 +57,7 @@ __all__ = [
     "CacheAdapter",
     "CacheFactory",
     "CacheMachine",
+    "EngineMachine",
     "Held",
     "Mirror",
     "Observed",

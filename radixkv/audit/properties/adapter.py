@@ -184,7 +184,7 @@ class CacheAdapter:
 
     def lease(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Any, int]:
         """Lease what is matched."""
-        lease = self.cache.lease(self.cache.match(namespace, ids))
+        lease = self.cache.match_and_lease(namespace, ids)
         return lease, int(lease.num_tokens)
 
     def end_lease(self, lease: Any) -> None:
@@ -192,12 +192,12 @@ class CacheAdapter:
         lease.release()
 
     def insert(self, namespace: Namespace, ids: Sequence[int]) -> int:
-        """Allocate, fill and insert blocks, then free those of the prefix that was resident before."""
+        """Allocate, fill and insert blocks, then free those that the cache didn't take."""
         block_ids = self._with_room(lambda: self.cache.allocate(len(ids) // self.block_size))
         self.engine.write(block_ids, 0, chain(namespace, ids[: len(block_ids) * self.block_size]))
-        resident = int(self.cache.insert(namespace, ids, block_ids).num_resident_tokens)
-        self.cache.free(block_ids[: resident // self.block_size])
-        return resident
+        done = self.cache.insert(namespace, ids, block_ids)
+        self.cache.free(done.surplus)
+        return int(done.num_resident_tokens)
 
     def evict(self, num_blocks: int) -> int:
         """Evict blocks of the whole pool, by policy."""

@@ -46,7 +46,10 @@ class CheckedCache(RuleBasedStateMachine):
         self.runs: list[Mirror] = []
         self.away: list[Mirror] = []  # running, but lent to the device
         self.held: list[Held] = []
-        self.lent: list[int] = []
+        self.lent: list[int] = []  # what the engine has
+        self.ends: list[tuple[Any, tuple[Namespace, tuple[int, ...]]]] = []
+        self.guaranteed: dict[str, int] = {}  # blocks, by tenant
+        self.declines = False  # the policy may give blocks up as soon as they are unused
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
 
@@ -88,19 +91,30 @@ class CheckedCache(RuleBasedStateMachine):
         parts = (stats.resident_blocks, stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks)
         expect(stats.free_blocks + sum(parts) == stats.num_blocks and min(parts) >= 0, stats)
         num_running = len(self.runs) + len(self.away)
-        expect(stats.num_sequences == num_running and stats.lent_blocks == len(self.lent), stats)
+        expect(stats.num_sequences == num_running, f"{num_running} sequences run: {stats}")
+        expect(stats.lent_blocks == len(self.lent), f"the engine has {len(self.lent)} blocks: {stats}")
+        cache = self.cache
+        quickly = (cache.free_blocks, cache.resident_blocks, cache.evictable_blocks)
+        expect(
+            quickly == (stats.free_blocks, stats.resident_blocks, stats.evictable_blocks),
+            f"{quickly} in O(1), but {stats}",
+        )
         for tenant, counts in self.counts.items():
             seen = self.cache.tenant_stats(tenant)
             counted = (seen.requests, seen.hit_tokens, seen.missed_tokens)
             expect(counted == (counts["requests"], counts["hit"], counts["missed"]), f"{seen}, but {counts}")
+            quick = self.cache.blocks_of(tenant)
+            told = (quick.resident_blocks, quick.evictable_blocks)
+            expect(told == (seen.resident_blocks, seen.evictable_blocks), f"{told} in O(1), but {seen}")
+            expect(quick.free_blocks <= stats.free_blocks, f"{quick.free_blocks} free of {stats.free_blocks}")
 
     def _agrees(self, run: Mirror, behind: bool) -> None:
         sequence = run.sequence
         seen = (sequence.num_tokens, sequence.num_committed_tokens, sequence.num_blocks, sequence.is_open)
-        expect(
-            seen == (run.num_tokens, run.num_committed, self._blocks(run.num_tokens), True),
-            f"{seen} of {run}",
-        )
+        num_blocks = self._blocks(run.num_tokens + run.num_reserved)
+        expect(seen == (run.num_tokens, run.num_committed, num_blocks, True), f"{seen} of {run}")
+        reserved = sequence.num_reserved_tokens
+        expect(reserved == run.num_reserved, f"{reserved} tokens are reserved, not {run.num_reserved}")
         expect(sequence.token_ids.tolist() == run.ids, "the sequence has other token ids")
         table = sequence.block_table
         expect(len(table) == sequence.num_blocks, "the block table has another length")
@@ -126,7 +140,6 @@ class CheckedCache(RuleBasedStateMachine):
         for held in self.held:
             if held.lease is not None:
                 held.lease.release()
-        self.cache.free(self.lent)
         for pin, _ in self.pinned.values():
             self.cache.unpin(pin)
         self.engine.settle()
@@ -136,12 +149,15 @@ class CheckedCache(RuleBasedStateMachine):
             not snapshot.sequences and not snapshot.runs and not snapshot.leases, "released, and still held"
         )
         expect(not any(tree.detached for tree in snapshot.trees), "a cleared tree outlives its sequences")
-        expect(
-            self.cache.evict(snapshot.num_blocks) + len(snapshot.free_ids) == snapshot.num_blocks,
-            "not everything could be evicted at the end",
-        )
+        expect(self._give_back() == snapshot.num_blocks, "not everything could be evicted at the end")
         invariants.check(self.cache)
         self._finished()
+
+    def _give_back(self) -> int:
+        """Evict everything, at the end of a life. Returns how many blocks are free then."""
+        self.cache.free(self.lent)
+        free = len(self.cache.snapshot().free_ids)
+        return free + int(self.cache.evict(self.cache.config.num_blocks))
 
     def _finished(self) -> None:
         """Called at the end of an example that found nothing."""
@@ -257,10 +273,10 @@ class CheckedCache(RuleBasedStateMachine):
         before = self.cache.snapshot()
         copies = self._expected_copies([run for run, more in zip(runs, ids, strict=True) if more], before)
         new = sum(
-            self._blocks(run.num_tokens + len(more)) - self._blocks(run.num_tokens)
+            max(self._blocks(run.num_tokens + len(more)) - self._blocks(run.num_tokens + run.num_reserved), 0)
             for run, more in zip(runs, ids, strict=True)
         )
-        copied = self._copied()
+        copied, tables = self._copied(), [run.sequence.block_table for run in runs]
         try:
             call(runs, ids)
         except FlushRequired as error:
@@ -272,12 +288,22 @@ class CheckedCache(RuleBasedStateMachine):
         expect(
             self._copied() - copied == copies, f"{self._copied() - copied} copies, the formula says {copies}"
         )
-        for run, more in zip(runs, ids, strict=True):
-            state = run.states[-1] if run.states else None
-            run.states.extend(chain(run.namespace, more, state))
-            run.ids.extend(more)
+        for run, more, table in zip(runs, ids, tables, strict=True):
+            self._keeps(run, table, copies and not run.num_reserved)
+            self._give_ids(run, more)
+            run.num_reserved = max(run.num_reserved - len(more), 0)
             if more:
                 self._owns_tail(run)
+
+    def _give_ids(self, run: Mirror, ids: Sequence[int]) -> None:
+        run.states.extend(chain(run.namespace, ids, run.states[-1] if run.states else None))
+        run.ids.extend(ids)
+
+    def _keeps(self, run: Mirror, table: Any, copied: object = False) -> None:
+        """A sequence's table begins with what it was before, up to a tail that was copied."""
+        kept = run.num_tokens // self.block_size if copied else len(table)
+        now = run.sequence.block_table
+        expect(np.array_equal(now[:kept], table[:kept]), f"{table.tolist()} became {now.tolist()}")
 
     def _expected_copies(self, runs: list[Mirror], snapshot: Any) -> int:
         """Σ over shared partial tails written in: writers − 1 if every owner writes, otherwise writers."""
@@ -287,13 +313,14 @@ class CheckedCache(RuleBasedStateMachine):
         for tree in snapshot.trees:
             for node in tree.nodes:
                 owners.update(np.frombuffer(node.block_ids, np.int32).tolist())
+        size = self.block_size
         writers = Counter(
-            int(run.sequence.block_table[-1]) for run in runs if run.num_tokens % self.block_size
+            int(run.sequence.block_table[run.num_tokens // size]) for run in runs if run.num_tokens % size
         )
         return sum(number - (number == owners[tail]) for tail, number in writers.items())
 
     def _owns_tail(self, run: Mirror) -> None:
-        tail = int(run.sequence.block_table[-1])
+        tail = int(run.sequence.block_table[(run.num_tokens - 1) // self.block_size])
         others = [other for other in (*self.runs, *self.away) if other is not run]
         expect(
             not any(tail in other.sequence.block_table for other in others),

@@ -15,13 +15,12 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from radixkv.audit import invariants
 from radixkv.audit.oracle import chain
-from radixkv.audit.properties.checked import CheckedCache
+from radixkv.audit.properties.lookups import Lookups
 from radixkv.audit.properties.material import (
     LAYOUT,
     MAX_OPEN,
     MAX_PINS,
     NAMESPACES,
-    Held,
     Mirror,
     expect,
     prompts,
@@ -29,22 +28,21 @@ from radixkv.audit.properties.material import (
     token_id,
     where_to,
 )
-from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.config import CacheConfig, Tenant
 from radixkv.errors import (
     ArgumentError,
+    ConfigError,
     FlushRequired,
     LeaseError,
     NotResident,
     OutOfBlocks,
     PendingError,
-    PinBudgetExceeded,
-    PinLimitExceeded,
     RadixKVError,
     TokenError,
 )
 
 
-class CacheMachine(CheckedCache):
+class CacheMachine(Lookups):
     """One cache under attack. Subclass it with another ``factory`` or ``policies``, or use ``run``."""
 
     @initialize(
@@ -73,10 +71,11 @@ class CacheMachine(CheckedCache):
         prompt=prompts,
         on_pending=st.sampled_from(("compute", "compute", "raise", "wait")),
         done=st.sampled_from((0, 17, 4)),
+        looks=st.sampled_from((True, True, True, False)),
     )
-    def open(self, where: int, prompt: tuple[int, ...], on_pending: str, done: int) -> None:
+    def open(self, where: int, prompt: tuple[int, ...], on_pending: str, done: int, looks: bool) -> None:
         """A request arrives, and ``done`` tokens are computed. ``wait`` never waits here: its timeout is 0."""
-        run = self._open(where, prompt, on_pending)
+        run = self._open(where, prompt, on_pending, looks)
         if run is not None:
             self._commit(run, done)
 
@@ -88,16 +87,20 @@ class CacheMachine(CheckedCache):
             self._commit(run, run.num_tokens)
             self.release(len(self.runs) - 1)
 
-    def _open(self, where: int, prompt: tuple[int, ...], on_pending: str) -> Mirror | None:
+    def _open(
+        self, where: int, prompt: tuple[int, ...], on_pending: str, looks: bool = True
+    ) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
         self._pass(1.0)
         match = self._matched(namespace, ids)
-        cached = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
+        usable = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
+        cached = usable if looks else 0
         before = self.cache.snapshot()
-        pending = self._is_pending(namespace, ids, cached)
+        pending = self._is_pending(namespace, ids, usable)
         timeout_s = 0.0 if on_pending == "wait" else None
+        named = {} if looks else {"lookup": False}
         try:
-            sequence = self.cache.open(namespace, ids, on_pending=on_pending, timeout_s=timeout_s)
+            sequence = self.cache.open(namespace, ids, on_pending=on_pending, timeout_s=timeout_s, **named)
         except PendingError:
             self._same(before)
             expect(
@@ -106,18 +109,19 @@ class CacheMachine(CheckedCache):
             return None
         except FlushRequired as error:
             self._fetch(error, before)
-            return self._open(where, prompt, on_pending)
+            return self._open(where, prompt, on_pending, looks)
         except OutOfBlocks as error:
             path = set(match.block_ids[: cached // self.block_size].tolist())
             self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path, {namespace.tenant})
             return None
         expect(
-            on_pending == "compute" or not self._is_pending(namespace, ids, cached, certainly=True),
+            on_pending == "compute" or not self._is_pending(namespace, ids, usable, certainly=True),
             f"on_pending={on_pending!r} opened what another one computes",
         )
         states = chain(namespace, ids)
         self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached, len(ids)))
-        self.counts[namespace.tenant].update(requests=1, hit=cached, missed=len(ids) - cached)
+        missed = len(ids) - cached if looks else 0
+        self.counts[namespace.tenant].update(requests=1, hit=cached, missed=missed)
         expect(
             sequence.num_cached_tokens == cached,
             f"{sequence.num_cached_tokens} cached, {cached} were matched",
@@ -129,6 +133,10 @@ class CacheMachine(CheckedCache):
             "the block table does not begin with the matched blocks",
         )
         return self.runs[-1]
+
+    def _follow(self, where: int, prompt: tuple[int, ...]) -> None:
+        if len(self.runs) < MAX_OPEN:
+            self._open(where, prompt, "compute")
 
     @precondition(lambda self: self.runs)
     @rule(which=small, by=st.integers(0, 8))
@@ -166,14 +174,92 @@ class CacheMachine(CheckedCache):
         stop = max(run.num_committed, run.num_tokens - by)
         run.sequence.truncate(stop)
         del run.ids[stop:], run.states[stop:]
+        run.num_reserved = 0
         run.num_computed = min(run.num_computed, stop)
         run.num_prompt = min(run.num_prompt, stop)
+
+    # Room for tokens whose ids come later.
+
+    @precondition(lambda self: self.runs)
+    @rule(which=small, by=st.integers(0, 9), then=st.integers(0, 4), ids=prompts)
+    def reserve(self, which: int, by: int, then: int, ids: tuple[int, ...]) -> None:
+        """Make room, and perhaps use some of it at once: a few ids are filled in, or appended, or it is dropped."""
+        run, config = self._run(which), self.cache.config
+        before = self.cache.snapshot()
+        by = min(by, config.num_blocks * config.block_size)
+        total = run.num_reserved + by
+        copies = self._expected_copies([run], before) if total else 0
+        new = self._blocks(run.num_tokens + total) - self._blocks(run.num_tokens + run.num_reserved)
+        copied, table = self._copied(), run.sequence.block_table
+        try:
+            run.sequence.reserve(by)
+        except FlushRequired as error:
+            self._fetch(error, before)
+            return self.reserve(which, by, then, ids)
+        except OutOfBlocks as error:
+            self._true_refusal(error, before, new + copies, set(), {run.namespace.tenant})
+            return
+        expect(self._copied() - copied == copies, "a reserve copied more or less than the formula says")
+        self._keeps(run, table, copies)
+        run.num_reserved = total
+        if total:
+            self._refused(lambda: run.sequence.commit(run.num_tokens + 1), ArgumentError)
+        if then == 1:
+            self.fill(which, ids)
+        elif then == 2:
+            self._extend([run], [ids[:3]], lambda runs, _: runs[0].sequence.extend(ids[:3]))
+        elif then == 3:
+            self.drop(which, by)
+
+    @precondition(lambda self: any(run.num_reserved for run in self.runs))
+    @rule(which=small, ids=prompts)
+    def fill(self, which: int, ids: tuple[int, ...]) -> None:
+        """Give the ids of reserved tokens. No block changes. More ids than there is room for are refused."""
+        run = self._roomy(which)
+        sequence, table = run.sequence, run.sequence.block_table
+        self._refused(lambda: sequence.fill([0] * (run.num_reserved + 1)), ArgumentError)
+        ids = ids[: run.num_reserved]
+        sequence.fill(ids)
+        expect(np.array_equal(sequence.block_table, table), "a fill changed the block table")
+        self._give_ids(run, ids)
+        run.num_reserved -= len(ids)
+
+    @precondition(lambda self: any(run.num_reserved for run in self.runs))
+    @rule(which=small, by=st.integers(0, 9))
+    def drop(self, which: int, by: int) -> None:
+        """Give up the room of the last reserved tokens. 9 means all."""
+        run = self._roomy(which)
+        self._refused(lambda: run.sequence.drop(run.num_reserved + 1), ArgumentError)
+        self._drop(run, None if by == 9 else min(by, run.num_reserved))
+
+    def _drop(self, run: Mirror, by: int | None) -> None:
+        free, table = self.cache.snapshot().free_ids, run.sequence.block_table
+        run.sequence.drop(by)
+        run.num_reserved -= run.num_reserved if by is None else by
+        kept = self._blocks(run.num_tokens + run.num_reserved)
+        expect(np.array_equal(run.sequence.block_table, table[:kept]), "a drop gave up other blocks")
+        freed = set(self.cache.snapshot().free_ids.tolist()) - set(free.tolist())
+        expect(freed == set(table[kept:].tolist()), "the blocks of dropped room aren't free")
+
+    def _roomy(self, which: int) -> Mirror:
+        """A sequence with reserved room, the chosen one if it has some."""
+        order = [*self.runs[which % len(self.runs) :], *self.runs]
+        return next((run for run in order if run.num_reserved), self._run(which))
+
+    def _filled(self, runs: list[Mirror], call: Callable[[], object]) -> None:
+        """A call that two sequences could both write after is refused while room is reserved. Then it is dropped."""
+        roomy = [run for run in runs if run.num_reserved]
+        if roomy:
+            self._refused(call, LeaseError)
+        for run in roomy:
+            self._drop(run, None)
 
     @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
     @rule(which=small, num_children=st.integers(1, 3), writers=st.integers(0, 4), computed=st.booleans())
     def fork(self, which: int, num_children: int, writers: int, computed: bool) -> None:
         """Children share every block; the parent stays open. Then ``writers`` of them append."""
         run = self._run(which)
+        self._filled([run], lambda: run.sequence.fork(1))
         if computed:
             self._compute(run, run.num_tokens)
         copied = self._copied()
@@ -198,6 +284,7 @@ class CacheMachine(CheckedCache):
         for which in whose:
             if 0 < len(self.runs) < MAX_OPEN:
                 run = self._run(which)
+                self._filled([run], lambda run=run: run.sequence.fork(1))  # type: ignore[misc]
                 (child,) = run.sequence.fork(1)
                 self.runs.append(heir := self._heir(run, child))
                 self._append([heir], (1, 2))
@@ -230,6 +317,7 @@ class CacheMachine(CheckedCache):
             self._compute(heir, heir.num_tokens)
 
     def _reorder(self, inputs: list[Mirror], chosen: list[int]) -> list[Mirror]:
+        self._filled(inputs, lambda: self.cache.reorder([run.sequence for run in inputs], chosen))
         copied = self._copied()
         results = self.cache.reorder([run.sequence for run in inputs], chosen)
         expect(len(results) == len(chosen), "another number of results")
@@ -250,103 +338,6 @@ class CacheMachine(CheckedCache):
         self._pass(1.0)
         run.sequence.release()
         self._is_consumed(run.sequence)
-
-    # Matches and leases.
-
-    @rule(where=where_to, prompt=prompts, opens=st.booleans())
-    def match(self, where: int, prompt: tuple[int, ...], opens: bool) -> None:
-        """A lookup changes nothing. Its match is kept for a lease, now or when it is stale. A request may follow."""
-        namespace, ids = self._place(where, prompt)
-        before = self.cache.snapshot()
-        match = self._matched(namespace, ids)
-        self._same(before)
-        self.held.append(Held(match, namespace, ids))
-        unleased = [held for held in self.held if held.lease is None]
-        if len(unleased) > 3:
-            self.held.remove(unleased[0])
-        if opens and len(self.runs) < MAX_OPEN:
-            self._open(where, prompt, "compute")
-
-    @precondition(lambda self: self.held)
-    @rule(which=small)
-    def lease(self, which: int) -> None:
-        """Lease a kept match, or release its lease, once."""
-        held = self.held[which % len(self.held)]
-        if held.lease is None:
-            self._lease(held)
-            return
-        self.held.remove(held)
-        held.lease.release()
-        self._refused(held.lease.release, LeaseError)
-
-    def _lease(self, held: Held) -> None:
-        """A lease makes the block ids of a match valid, or refuses a stale match."""
-        now = self.cache.match(held.namespace, held.ids[: held.match.num_tokens])
-        before = self.cache.snapshot()
-        try:
-            lease = self.cache.lease(held.match)
-        except LeaseError:
-            self._same(before)
-            expect(
-                not np.array_equal(now.block_ids, held.match.block_ids),
-                "a match that still holds was refused",
-            )
-            self.held.remove(held)
-            return
-        expect(
-            np.array_equal(lease.block_ids, held.match.block_ids)
-            and lease.num_tokens == held.match.num_tokens,
-            "the lease names other blocks than its match",
-        )
-        held.lease = lease
-
-    # Pins.
-
-    @precondition(lambda self: hasattr(self.cache, "pin"))
-    @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 20), which=small, unpins=st.booleans())
-    def pin(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, unpins: bool) -> None:
-        """Pin up to three prefixes of a prompt, or pin them again; or end a pin early."""
-        if unpins and self.pinned:
-            pin, _ = self.pinned.pop(list(self.pinned)[which % len(self.pinned)])
-            self.cache.unpin(pin)
-            self._refused(lambda: self.cache.unpin(pin), LeaseError)
-            return
-        namespace, ids = self._place(where, prompt)
-        num_blocks = len(ids) // self.block_size
-        for stop in range(num_blocks, max(num_blocks - 1 - which % 3, 0), -1):
-            self._pin(namespace, ids[: stop * self.block_size], float(seconds))
-
-    def _pin(self, namespace: Namespace, ids: tuple[int, ...], seconds: float) -> None:
-        before = self.cache.snapshot()
-        resident = self._matched(namespace, ids).num_tokens
-        held = self._pinned_prefixes(namespace.tenant)
-        wanted = held | self._prefixes(namespace, ids)
-        budget = self.cache.config.default_tenant.max_pinned_blocks
-        num_pins = sum(where.tenant == namespace.tenant for where, _ in self.pinned)
-        is_full = num_pins >= MAX_PINS and (namespace, ids) not in self.pinned
-        try:
-            pin = self.cache.pin(namespace, ids, seconds)
-        except NotResident as error:
-            self._same(before)
-            expect(error.resident_tokens == resident < len(ids), f"{error}, but {resident} are resident")
-            return
-        except PinLimitExceeded as error:
-            self._same(before)
-            said = (error.num_pins, error.limit)
-            expect(is_full and said == (num_pins, MAX_PINS), f"{error}, but the tenant has {num_pins} pins")
-            return
-        except PinBudgetExceeded as error:
-            self._same(before)
-            told, facts = (
-                (error.needed, error.budget, error.pinned),
-                (len(wanted) - len(held), budget, len(held)),
-            )
-            expect(told == facts and len(wanted) > budget, f"{error}, but the facts are {facts}")
-            return
-        expect(resident == len(ids) and len(wanted) <= budget, f"{pin} was granted")
-        expect(not is_full, f"{pin} was granted beyond the {MAX_PINS} pins of a tenant")
-        expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
-        self.pinned[namespace, ids] = pin, self.clock() + seconds
 
     # Calls of an operator or an engine on the pool.
 
@@ -391,43 +382,38 @@ class CacheMachine(CheckedCache):
         if back:
             self._refused(lambda: self.cache.free(back), ArgumentError)
 
-    @rule(where=where_to)
-    def clear(self, where: int) -> None:
-        """Clear a namespace. Its running sequences continue."""
-        namespace = NAMESPACES[where % len(NAMESPACES)]
-        self.cache.clear(namespace)
-        self.oracle.clear(namespace)
-        self._forget(namespace)
-        self.pinned = {key: pinned for key, pinned in self.pinned.items() if key[0] != namespace}
-        for prompt in ((0,) * 8, (1,) * 8):
-            expect(self.cache.match(namespace, prompt).num_tokens == 0, "a cleared namespace matches")
+    @rule(
+        where=where_to,
+        prompt=prompts,
+        start=st.integers(0, 4),
+        own=st.integers(0, 15),
+        kind=st.sampled_from(("plain", "plain", "lease", "hints", "free")),
+    )
+    def insert(self, where: int, prompt: tuple[int, ...], start: int, own: int, kind: str) -> None:
+        """An engine inserts blocks that it filled, some of them the tree's own. The others stay the engine's.
 
-    def _forget(self, namespace: Namespace) -> None:
-        """From now on, what runs in the namespace is never served."""
-        for run in self.runs:
-            run.forgotten |= run.namespace == namespace
-
-    @rule(where=where_to, prompt=prompts)
-    def insert(self, where: int, prompt: tuple[int, ...]) -> None:
-        """An engine inserts blocks that it filled. Blocks for an already resident prefix stay the engine's."""
+        With ``free`` the last of them are free instead of lent.
+        """
         namespace, ids = self._place(where, prompt)
         ids = ids[: len(ids) // self.block_size * self.block_size]
         try:
-            block_ids = self.cache.allocate(len(ids) // self.block_size)
+            mine = self.cache.allocate(len(ids) // self.block_size).tolist()
         except OutOfBlocks:
             return
-        self.engine.write(block_ids, 0, chain(namespace, ids))
-        resident = self._matched(namespace, ids).num_tokens
-        self.oracle.commit(namespace, ids, len(ids))
-        expect(
-            self.cache.insert(namespace, ids, block_ids).num_resident_tokens == resident,
-            "insert and match disagree about what is resident",
-        )
+        match = self._matched(namespace, ids)
+        start = min(start, match.num_blocks)
+        theirs = match.block_ids.tolist()
+        given = [theirs[at] if at < len(theirs) and own >> at & 1 else mine[at] for at in range(len(mine))]
+        freed = mine[-2:] if kind == "free" else []
+        self.cache.free(freed)
+        self.engine.write(np.array([*theirs[:start], *given[start:]], np.int32), 0, chain(namespace, ids))
+        done = self._insert(namespace, ids, given[start:], start, theirs, kind)
+        expect(not len(done.evicted), "blocks were handed to an engine that doesn't own the pool")
         expect(self._matched(namespace, ids).num_tokens == len(ids), "what was inserted isn't matched")
-        left = block_ids[: resident // self.block_size]
+        left = sorted(set(mine) - set(freed) - set(done.block_ids.tolist()))
         expect(
-            set(left.tolist()) <= set(self.cache.snapshot().lent_ids),
-            "the duplicates of an insert aren't the engine's",
+            sorted([*self.lent, *left]) == sorted(self.cache.snapshot().lent_ids),
+            "what an insert didn't take isn't the engine's",
         )
         self.cache.free(left)
 
@@ -452,6 +438,13 @@ class CacheMachine(CheckedCache):
             (lambda: cache.free([taken]), ArgumentError),
             (lambda: cache.insert(namespace, [99] * size, [taken]), ArgumentError),
             (lambda: cache.insert(namespace, [0] * size, []), ArgumentError),
+            (lambda: cache.insert(namespace, [99] * size, [0], start=size + 1), ArgumentError),
+            (lambda: cache.insert(namespace, [99] * 2 * size, [0], start=-size), ArgumentError),
+            (lambda: cache.insert(namespace, [99] * 2 * size, [0], start=size), NotResident),
+            (lambda: cache.insert(namespace, [99] * size, [0], hints="soon"), ArgumentError),
+            (lambda: cache.match_and_lease(namespace, [2**32]), TokenError),
+            (lambda: cache.touch(namespace, [-1]), TokenError),
+            (lambda: cache.reclaim(1), ConfigError),
             (lambda: cache.evict(-1), ArgumentError),
             (lambda: cache.allocate(-1), ArgumentError),
         ]
@@ -466,6 +459,12 @@ class CacheMachine(CheckedCache):
             (lambda: sequence.append(2**32), TokenError),
             (lambda: sequence.extend([1, 1.5]), TokenError),
             (lambda: sequence.fork(0), ArgumentError),
+            (lambda: sequence.reserve(-1), ArgumentError),
+            (lambda: sequence.reserve(2**40), ArgumentError),
+            (lambda: sequence.fill([0] * (run.num_reserved + 1)), ArgumentError),
+            (lambda: sequence.fill([-1]), TokenError),
+            (lambda: sequence.drop(run.num_reserved + 1), ArgumentError),
+            (lambda: sequence.drop(-1), ArgumentError),
             (lambda: cache.append([sequence, sequence], [0, 1]), ArgumentError),
             (lambda: cache.append([sequence], [0, 1]), ArgumentError),
             (lambda: cache.append([sequence], (0, 1)), ArgumentError),

@@ -70,6 +70,8 @@ class Mirror:
     """Tokens of its prompt that it still has: other requests may wait for them."""
     forgotten: bool = False
     """Its namespace was cleared while it ran: what it commits is no longer served."""
+    num_reserved: int = 0
+    """Tokens with room and without ids."""
 
     @property
     def num_tokens(self) -> int:

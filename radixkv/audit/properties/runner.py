@@ -13,6 +13,7 @@ from hypothesis import seed as with_seed
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from radixkv.audit.properties.adapter import Adapter
+from radixkv.audit.properties.checked import CheckedCache
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import CacheFactory
 from radixkv.audit.properties.two_systems import TwoAdapters, TwoRuns
@@ -47,7 +48,7 @@ def run(
     policies: Sequence[str] = ("lru", "lfu"),
     with_storage: Sequence[bool] = (False, True),
     modes: Sequence[str] = ("burst",),
-    machine: type[CacheMachine] | type[TwoRuns] = CacheMachine,
+    machine: type[CheckedCache] | type[TwoRuns] = CacheMachine,
     shrink: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> PropertyReport:
