@@ -26,11 +26,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixkv import CacheConfig, LeaseError, Namespace, Pin, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
+from radixkv.audit.properties.engine_machine import Declining
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
 from tests.index.stepper import Interrupted, Stepper
@@ -67,6 +69,7 @@ class Run:
             sequence.num_tokens,
             sequence.num_cached_tokens,
             sequence.num_committed_tokens,
+            sequence.num_reserved_tokens,
             sequence.block_table.tolist(),
             sequence.token_ids.tolist(),
         )
@@ -238,9 +241,9 @@ class Call:
 Scenario = Callable[[World], Call]
 
 
-def _open(namespace: Namespace, ids: tuple[int, ...]) -> Scenario:
+def _open(namespace: Namespace, ids: tuple[int, ...], lookup: bool = True) -> Scenario:
     return lambda world: Call(
-        lambda: world.cache.open(namespace, ids), keep=lambda sequence: sequence.release()
+        lambda: world.cache.open(namespace, ids, lookup=lookup), keep=lambda sequence: sequence.release()
     )
 
 
@@ -253,6 +256,16 @@ def _opened(ids: tuple[int, ...], call: Callable[[World, Run], Callable[[], Any]
         return Call(call(world, run), [run], keep=lambda _: _end(run))
 
     return scenario
+
+
+def _roomy(call: Callable[[Sequence], Any], ids: tuple[int, ...] = ZEROS[:5]) -> Scenario:
+    """A call on a sequence that has room for five tokens more."""
+
+    def make(world: World, run: Run) -> Callable[[], Any]:
+        run.sequence.reserve(5)
+        return lambda: call(run.sequence)
+
+    return _opened(ids, make)
 
 
 def _end(run: Run) -> None:
@@ -361,6 +374,45 @@ def _insert(ids: tuple[int, ...]) -> Scenario:
         )
 
     return scenario
+
+
+def _insert_after(lease: bool) -> Scenario:
+    """From the second block on: the tree's own block, one that it has already, and new ones."""
+
+    def scenario(world: World) -> Call:
+        ids = (*ZEROS[:6], 1, 2, 1, 2)
+        theirs, blocks = world.cache.match(B, ids).block_ids, world.cache.allocate(3)
+        given = [int(theirs[1]), *blocks.tolist()]
+        world.engine.write(np.array([theirs[0], *given], np.int32), 0, chain(B, ids))
+        world.oracle.commit(B, ids, len(ids))
+        return Call(
+            lambda: world.cache.insert(B, ids, given, start=BLOCK_SIZE, lease=lease),
+            keep=lambda done: done.lease.release() if lease else None,
+            after=lambda: _check_ownership(world, ids, blocks),
+        )
+
+    return scenario
+
+
+def _insert_free(world: World) -> Call:
+    """One of the blocks is free: the cache has it, and the engine filled it all the same."""
+    ids = (2, *ZEROS[:5])
+    blocks = world.cache.allocate(3)
+    world.cache.free(blocks[:1])
+    world.engine.write(blocks, 0, chain(B, ids))
+    world.oracle.commit(B, ids, len(ids))
+    return Call(
+        lambda: world.cache.insert(B, ids, blocks),
+        after=lambda: _check_ownership(world, ids, blocks[1:]),
+    )
+
+
+def _match_and_lease(ids: tuple[int, ...]) -> Scenario:
+    return lambda world: Call(lambda: world.cache.match_and_lease(B, ids), keep=lambda lease: lease.release())
+
+
+def _touch(ids: tuple[int, ...]) -> Scenario:
+    return lambda world: Call(lambda: world.cache.touch(B, ids))
 
 
 def _check_ownership(world: World, ids: tuple[int, ...], blocks: Any) -> None:
@@ -479,6 +531,28 @@ SCENARIOS: dict[str, Scenario] = {
     "free": _free,
     "insert": _insert((2, *ZEROS[:6])),
     "insert, splitting a node": _insert((*ZEROS[:4], 1, 2, 1)),
+    "insert after a position": _insert_after(lease=False),
+    "insert after a position, with a lease": _insert_after(lease=True),
+    "insert a free block": _insert_free,
+    "match and lease": _match_and_lease(ZEROS[:6]),
+    "match and lease, splitting a node": _match_and_lease(ZEROS[:2]),
+    "match and lease nothing": _match_and_lease((2, 2)),
+    "touch": _touch(ZEROS[:6]),
+    "touch, splitting a node": _touch(ZEROS[:2]),
+    "open without a lookup": _open(A, (*ZEROS[:8], 1), lookup=False),
+    "open without a lookup, evicting": _open(A, (*ZEROS[:8], *range(3, 27)), lookup=False),
+    "reserve": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.reserve(7)),
+    "reserve, evicting": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.reserve(30)),
+    "reserve, copying": _on_a_fork(lambda world, run: lambda: run.sequence.reserve(3)),
+    "reserve more": _roomy(lambda sequence: sequence.reserve(4)),
+    "fill": _roomy(lambda sequence: sequence.fill([1, 2, 3])),
+    "drop": _roomy(lambda sequence: sequence.drop()),
+    "drop some": _roomy(lambda sequence: sequence.drop(3)),
+    "extend beyond the room": _roomy(lambda sequence: sequence.extend([1] * 8)),
+    "append into the room": _roomy(lambda sequence: sequence.append(1)),
+    "truncate with room": _roomy(lambda sequence: sequence.truncate(5)),
+    "commit with room": _roomy(lambda sequence: sequence.commit(9), (2, *ZEROS[:8])),
+    "release with room": _roomy(lambda sequence: sequence.release()),
     "clear what is in use": _clear(A),
     "clear": _clear(B),
     "flush": lambda world: Call(world.cache.flush, keep=world.engine._execute),
@@ -491,6 +565,127 @@ SCENARIOS: dict[str, Scenario] = {
     "ending pins, evicting": _needing_pinned(lambda world: world.cache.evict(3)),
     "ending pins, in upkeep": _needing_pinned(lambda world: world.cache.maintain()),
     "ending pins, counting": _needing_pinned(lambda world: world.cache.tenant_stats("b")),
+}
+
+
+class EngineWorld(World):
+    """A cache whose blocks the engine owns. ``lent``: what the engine has, apart from what the call was given."""
+
+    def __post_init__(self) -> None:
+        declining = Tenant("c", policy=Declining)
+        config = CacheConfig(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            policy=self.policy,
+            default_tenant=Tenant("default", max_pinned_blocks=10, max_blocks=16),
+            blocks="engine",
+        )
+        self.journal, self.clock = Recorder(BLOCK_SIZE), ManualClock()
+        self.cache = PrefixCache(config, journal=self.journal, clock=self.clock)
+        self.cache.add_tenant(declining)
+        self.engine, self.oracle = Engine(self.cache), Oracle(BLOCK_SIZE)
+        self.lent, self.given = list(range(NUM_BLOCKS)), []
+        self.insert(A, ZEROS[:8])
+        self.insert(A, (*ZEROS[:6], 1, 0))
+        self.insert(B, ZEROS[:6])
+        self.insert(B, (1, 1, 1, 1, 1, 1))
+        self.insert(NEW, ZEROS[:4])
+        self.leases.append(self.cache.match_and_lease(A, ZEROS[:5]))
+        self.pin(A, (*ZEROS[:6], 1, 0))
+
+    def take(self, number: int) -> list[int]:
+        """Take blocks that the engine has."""
+        given, self.lent = self.lent[:number], self.lent[number:]
+        return given
+
+    def insert(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
+        """Fill and insert whole blocks. What isn't taken and what is evicted is the engine's."""
+        given = self.take(len(ids) // BLOCK_SIZE)
+        self.engine.write(np.array(given, np.int32), 0, chain(namespace, ids))
+        self.oracle.commit(namespace, ids, len(ids))
+        done = self.cache.insert(namespace, ids, given)
+        self.lent += [*done.surplus.tolist(), *done.evicted.tolist()]
+
+    def check(self) -> None:
+        """No block is lost: it is the engine's, resident, or to be reclaimed."""
+        lent = self.cache.snapshot().lent_ids
+        assert set(self.lent) <= set(lent) <= {*self.lent, *self.given}
+        super().check()
+
+    def go_on(self) -> None:
+        """The engine inserts more and reclaims. At the end it has every block, each once."""
+        self.lent = list(self.cache.snapshot().lent_ids)
+        self.given = []
+        for namespace in (A, B, NEW):
+            if len(self.lent) < 12:
+                self.lent += self.cache.reclaim(12, namespace.tenant).tolist()
+            self.insert(namespace, (3, *ZEROS[:7]))
+        self.check()
+        for lease in self.leases:
+            lease.release()
+        for pin in self.cache.pins():
+            self.cache.unpin(pin)
+        self.leases, self.pins = [], []
+        self.lent += self.cache.reclaim(NUM_BLOCKS).tolist()
+        assert sorted(self.lent) == list(range(NUM_BLOCKS)) and self.cache.resident_blocks == 0
+        audit.check(self.cache)
+
+
+def _engine_insert(
+    namespace: Namespace, ids: tuple[int, ...], *, start: int = 0, own: int = 0, lease: bool = False
+) -> Callable[[EngineWorld], Call]:
+    """An insert from block ``start`` on; the first ``own`` blocks after it are the tree's."""
+
+    def scenario(world: EngineWorld) -> Call:
+        theirs = world.cache.match(namespace, ids).block_ids.tolist()[: start + own]
+        world.given = world.take(len(ids) // BLOCK_SIZE - len(theirs))
+        table = [*theirs, *world.given]
+        world.engine.write(np.array(table, np.int32), 0, chain(namespace, ids))
+        world.oracle.commit(namespace, ids, len(ids))
+
+        def keep(done: Any) -> None:
+            world.lent += [*done.surplus.tolist(), *done.evicted.tolist()]
+            world.given = []
+            if done.lease is not None:
+                done.lease.release()
+                world.lent += world.cache.reclaim(0).tolist()
+
+        return Call(
+            lambda: world.cache.insert(namespace, ids, table[start:], start=start * BLOCK_SIZE, lease=lease),
+            keep=keep,
+        )
+
+    return scenario
+
+
+def _reclaim(num_blocks: int, tenant: str | None = None) -> Callable[[EngineWorld], Call]:
+    def scenario(world: EngineWorld) -> Call:
+        world.cache.clear(NEW)
+        world.oracle.clear(NEW)
+        assert world.cache.free_blocks
+
+        def keep(back: Any) -> None:
+            world.lent += back.tolist()
+
+        return Call(lambda: world.cache.reclaim(num_blocks, tenant), keep=keep)
+
+    return scenario
+
+
+ENGINE_SCENARIOS: dict[str, Callable[[EngineWorld], Call]] = {
+    "insert": _engine_insert(B, (2, *ZEROS[:5])),
+    "insert, splitting a node": _engine_insert(B, (*ZEROS[:4], 1, 2)),
+    "insert after a position": _engine_insert(B, (*ZEROS[:6], 1, 2), start=1, own=1),
+    "insert with a lease": _engine_insert(B, (*ZEROS[:6], 1, 2), own=1, lease=True),
+    "insert, evicting": _engine_insert(B, (3,) * 26),
+    "insert with a lease, evicting": _engine_insert(B, (*ZEROS[:6], *(3,) * 22), lease=True),
+    "insert what is declined": _engine_insert(NEW, (*ZEROS[:4], 1, 1, 2, 2)),
+    "reclaim what was freed": _reclaim(1),
+    "reclaim, evicting": _reclaim(12),
+    "reclaim for a tenant": _reclaim(9, "b"),
+    "reclaim for a new tenant": _reclaim(9, "new"),
+    "match and lease": _match_and_lease(ZEROS[:2]),
+    "touch": _touch(ZEROS[:4]),
 }
 
 
@@ -587,6 +782,19 @@ def test_an_exception_between_any_two_steps_in_slices(
         monkeypatch.setattr(requests, slices, 2)
     monkeypatch.setattr(purge, "SLICE_NODES", 2)
     test_an_exception_between_any_two_steps(name, policy)
+
+
+@pytest.mark.pure
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ENGINE_SCENARIOS)
+def test_an_exception_when_the_engine_owns_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is interrupted at each of its steps, also between slices. No block is lost."""
+    monkeypatch.setattr(requests, "SLICE_BLOCKS", 2)
+    policy = POLICIES[_number(name) % 2]
+    steps = _steps(ENGINE_SCENARIOS[name], policy, stored=False, make=EngineWorld)  # type: ignore[arg-type]
+    for at, (world, _, stepper) in enumerate(steps):
+        _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
+    assert stepper.where == "" and stepper.num_steps > 5
 
 
 def _holds(world: World, stepper: Stepper, goes_on: bool = True) -> None:
