@@ -47,10 +47,16 @@ def calls(cache: PrefixCache, sequence: Sequence) -> dict[str, Callable[[], obje
         "lease": lambda: cache.lease(cache.match(NS, range(8))),
         "lease.release": lease.release,
         "leave the lease": lambda: lease.__exit__(None, None, None),
+        "match_and_lease": lambda: cache.match_and_lease(NS, range(8)),
+        "touch": lambda: cache.touch(NS, range(8)),
         "open": lambda: cache.open(NS, [1, 2]),
+        "open without a lookup": lambda: cache.open(NS, [1, 2], lookup=False),
         "commit": lambda: sequence.commit(4),
         "append": lambda: sequence.append(1),
         "extend": lambda: sequence.extend([1]),
+        "reserve": lambda: sequence.reserve(1),
+        "fill": lambda: sequence.fill([]),
+        "drop": sequence.drop,
         "truncate": lambda: sequence.truncate(5),
         "fork": lambda: sequence.fork(1),
         "reorder": lambda: cache.reorder([sequence], [0]),
@@ -62,6 +68,7 @@ def calls(cache: PrefixCache, sequence: Sequence) -> dict[str, Callable[[], obje
         "allocate": lambda: cache.allocate(1),
         "free": lambda: cache.free([]),
         "insert": lambda: cache.insert(NS, range(4), [3]),
+        "insert with a lease": lambda: cache.insert(NS, range(8), [3], start=4, lease=True),
         "pin": lambda: cache.pin(NS, range(4), 1.0),
         "pins": cache.pins,
         "add_tenant": lambda: cache.add_tenant(Tenant("b")),
@@ -111,6 +118,30 @@ def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
     assert errors and "return from the callback first" in str(errors[0])
     assert sequence.is_open and cache.match(NS, range(20, 28)).num_tokens == 8
     sequence.release()
+    audit.check(cache)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["insert", "reclaim"])
+def test_a_callback_of_a_cache_whose_blocks_the_engine_owns(name: str) -> None:
+    """The engine's calls are refused in a callback, and the call that it came from completes."""
+    journal = Journal()
+    cache = PrefixCache(CacheConfig(8, 4, blocks="engine"), journal=journal, clock=ManualClock())
+    cache.insert(NS, range(8), [0, 1])
+    call = {"insert": lambda: cache.insert(NS, range(4), [5]), "reclaim": lambda: cache.reclaim(1)}[name]
+    errors: list[Exception] = []
+
+    def action() -> None:
+        try:
+            call()
+        except ReentrantCall as error:
+            errors.append(error)
+
+    journal.action = action
+    cache.insert(NS, range(20, 28), [2, 3])
+    assert len(errors) == 1
+    assert sorted(cache.reclaim(8).tolist()) == [0, 1, 2, 3] and len(errors) > 1
+    journal.action = lambda: None
     audit.check(cache)
 
 

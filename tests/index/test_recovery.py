@@ -536,7 +536,6 @@ SCENARIOS: dict[str, Scenario] = {
     "insert a free block": _insert_free,
     "match and lease": _match_and_lease(ZEROS[:6]),
     "match and lease, splitting a node": _match_and_lease(ZEROS[:2]),
-    "match and lease nothing": _match_and_lease((2, 2)),
     "touch": _touch(ZEROS[:6]),
     "touch, splitting a node": _touch(ZEROS[:2]),
     "open without a lookup": _open(A, (*ZEROS[:8], 1), lookup=False),
@@ -544,12 +543,9 @@ SCENARIOS: dict[str, Scenario] = {
     "reserve": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.reserve(7)),
     "reserve, evicting": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.reserve(30)),
     "reserve, copying": _on_a_fork(lambda world, run: lambda: run.sequence.reserve(3)),
-    "reserve more": _roomy(lambda sequence: sequence.reserve(4)),
     "fill": _roomy(lambda sequence: sequence.fill([1, 2, 3])),
     "drop": _roomy(lambda sequence: sequence.drop()),
-    "drop some": _roomy(lambda sequence: sequence.drop(3)),
     "extend beyond the room": _roomy(lambda sequence: sequence.extend([1] * 8)),
-    "append into the room": _roomy(lambda sequence: sequence.append(1)),
     "truncate with room": _roomy(lambda sequence: sequence.truncate(5)),
     "commit with room": _roomy(lambda sequence: sequence.commit(9), (2, *ZEROS[:8])),
     "release with room": _roomy(lambda sequence: sequence.release()),
@@ -788,10 +784,14 @@ def test_an_exception_between_any_two_steps_in_slices(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENGINE_SCENARIOS)
 def test_an_exception_when_the_engine_owns_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call is interrupted at each of its steps, also between slices. No block is lost."""
-    monkeypatch.setattr(requests, "SLICE_BLOCKS", 2)
+    """Each call is interrupted at many of its steps, or with INTERRUPT_ALL at each, also between slices.
+
+    No block is lost.
+    """
+    monkeypatch.setattr(requests, "SLICE_BLOCKS", 4)
+    stride, first = (1, 1) if ALL else (STRIDE, 1 + _number(name) % STRIDE)
     policy = POLICIES[_number(name) % 2]
-    steps = _steps(ENGINE_SCENARIOS[name], policy, stored=False, make=EngineWorld)  # type: ignore[arg-type]
+    steps = _steps(ENGINE_SCENARIOS[name], policy, False, stride, first, EngineWorld)  # type: ignore[arg-type]
     for at, (world, _, stepper) in enumerate(steps):
         _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5

@@ -15,9 +15,11 @@ from radixkv import (
     ConfigError,
     LeaseError,
     Namespace,
+    NotResident,
     OutOfBlocks,
     PendingError,
     PrefixCache,
+    QuotaExceeded,
     RadixKVError,
     Tenant,
     TokenError,
@@ -45,6 +47,8 @@ class Full:
         self.released.release()
         self.stale = cache.match(NS, range(12))
         cache.evict(1)
+        self.roomy = cache.open(NEW, [1])
+        self.roomy.reserve(6)
         self.running = cache.open(NS, [*range(8), 3])
         self.children = self.running.fork(2)
         self.lease = cache.lease(cache.match(OTHER, range(50, 54)))
@@ -63,6 +67,10 @@ NO_ROOM: dict[str, Refused] = {
     "extend beyond the pool": lambda full: full.running.extend(np.arange(1_000_000)),
     "extend, with a copy": lambda full: full.children[0].extend(range(40)),
     "append a batch": lambda full: _batch(full),
+    "open without a lookup": lambda full: full.cache.open(NS, range(56), lookup=False),
+    "reserve": lambda full: full.running.reserve(60),
+    "reserve, with a copy": lambda full: full.children[0].reserve(40),
+    "extend beyond the room": lambda full: full.roomy.extend(range(60)),
     "allocate": lambda full: full.cache.allocate(NUM_BLOCKS + 1),
 }
 
@@ -75,6 +83,12 @@ RELEASED: dict[str, Refused] = {
     "fork": lambda full: full.released.fork(1),
     "reorder": lambda full: full.cache.reorder([full.running, full.released], [0, 0]),
     "release": lambda full: full.released.release(),
+    "reserve": lambda full: full.released.reserve(1),
+    "fill": lambda full: full.released.fill([]),
+    "drop": lambda full: full.released.drop(),
+    "fork with room": lambda full: full.roomy.fork(1),
+    "reorder with room": lambda full: full.cache.reorder([full.running, full.roomy], [0, 1]),
+    "insert after what isn't there": lambda full: full.cache.insert(NEW, range(8), full.lent[:1], start=4),
     "release a lease": lambda full: full.ended.release(),
     "lease a stale match": lambda full: full.cache.lease(full.stale),
 }
@@ -88,6 +102,9 @@ NO_IDS: dict[str, Refused] = {
         "extend": lambda full, ids: full.running.extend(ids),
         "append": lambda full, ids: full.cache.append([full.running] * len(ids), ids),
         "insert": lambda full, ids: full.cache.insert(NEW, ids, []),
+        "fill": lambda full, ids: full.roomy.fill(ids),
+        "match and lease": lambda full, ids: full.cache.match_and_lease(NS, ids),
+        "touch": lambda full, ids: full.cache.touch(NS, ids),
     }.items()
 }
 
@@ -103,6 +120,21 @@ OUT_OF_RANGE: dict[str, Refused] = {
     "free a block that isn't there": lambda full: full.cache.free([NUM_BLOCKS]),
     "insert a block that isn't there": lambda full: full.cache.insert(NEW, range(4), [-1]),
     "insert another's block": lambda full: full.cache.insert(NEW, range(4), full.running.block_table[:1]),
+    "insert a block twice": lambda full: full.cache.insert(NEW, range(8), [full.lent[0]] * 2),
+    "insert too few blocks": lambda full: full.cache.insert(NEW, range(8), full.lent[:1]),
+    "insert too many after a position": lambda full: full.cache.insert(NS, range(8), full.lent[:2], start=4),
+    "insert within a block": lambda full: full.cache.insert(NS, range(8), full.lent[:1], start=3),
+    "insert before the beginning": lambda full: full.cache.insert(NS, range(8), full.lent[:1], start=-4),
+    "insert after the end": lambda full: full.cache.insert(NS, range(8), [], start=12),
+    "insert another's surplus": lambda full: full.cache.insert(NS, range(4), full.roomy.block_table[:1]),
+    "reserve less than nothing": lambda full: full.running.reserve(-1),
+    "reserve more than any pool has": lambda full: full.running.reserve(4 * NUM_BLOCKS + 1),
+    "fill more than there is room": lambda full: full.roomy.fill([1] * 7),
+    "fill without room": lambda full: full.running.fill([1]),
+    "drop more than there is": lambda full: full.roomy.drop(7),
+    "drop less than nothing": lambda full: full.roomy.drop(-1),
+    "commit reserved room": lambda full: full.roomy.commit(2),
+    "truncate into reserved room": lambda full: full.roomy.truncate(2),
     "evict less than nothing": lambda full: full.cache.evict(-1),
     "allocate less than nothing": lambda full: full.cache.allocate(-1),
 }
@@ -124,6 +156,11 @@ WRONG_TYPES: dict[str, Refused] = {
         "insert into": lambda full, wrong: full.cache.insert(wrong, range(4), [0]),
         "clear": lambda full, wrong: full.cache.clear(wrong),
         "lease": lambda full, wrong: full.cache.lease(wrong),
+        "match and lease in": lambda full, wrong: full.cache.match_and_lease(wrong, range(4)),
+        "touch in": lambda full, wrong: full.cache.touch(wrong, range(4)),
+        "reserve": lambda full, wrong: full.running.reserve(wrong),
+        "insert after": lambda full, wrong: full.cache.insert(NS, range(4), [0], start=wrong),
+        "blocks of": lambda full, wrong: full.cache.blocks_of(5 if isinstance(wrong, str) else wrong),
         "pending": lambda full, wrong: full.cache.open(NEW, range(4), on_pending=wrong),
     }.items()
 } | {
@@ -133,10 +170,22 @@ WRONG_TYPES: dict[str, Refused] = {
     for wrong in ("3", object, -1, float("nan"))
 }
 
-WRONG_HINTS: dict[str, Refused] = {
-    f"hints {wrong!r}": lambda full, wrong=wrong: full.cache.open(NEW, range(4), hints=wrong)  # type: ignore[misc]
-    for wrong in ("chat", {"type": "chat"}, 50, object)
-}
+WRONG_HINTS: dict[str, Refused] = (
+    {
+        f"hints {wrong!r}": lambda full, wrong=wrong: full.cache.open(NEW, range(4), hints=wrong)  # type: ignore[misc]
+        for wrong in ("chat", {"type": "chat"}, 50, object)
+    }
+    | {
+        f"insert, hints {wrong!r}": lambda full, wrong=wrong: full.cache.insert(  # type: ignore[misc]
+            NEW, range(4), full.lent[:1], hints=wrong
+        )
+        for wrong in ("chat", {"type": "chat"}, 50, object)
+    }
+    | {
+        f"drop {wrong!r}": lambda full, wrong=wrong: full.roomy.drop(wrong)  # type: ignore[misc]
+        for wrong in ("3", 3.0, True, object, ("a", "m"))
+    }
+)
 
 
 def _batch(full: Full) -> None:
@@ -189,6 +238,98 @@ def test_a_refusal_changes_nothing(
             assert resident_prefixes(full.cache) == resident_prefixes(twin.cache)
 
 
+class Owned:
+    """A cache whose blocks the engine owns: some are resident, some leased, some to be reclaimed."""
+
+    def __init__(self) -> None:
+        self.journal = Recorder(4)
+        self.cache = cache = PrefixCache(CacheConfig(NUM_BLOCKS, 4, blocks="engine"), journal=self.journal)
+        cache.add_tenant(Tenant("c", max_blocks=2))
+        cache.insert(NS, range(12), [0, 1, 2])
+        cache.insert(OTHER, range(8), [3, 4])
+        cache.insert(NEW, range(8), [5, 6])
+        self.lease = cache.match_and_lease(NEW, range(8))
+        cache.clear(OTHER)
+
+
+OWNED: dict[str, tuple[type[RadixKVError], Callable[[PrefixCache], Any], str]] = {
+    "open": (ConfigError, lambda cache: cache.open(NS, range(4)), "blocks='engine'.*'cache' for open"),
+    "open without a lookup": (
+        ConfigError,
+        lambda cache: cache.open(NS, range(4), lookup=False),
+        "blocks='engine'.*'cache' for open",
+    ),
+    "publish": (
+        ConfigError,
+        lambda cache: cache.publish("base", OTHER, range(4), ["d"]),
+        "blocks='engine'.*'cache' for publish",
+    ),
+    "allocate": (ConfigError, lambda cache: cache.allocate(1), "blocks='engine'.*for allocate"),
+    "free": (ConfigError, lambda cache: cache.free([9]), "blocks='engine'.*for free"),
+    "evict": (ConfigError, lambda cache: cache.evict(1), "blocks='engine'.*for evict"),
+    "reclaim less than nothing": (ArgumentError, lambda cache: cache.reclaim(-1), "num_blocks=-1"),
+    "reclaim a half": (ArgumentError, lambda cache: cache.reclaim(0.5), r"num_blocks=0\.5"),
+    "reclaim for nobody": (ArgumentError, lambda cache: cache.reclaim(1, 5), "tenant=5"),
+    "insert what is resident": (
+        ArgumentError,
+        lambda cache: cache.insert(NS, [9] * 4, [1]),
+        "block_ids=1 .*owned already",
+    ),
+    "insert what is to be reclaimed": (
+        ArgumentError,
+        lambda cache: cache.insert(NS, [9] * 4, [3]),
+        "block_ids=3 .*owned already",
+    ),
+    "insert a block twice": (
+        ArgumentError,
+        lambda cache: cache.insert(NS, [9] * 8, [9, 9]),
+        "block_ids=9 .*each block once",
+    ),
+    "insert another block of the tree": (
+        ArgumentError,
+        lambda cache: cache.insert(NS, range(12), [0, 2, 1]),
+        "block_ids=2 .*owned already",
+    ),
+    "insert after what isn't there": (
+        NotResident,
+        lambda cache: cache.insert(NS, [9] * 8, [9], start=4),
+        "0 of 4",
+    ),
+    "insert beyond the limit": (
+        QuotaExceeded,
+        lambda cache: cache.insert(NEW, range(12), [5, 6, 9]),
+        "limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_a_refusal_changes_nothing_when_the_engine_owns_the_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No repair runs, and the message names the argument and its value."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a refusal was mended")
+
+    monkeypatch.setattr(recovery, "_mend", never)
+    owned, (kind, call, said) = Owned(), OWNED[name]
+    before, calls = owned.cache.snapshot(), list(owned.journal.calls)
+    for _ in range(2):
+        with pytest.raises(kind, match=said):
+            call(owned.cache)
+        assert same(before, owned.cache) and owned.journal.calls == calls
+    audit.check(owned.cache)
+    assert sorted(owned.cache.reclaim(NUM_BLOCKS).tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_reclaim_is_refused_when_the_cache_has_the_blocks() -> None:
+    """The message says what to call instead."""
+    full = Full("lru")
+    with pytest.raises(ConfigError, match=r"blocks='cache'.*'engine' for reclaim: .*allocate"):
+        full.cache.reclaim(1)
+
+
 NOT_A_TENANT = (None, 5, b"a", ["a"], NS)
 
 BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
@@ -197,6 +338,7 @@ BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
     "tenant": PrefixCache.tenant,
     "tenant_stats": PrefixCache.tenant_stats,
     "remove_tenant": PrefixCache.remove_tenant,
+    "blocks_of": PrefixCache.blocks_of,
     "pins": PrefixCache.pins,
     "namespaces": PrefixCache.namespaces,
 }
@@ -223,6 +365,11 @@ NOT_A_LIST: dict[str, Refused] = {
     "publish, readers": lambda full: full.cache.publish("b", NEW, range(4), np.array(3)),
     "free, block_ids": lambda full: full.cache.free([[1], [1, 2]]),
     "insert, block_ids": lambda full: full.cache.insert(NEW, range(4), [1, [2]]),
+    "insert, start": lambda full: full.cache.insert(NS, range(8), [0], start=[4]),  # type: ignore[arg-type]
+    "insert, hints": lambda full: full.cache.insert(NS, range(4), [0], hints=5),  # type: ignore[arg-type]
+    "reserve, num_tokens": lambda full: full.running.reserve(2**40),
+    "drop, num_tokens": lambda full: full.roomy.drop(7),
+    "fill, ids": lambda full: full.roomy.fill([1] * 7),
     "open, hints": lambda full: full.cache.open(NEW, range(4), hints="soon"),  # type: ignore[arg-type]
     "open, on_pending": lambda full: full.cache.open(NEW, range(4), on_pending=np.zeros(2)),  # type: ignore[arg-type]
     "fork, num_children": lambda full: full.running.fork(2**40),
