@@ -298,7 +298,7 @@ OWNED: dict[str, tuple[type[RadixKVError], Callable[[PrefixCache], Any], str]] =
     "insert beyond the limit": (
         QuotaExceeded,
         lambda cache: cache.insert(NEW, range(12), [5, 6, 9]),
-        "limit",
+        "1 blocks needed, 2 of",
     ),
 }
 
