@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import invariants
+from radixkv_policies.lru import LRU
 
 NS = Namespace("a", "m")
 
@@ -34,3 +35,17 @@ def compute(cache: PrefixCache, ids: Sequence[int], namespace: Namespace = NS) -
 def same(before: Any, cache: PrefixCache) -> bool:
     """Whether a cache still equals the snapshot ``before``."""
     return not invariants.differences(before, cache.snapshot())
+
+
+class Declining(LRU):
+    """LRU that gives up every third leaf as soon as it is unused."""
+
+    def begin(self) -> None:
+        """Begin with none asked for."""
+        super().begin()
+        self._num_asked = 0
+
+    def admit(self, node: Any) -> bool:
+        """Whether to keep a leaf."""
+        self._num_asked += 1
+        return bool(self._num_asked % 3)

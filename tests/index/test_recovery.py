@@ -32,10 +32,10 @@ import pytest
 from radixkv import CacheConfig, LeaseError, Namespace, Pin, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
-from radixkv.audit.properties.engine_machine import Declining
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
 from tests.index.stepper import Interrupted, Stepper
+from tests.index.support import Declining
 from tests.index.test_changes import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
 

@@ -16,10 +16,17 @@ from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.index import holders, purge, requests, tree
 from radixkv_policies import POLICIES
+from tests.index.support import Declining
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "200"))
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 PARTS = 10
+
+
+class EngineMachine(properties.EngineMachine):
+    """Also with a policy that gives up blocks."""
+
+    declining = Declining
 
 
 @pytest.mark.timeout(1800)
@@ -30,7 +37,7 @@ def test_random_lives_find_nothing(part: int) -> None:
     In the last two parts the engine owns the blocks.
     """
     policies, stored = tuple(POLICIES)[part % 4 :: 4], part // 4 == 1
-    machine = properties.CacheMachine if part < 8 else properties.EngineMachine
+    machine = properties.CacheMachine if part < 8 else EngineMachine
     if part >= 8:
         policies = tuple(POLICIES)[part % 2 :: 2]
     report = properties.run(
@@ -59,7 +66,7 @@ def test_random_lives_at_the_limits_find_nothing(
     monkeypatch.setattr(holders, "MAX_COPIED_TAIL_BYTES", 8)
     monkeypatch.setattr(purge, "SLICE_NODES", 1)
     monkeypatch.setattr(requests, "SLICE_BLOCKS", 1)
-    for machine, num_lives in ((properties.CacheMachine, 180), (properties.EngineMachine, 40)):
+    for machine, num_lives in ((properties.CacheMachine, 180), (EngineMachine, 40)):
         report = properties.run(PrefixCache, num_lives, 50, seed=SEED, machine=machine)
         assert report.ok, report.failure
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -36,25 +36,15 @@ from radixkv.errors import (
     RadixKVError,
     TokenError,
 )
-from radixkv_policies.lru import LRU
-
-
-class Declining(LRU):
-    """LRU that gives up every third leaf as soon as it is unused."""
-
-    def begin(self) -> None:
-        """Begin with none asked for."""
-        super().begin()
-        self._num_asked = 0
-
-    def admit(self, node: Any) -> bool:
-        """Whether to keep a leaf."""
-        self._num_asked += 1
-        return bool(self._num_asked % 3)
 
 
 class EngineMachine(Lookups):
-    """One cache under attack. The engine has all free blocks."""
+    """One cache under attack. The engine has all free blocks.
+
+    ``declining``: a policy that gives up blocks as soon as they are unused, for some lives. See ``Tenant.policy``.
+    """
+
+    declining: ClassVar[Any] = None
 
     @initialize(
         policy=st.integers(0, 63),
@@ -80,7 +70,7 @@ class EngineMachine(Lookups):
             max_blocks=num_blocks // 2 if limited else None,
             max_pinned_blocks=num_blocks // 3,
             max_pins=MAX_PINS,
-            policy=Declining if declines else None,
+            policy=type(self).declining if declines else None,
         )
         name = cls.policies[policy % len(cls.policies)]
         self.start(
@@ -93,7 +83,7 @@ class EngineMachine(Lookups):
                 blocks="engine",
             )
         )
-        self.declines = declines or name in ("doorkeeper", "auto")
+        self.declines = (declines and cls.declining is not None) or name in ("doorkeeper", "auto")
         if guaranteed:
             self.guaranteed = {"b": num_blocks // 3}
             tenant = Tenant(

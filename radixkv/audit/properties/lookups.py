@@ -28,7 +28,7 @@ from radixkv.errors import (
     PinBudgetExceeded,
     PinLimitExceeded,
 )
-from radixkv_policies import RequestHints
+from radixkv.index.cache import RequestHints
 
 _NAMING_NODES = {"trees", "sequences", "runs", "leases", "bases", "tenants"}
 """Parts of a snapshot that name or count nodes, which a use may split."""
