@@ -26,7 +26,7 @@ def main() -> int:
     chosen = options.parse_args()
     started, seed, lives, steps = time.monotonic(), chosen.seed, 0, 0
     while time.monotonic() - started < chosen.seconds:
-        machine = (properties.CacheMachine, properties.TwoRuns)[seed % 2]
+        machine = (properties.CacheMachine, properties.TwoRuns, properties.EngineMachine)[seed % 3]
         report = properties.run(PrefixCache, chosen.batch, chosen.steps, seed, machine=machine)
         lives, steps = lives + report.examples, steps + report.steps
         if not report.ok:

@@ -550,3 +550,15 @@ def test_a_stale_match_of_a_base() -> None:
     with pytest.raises(LeaseError):
         cache.lease(match)
     assert matched(cache, OP) == 16
+
+
+def test_a_reader_without_requests_leases_and_touches_a_base() -> None:
+    """A lease finds what a match finds, also for a tenant that the cache doesn't know yet."""
+    cache = make_cache()
+    publish(cache)
+    assert cache.touch(A, IDS) == cache.match(A, IDS).num_tokens == 16
+    with cache.match_and_lease(A, [*IDS, 1]) as lease:
+        assert lease.block_ids.tolist() == cache.match(OP, IDS).block_ids.tolist()
+        audit.check(cache)
+    assert cache.touch(Namespace("c", "m"), IDS) == 0
+    audit.check(cache)

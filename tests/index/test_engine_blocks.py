@@ -237,6 +237,17 @@ def test_reclaim_for_a_tenant_keeps_the_guarantees_of_others() -> None:
     audit.check(cache)
 
 
+def test_reclaim_for_a_tenant_without_requests_keeps_the_guarantees_too() -> None:
+    """A tenant that the cache doesn't know yet gets what others have borrowed, and stays unknown."""
+    cache = make_engines(8)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=2))
+    cache.insert(NS, range(16), [0, 1, 2, 3])
+    assert len(cache.reclaim(4, "new")) == 2
+    assert cache.blocks_of("a").resident_blocks == 2 and cache.tenants() == ["a"]
+    assert len(cache.reclaim(4, "new")) == 0 and len(cache.reclaim(4)) == 2
+    audit.check(cache)
+
+
 def test_reclaim_of_more_than_a_slice() -> None:
     """The lock is released between slices; the ids are those of one call."""
     cache = make_engines(3_000, 1)
