@@ -48,7 +48,7 @@ class Inserted:
 
     @property
     def surplus(self) -> BlockIds:
-        """Given blocks that the tree didn't take, because it has others for their tokens; int32. They stay as they were."""
+        """Given blocks that the tree didn't take, as it has others for their tokens; int32. They stay lent, or free."""
         return unpack(self._surplus)
 
     @property
