@@ -733,6 +733,18 @@ def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> Non
 POLICIES = ("lru", "lfu")
 STRIDE = 7
 
+SAMPLED = (
+    "insert a free block",
+    "insert after a position",
+    "match and lease",
+    "open without a lookup",
+    "reserve, evicting",
+    "touch",
+    "truncate with room",
+    "release with room",
+)
+"""Calls whose steps are nearly those of another: only some are interrupted, unless INTERRUPT_ALL is set."""
+
 
 def _number(name: str) -> int:
     """A fixed number of a scenario. It decides its policy and its first step."""
@@ -745,7 +757,7 @@ def _number(name: str) -> int:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
     """Each call is interrupted at each of its steps under one policy, and at every seventh under the other."""
-    at_each = ALL or POLICIES[_number(name) % 2] == policy
+    at_each = ALL or (name not in SAMPLED and POLICIES[_number(name) % 2] == policy)
     stride, first = (1, 1) if at_each else (STRIDE, 1 + _number(name) % STRIDE)
     steps = _steps(SCENARIOS[name], policy, stored=False, stride=stride, first=first)
     for at, (world, _, stepper) in enumerate(steps):
