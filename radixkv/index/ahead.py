@@ -130,22 +130,23 @@ MAX_STEP: Final = 2**63 - 1
 """The greatest number of a step."""
 
 
-def ended_step(cache: CacheState, step: int, end: Callable[[CacheState, int], int]) -> int:
-    """Call ``end``. If it is interrupted, the sequences of the step are lost."""
-    concerned = list(cache._steps.get(step, ()))
-    try:
-        return end(cache, step)
-    except BaseException as error:
-        cache._damage.error, cache._lock.broken = error, cache
-        mend(cache, error, concerned)
-        raise
+def end_step(cache: CacheState, step: int, end: Callable[[CacheState, int], int]) -> int:
+    """Take the lock and call ``end``. If it is interrupted, the sequences of the step are lost."""
+    with cache._lock:
+        concerned = list(cache._steps.get(step, ()))
+        try:
+            return end(cache, step)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, concerned)
+            raise
 
 
 def step_done(cache: CacheState, step: int) -> int:
     """See PrefixCache.step_done."""
     num_tokens = 0
     for sequence in cache._steps.pop(step, {}):
-        if not sequence._is_open:
+        if not _runs(cache, sequence):
             continue
         before, is_next = sequence._num_committed, True
         end = before
@@ -159,16 +160,25 @@ def step_done(cache: CacheState, step: int) -> int:
     return num_tokens
 
 
+def _runs(cache: CacheState, sequence: SequenceState) -> bool:
+    """Whether the user has this sequence open. One whose making was interrupted is in no list but those of steps."""
+    return sequence._is_open and sequence in cache._sequences
+
+
 def step_failed(cache: CacheState, step: int) -> int:
     """See PrefixCache.step_failed."""
     num_cut = 0
     for sequence in cache._steps.pop(step, {}):
         entries = sequence._ahead or []
-        first = next((at for at, each in enumerate(entries) if each.step == step and not each.is_done), None)
-        if not sequence._is_open or first is None:
+        left, leans = list[Ahead](), False
+        for each in entries:
+            if each.step == step and not each.is_done:
+                leans = each.is_leaned
+                break
+            left.append(each)
+        if not _runs(cache, sequence) or len(left) == len(entries):
             continue
-        leans = any(each.is_leaned for each in entries[first:] if each.step == step)
-        requests.keep_ahead(cache, sequence, entries[:first])
+        requests.keep_ahead(cache, sequence, left)
         if leans:
             requests.truncate(cache, sequence, sequence._num_committed)
             num_cut += 1

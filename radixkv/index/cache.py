@@ -44,7 +44,7 @@ from radixkv.index import (
     stats,
     tenant_settings,
 )
-from radixkv.index.ahead import MAX_STEP, ended_step, step_done, step_failed
+from radixkv.index.ahead import MAX_STEP, end_step, step_done, step_failed
 from radixkv.index.bases import BaseInfo, Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
@@ -238,8 +238,7 @@ class PrefixCache(CacheState):
         waits for changes nothing. Raises ArgumentError. O(sequences of the step).
         """
         step = require_between("step", step, 0, MAX_STEP)
-        with self._lock:
-            return ended_step(self, step, step_done)
+        return end_step(self, step, step_done)
 
     def step_failed(self, step: SupportsIndex) -> int:
         """Withdraw what step ``step`` was to compute. Sequences that lean on it are cut to their committed part.
@@ -248,8 +247,7 @@ class PrefixCache(CacheState):
         step. Raises ArgumentError. O(sequences of the step).
         """
         step = require_between("step", step, 0, MAX_STEP)
-        with self._lock:
-            return ended_step(self, step, step_failed)
+        return end_step(self, step, step_failed)
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
         """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.

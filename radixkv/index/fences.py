@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import TYPE_CHECKING
 
@@ -26,22 +25,21 @@ class Fence:
     and is lifted, because nothing else could lift it.
     """
 
-    __slots__ = ("_is_lifted", "_mutex", "_waiting")
+    __slots__ = ("_is_lifted", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[CacheState, SequenceState]] = []
         self._is_lifted = False
-        self._mutex = threading.Lock()
+        self._waiting: list[tuple[CacheState, SequenceState]] = []
 
     def __del__(self) -> None:
         waiting = getattr(self, "_waiting", [])  # __init__ may have been interrupted
-        if waiting:
+        if waiting and not self._is_lifted:
+            self._give_up()
             warnings.warn(
                 f"a fence was never lifted: {len(waiting)} sequences waited for it",
                 ResourceWarning,
                 stacklevel=2,
             )
-            self._let_go()
 
     def __repr__(self) -> str:
         return f"<Fence, {'lifted' if self._is_lifted else f'{len(self._waiting)} sequences wait'}>"
@@ -56,24 +54,27 @@ class Fence:
 
         In a callback of a cache or a finaliser, that cache's next call does the release. O(blocks of the sequences).
         """
-        for cache in self._let_go():
+        self._is_lifted = True
+        caches = self._give_up()
+        self._waiting.clear()
+        for cache in caches:
             try:
                 cache.require_alive()  # any call releases what was given up
             except ReentrantCall:
                 continue
 
-    def _let_go(self) -> list[CacheState]:
-        """Give up what waits. Returns the caches that it belongs to."""
-        with self._mutex:
-            self._is_lifted = True
-            waiting, self._waiting = self._waiting, []
+    def _give_up(self) -> list[CacheState]:
+        """Let the next call of each cache release what waits. Returns these caches.
+
+        There is no lock: a sequence that is given up twice is released once.
+        """
+        waiting = list(self._waiting)
         for cache, state in waiting:
             cache._lock.forgotten.append((cache, state))
         return list({id(cache): cache for cache, _ in waiting}.values())
 
-    def holds(self, cache: CacheState, state: SequenceState) -> bool:
-        """Let a sequence wait. Returns False, and holds nothing, if the fence is lifted. For the cache."""
-        with self._mutex:
-            if not self._is_lifted:
-                self._waiting.append((cache, state))
-            return not self._is_lifted
+    def hold(self, cache: CacheState, state: SequenceState) -> None:
+        """Let a sequence wait. If the fence is lifted, the cache's next call releases it. For the cache."""
+        self._waiting.append((cache, state))
+        if self._is_lifted:
+            cache._lock.forgotten.append((cache, state))

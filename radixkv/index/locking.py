@@ -162,9 +162,14 @@ def take_care(lock: Lock) -> None:
     if lock.broken is not None:
         lock.broken._repair()
     while lock.forgotten:
-        cache, given_up = lock.forgotten.popleft()
+        cache, given_up = lock.forgotten[0]  # stays there if a signal comes before it is released
         lock.given_up.discard(given_up)
-        cache._give_up(given_up)
+        try:
+            cache._give_up(given_up)
+        except Exception:
+            lock.forgotten.popleft()
+            raise
+        lock.forgotten.popleft()
 
 
 def is_finalising(error: ReentrantCall) -> bool:

@@ -670,9 +670,11 @@ def release(cache: CacheState, sequence: SequenceState) -> None:
 def release_after(cache: CacheState, sequence: SequenceState, fence: Fence) -> None:
     """Close a sequence. It holds everything until the fence is lifted."""
     sequence._is_open, sequence._is_fenced = False, True
-    if not fence.holds(cache, sequence):
+    if fence.is_lifted:
         release(cache, sequence)
-    elif cache._num_waiting:
+        return
+    fence.hold(cache, sequence)
+    if cache._num_waiting:
         cache._progress.notify_all()
 
 
