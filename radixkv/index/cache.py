@@ -542,7 +542,7 @@ class PrefixCache(CacheState):
 
         The base becomes readable when the sequence has committed all its tokens. If it is released earlier, nothing is
         published. ``namespace`` belongs to the account that publishes and pays. The base serves the ``readers``'
-        namespaces with the same model and adapter, whatever their salt. It stays resident until ``unpublish``.
+        namespaces with the same model, adapter and weights, whatever their salt. It stays resident until ``unpublish``.
 
         Raises like ``open``. Also raises ArgumentError, and changes nothing, if another base has the id, if there is no
         whole block, if a reader publishes, or if the publisher reads. Raises it too, with the shortfall, if the pool

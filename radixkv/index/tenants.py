@@ -290,4 +290,4 @@ class Base:
 
 
 Readable = dict[tuple[Any, Any, bytes], list[Base]]
-"""Bases that a tenant may read, by model, adapter and the key of their first block; the longest first."""
+"""Bases that a tenant may read, by model, adapter, weights and the key of their first block; the longest first."""
