@@ -1,6 +1,7 @@
 """Figures of the index that a workload doesn't show: one call, of one shape and one size, repeated.
 
-- ``figures``: match, eviction, fork and beam step, each in the state that makes it expensive.
+- ``figures``: match, eviction, fork and beam step, each in the state that makes it expensive; see also
+  ``engine_calls``.
 - ``scaling``: the cost of a call as the cache grows, and the cost of a token as a prompt grows. ``ratio`` is the last
   value divided by the first. A ratio of 1 is flat; reads from main memory instead of the processor's cache may add
   some tens of percent.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixkv import audit
-from radixkv.bench import shapes
+from radixkv.bench import engine_calls, shapes
 from radixkv.bench.drive import drive
 from radixkv.bench.measure import Figure, Nanoseconds, columns, frozen_heap, number, percentile_us, timed
 from radixkv.bench.workloads import Workload, draw, thin
@@ -75,6 +76,7 @@ def run(sizes: Sizes, *, seed: int = 0, policy: str = "lru") -> dict[str, list[d
     Raises IntegrityError if an audit finds a violated invariant after a measurement.
     """
     figures = [_match(sizes, seed, policy), *_evict(sizes, seed, policy), *_beams(sizes, seed, policy)]
+    figures += engine_calls.measure(sizes.repeats, seed, policy)
     scaling = [*_by_cache(sizes, seed, policy), *_by_prompt(sizes, seed)]
     measured = [shapes.measure(shape) for shape in shapes.shapes(seed, sizes.shapes)]
     return {

@@ -28,6 +28,7 @@ def test_each_figure_is_present_and_is_json(result: dict[str, Any]) -> None:
     for part in (
         "thin: p99 ÷ p50 of open", "thin: resident memory a block", "match of a resident prompt of 4,096 tokens",
         "evict(1)", "evict(4)", "evict(256)", "fork of a sequence of 520 tokens into 8", "reorder of 8", "append to 8",
+        "a count of blocks", "match_and_lease of 2,900", "insert of 64 blocks, 60 of them resident",
     ):  # fmt: skip
         assert any(part in name for name in found), part
     fields = {"name", "value", "unit", "p99", "reach", "stretch", "floor", "floor_value", "ratio"}
@@ -37,6 +38,12 @@ def test_each_figure_is_present_and_is_json(result: dict[str, Any]) -> None:
         assert (each["floor"] is None) == (each["ratio"] is None)
         if each["ratio"] is not None:
             assert each["ratio"] == pytest.approx(each["value"] / each["floor_value"])
+
+
+def test_a_burst_computes_each_whole_block_once(result: dict[str, Any]) -> None:
+    """2,900 tokens are 181 whole blocks and 4 tokens: the other seven requests compute these 4."""
+    (burst,) = [each for each in result["figures"] if "burst" in each["name"]]
+    assert burst["value"] == burst["reach"] == 2_900 + 7 * 4
 
 
 def test_scaling_with_cache_and_prompt_size(result: dict[str, Any]) -> None:
