@@ -17,8 +17,7 @@ The laws, as named in a report:
     siblings           children are keyed by their first block and differ in it; a child has one parent, in its tree
     leases             a node's uses are the leases that end there plus its children in use
     bases              a base leases the path of its ids and blocks, and the trees behind it begin with its blocks
-    tables             a block table is the blocks of the leased path and of the sequence's own runs, in order; it has
-                       room for the sequence's tokens and its reserved tokens, and no more
+    tables             a block table is the leased path and the sequence's own runs, as many as all its tokens need
     committed          cached ≤ committed ≤ tokens, and the leased path is a prefix of the sequence's ids
     quotas             no tenant uses more than its limit, and every guarantee can be met
     usage              the used, resident and evictable blocks of a tenant, and the blocks of a tree, equal their sums
