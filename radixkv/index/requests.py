@@ -695,11 +695,12 @@ def require_batch(sequences: list[SequenceState], *, may_have_room: bool = True)
     """Raise unless all sequences are open and no sequence is given twice. See also ``require_filled``."""
     for sequence in sequences:
         require_open(sequence)
-        if not may_have_room:
-            require_filled(sequence)
     if len(set(sequences)) != len(sequences):
         problem = "has one of them twice; allowed: each sequence once"
         raise ArgumentError("sequences", sequences, "each sequence once", problem=problem)
+    if not may_have_room:
+        for sequence in sequences:
+            require_filled(sequence)
 
 
 # --- blocks of the engine

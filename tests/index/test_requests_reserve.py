@@ -113,6 +113,8 @@ def test_sequences_with_room_are_not_shared() -> None:
     for call in (lambda: sequence.fork(1), lambda: cache.reorder([sequence], [0, 0])):
         with pytest.raises(LeaseError, match="room reserved for 3 tokens"):
             call()
+    with pytest.raises(ArgumentError, match="twice"):
+        cache.reorder([sequence, sequence], [0])
     assert same(before, cache)
     sequence.drop()
     cache.reorder([sequence], [0])[0].release()
