@@ -736,24 +736,24 @@ def insert(
     new, given, theirs = packed[known:], packed[:known], place.table[start * ID_BYTES :]
     surplus = b"" if given == theirs else _differing(given, theirs)
     ids: list[int] = unpack(new).tolist()
+    free = pool.num_free_bytes
     num_lent = pool.check_claim(ids if not surplus else ids + unpack(surplus).tolist())
     node: Node | None = None
     if new:
-        free = pool.num_free_bytes
         if surplus:
             num_lent = len(ids) - len(pool.lent.missing(ids))
         above = _admit(cache, place, total, 0, 0 if pool.is_engines else num_lent)
         node = _insert(cache, place.tree, above, key, new, ids, hints)
         if not leases:
             cache._evictor.release(node, place.tree)  # evicts the blocks if the policy declines them
-        if pool.is_engines:
-            pool.lend_freed(free, done.evicted)
     elif resident and (leases or hints is not None):
         node = _admit(cache, place, total, 0)
         if hints is not None and place.tree.tenant.on_opened is not None:
             place.tree.tenant.on_opened(path_between(place.tree.root, node), total, hints)
         if not leases:
             cache._evictor.release(node, place.tree)
+    if pool.is_engines:
+        pool.lend_freed(free, done.evicted)
     done.table, done.surplus, done.num_resident = bytes(place.table) + new, surplus, resident
     if leases:
         done.lease = LeaseState(cache, node, Match(namespace, key, done.table))

@@ -211,6 +211,30 @@ def test_blocks_that_a_policy_declines_come_back_with_the_insert() -> None:
     assert ids_of(cache)["engine"] == list(range(8))
 
 
+class Fickle(LRU):
+    """Admits blocks until it is told otherwise."""
+
+    admits = True
+
+    def admit(self, node: Any) -> bool:
+        """Admit, or not any more."""
+        return self.admits
+
+
+def test_resident_blocks_that_a_policy_gives_up_at_an_insert_come_back_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The insert brings nothing new: its hints are a use of what is there, and the policy may end it."""
+    cache = make_engines(8)
+    cache.add_tenant(Tenant("a", policy=Fickle))
+    cache.insert(NS, range(8), [5, 6])
+    monkeypatch.setattr(Fickle, "admits", False)
+    record = cache.insert(NS, range(8), [5, 6], hints=RequestHints(priority=1))
+    assert sorted(record.evicted.tolist()) == [5, 6] and cache.free_blocks == 0
+    assert ids_of(cache)["engine"] == list(range(8))
+    audit.check(cache)
+
+
 def test_what_other_calls_free_is_reclaimed_next() -> None:
     """A clear, a purge and a lowered limit put blocks nowhere silently: the next ``reclaim`` hands all of them over."""
     cache = make_engines(16)
