@@ -35,7 +35,6 @@ from radixkv.errors import (
     NamespaceError,
     NotResident,
     OutOfBlocks,
-    PendingError,
     PinBudgetExceeded,
     PinLimitExceeded,
     QuotaExceeded,
@@ -92,7 +91,6 @@ __all__ = [
     "NamespaceError",
     "NotResident",
     "OutOfBlocks",
-    "PendingError",
     "Pin",
     "PinBudgetExceeded",
     "PinLimitExceeded",
@@ -127,10 +125,15 @@ _MOVED = {
 }
 """Modules that stood here before, and where their content is."""
 
+_REMOVED = {"PendingError": "PrefixCache.open(ahead=True)"}
+"""Public names that stood here before, and what replaces them."""
+
 
 def __getattr__(name: str) -> Any:
     """``radixkv.audit`` and the other packages are imported when first named."""
     if name in {"audit", "bench", "coordination", "engines", "service", "storage", "tokenizer"}:
         return import_module(f"radixkv.{name}")
+    if name in _REMOVED:  # "from radixkv import" would drop the text of an AttributeError
+        raise ImportError(f"radixkv.{name} was removed: use {_REMOVED[name]}", name=name)
     where = f"; it moved to {_MOVED[name]}" if name in _MOVED else ""
     raise AttributeError(f"module 'radixkv' has no attribute {name!r}{where}")

@@ -15,7 +15,6 @@
     │   ├── StaleGeneration   its tenant was purged while it ran
     │   ├── SequenceLent      it is lent to the device, which advances it by itself
     │   └── NotResident       a prefix to pin isn't completely resident
-    ├── PendingError          another sequence computes the prefix, and the caller doesn't wait for it
     ├── CoordinationError     an error of the metadata store or another replica
     │   ├── StoreUnavailable  the store can't be reached
     │   │   └── UnreadableRecord the store's record of a tenant was written by no replica
@@ -217,14 +216,6 @@ class NotResident(LeaseError):
         super().__init__(
             f"only {resident_tokens} of {num_tokens} tokens are resident: compute the prefix, then pin it"
         )
-
-
-class PendingError(RadixKVError):
-    """Another sequence is computing the prefix. Raised for ``on_pending="raise"``, or when a wait timed out."""
-
-    hint: ClassVar[str] = (
-        "Call again later, wait longer, or compute the prefix yourself with another on_pending."
-    )
 
 
 class CoordinationError(RadixKVError):

@@ -333,9 +333,11 @@ class InProcess:
                 sequence = system.cache.open(B, [at, *range(3 * BLOCK)])
                 running.enter_context(sequence)
                 sequence.commit(2 * BLOCK)
+                sequence.computing(3 * BLOCK, step=at)
             for at in range(2 + more):
                 _serve(system, A, [at, *range(3 * BLOCK)])
             told = {name: _refusal(call) for name, call in _wrong_calls(system).items()}
+            told["tokens ahead"] = _leaned(system, [2, *range(3 * BLOCK)])
             told["statistics"] = repr(system.stats("a"))
         told["log"] = "\n".join(lines)
         return told
@@ -479,6 +481,12 @@ def _opened(system: CacheAdapter, namespace: Namespace, ids: Sequence[int]) -> i
     return cached
 
 
+def _leaned(system: CacheAdapter, ids: Sequence[int]) -> str:
+    """What a request of A finds of others' running steps."""
+    with system.cache.open(A, ids, ahead=True) as sequence:
+        return f"{sequence.num_ahead_tokens} tokens"
+
+
 def _retokenized(ids: list[int]) -> list[int]:
     """Return other ids for the same text, if id 2 spells the same as 0, 0."""
     return [piece for token in ids for piece in ((0, 0) if token == 2 else (token,))]
@@ -513,7 +521,6 @@ def _wrong_calls(system: CacheAdapter) -> dict[str, Callable[[], object]]:
     return {
         "a request larger than the pool": lambda: cache.open(A, range(100 * BLOCK)),
         "ids that are none": lambda: cache.open(A, [0, -1]),
-        "a pending prefix": lambda: cache.open(A, [5, *range(9)], on_pending="raise").release(),
         "a second release": released_twice,
         "a name that is none": lambda: Namespace("a", ""),
         "a version that is none": lambda: Namespace("a", "m", weights=-1),

@@ -6,17 +6,17 @@ reads first and raise a TypeError. It doesn't read ``radixkv.config`` for the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from radixkv.index.match import Match
     from radixkv.storage.device import BlockStorage
     from radixkv_policies import RequestHints
 
-OnPending: TypeAlias = Literal["compute", "raise", "wait"]
+Flag: TypeAlias = bool
 
-Seconds: TypeAlias = float | None
-"""Seconds; None for no limit."""
+Removed: TypeAlias = None
+"""An argument that calls had before. It is refused by name."""
 
 BaseId: TypeAlias = str
 """1 to 256 bytes."""

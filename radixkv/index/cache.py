@@ -65,13 +65,13 @@ from radixkv.index.tenants import TenantBlocks
 from radixkv.index.tokens import ID_BYTES, TokenIds, encode
 from radixkv.index.validation import (
     block_ids_of,
-    deadline_of,
     first_block,
     list_of,
     packed_ids,
     readers_of,
     require_base_id,
     require_between,
+    require_flags,
     require_namespace,
     require_parts,
     require_policy,
@@ -84,7 +84,7 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.index.arguments import BaseId, Hints, MatchLike, OnPending, Seconds, StorageLike, TenantId
+    from radixkv.index.arguments import BaseId, Flag, Hints, MatchLike, Removed, StorageLike, TenantId
     from radixkv.storage.device import BlockStorage
 
 
@@ -195,28 +195,23 @@ class PrefixCache(CacheState):
         namespace: Namespace,
         ids: TokenIds,
         *,
-        on_pending: OnPending = "compute",
-        timeout_s: Seconds = None,
         hints: Hints = None,
-        lookup: bool = True,
-        ahead: bool = False,
+        lookup: Flag = True,
+        ahead: Flag = False,
+        on_pending: Removed = None,
+        timeout_s: Removed = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
         Uses at most ``(n − 1) // block_size`` matched blocks, so that at least one token is left to compute logits.
-
-        ``on_pending`` says what to do if another sequence is computing the next block of this prompt:
-
-        - ``"compute"``: compute the block here too.
-        - ``"raise"``: raise PendingError.
-        - ``"wait"``: wait until the block is committed or given up. After ``timeout_s`` seconds, raise PendingError.
 
         ``hints``: facts about the request that the policy may use.
 
         ``lookup``: False finds nothing: all tokens are computed, and count as neither hit nor missed.
 
         ``ahead``: True also shares whole blocks that a running step computes (``Sequence.computing``). They count in
-        ``num_ahead_tokens``, not in ``num_cached_tokens``.
+        ``num_ahead_tokens``, not in ``num_cached_tokens``. It replaces ``on_pending``
+        and ``timeout_s``, which are refused.
 
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
         on the path + blocks evicted).
@@ -225,11 +220,12 @@ class PrefixCache(CacheState):
             require_namespace(namespace)
         if hints is not None and not isinstance(hints, RequestHints):
             raise ArgumentError("hints", hints, "a RequestHints, or None")
-        computes = isinstance(on_pending, str) and on_pending == "compute"
-        deadline = None if computes else deadline_of(on_pending, timeout_s)
-        key = encode(ids)
-        looks = lookup is not False
-        return open_handle(self, namespace, key, on_pending, deadline, hints, None, looks, ahead is True)
+        if on_pending is not None or timeout_s is not None:
+            problem = "and timeout_s were removed: use ahead=True"
+            raise ArgumentError("on_pending", on_pending, "ahead=True", problem=problem)
+        if type(lookup) is not bool or type(ahead) is not bool:
+            require_flags(lookup=lookup, ahead=ahead)
+        return open_handle(self, namespace, encode(ids), hints, None, lookup, ahead)
 
     def step_done(self, step: SupportsIndex) -> int:
         """Commit what step ``step`` computed (``Sequence.computing``), also for the sequences that lean on it.

@@ -29,10 +29,9 @@ class CacheLock:
 
     - ``death``: why the cache can no longer be used; None while it can.
     - ``forgotten``: pairs of a cache and a state that a finaliser gave up. ``given_up`` has only the states.
-    - ``progress``: a condition on this lock. Wait for it with ``wait``.
     """
 
-    __slots__ = ("_acquire", "_is_inside", "_release", "broken", "death", "forgotten", "given_up", "progress")
+    __slots__ = ("_acquire", "_is_inside", "_release", "broken", "death", "forgotten", "given_up")
 
     def __init__(self) -> None:
         inner = threading.RLock()
@@ -43,7 +42,6 @@ class CacheLock:
         self.death: str | None = None
         self.forgotten: deque[tuple[Owner, Held]] = deque()
         self.given_up: set[Held] = set()
-        self.progress = threading.Condition(inner)
 
     def __enter__(self) -> None:
         self._acquire()
@@ -77,15 +75,3 @@ class CacheLock:
     def locked(self) -> bool:
         """Whether a thread holds it."""
         return self._is_inside
-
-    def wait(self, timeout_s: float) -> None:
-        """Release the lock until ``progress`` is notified, for at most this many seconds. Then repair as the next call
-        would.
-        """
-        self._is_inside = False
-        try:
-            self.progress.wait(timeout_s)
-        finally:
-            self._is_inside = True
-        if self.broken is not None or self.forgotten:
-            take_care(self)

@@ -263,8 +263,6 @@ def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) 
     for sequence in beams.sequences:
         sequence._lent = None
         sequence._is_open = sequence._closed_by != PURGE
-    if cache._num_waiting:
-        cache._progress.notify_all()
 
 
 def _is_sound(

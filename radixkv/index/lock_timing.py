@@ -21,7 +21,6 @@ def time_holds(cache: CacheState) -> array[int]:
         lock._release = holds.noting(holds.end, lock._release)
     else:
         cache._lock = cast(Any, _TimedLock(holds))
-        cache._progress = cache._lock.progress
     return holds.spans
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 import weakref
 from collections import deque
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from radixkv.errors import IntegrityError, ReentrantCall
 
 if TYPE_CHECKING:
 
     class RLock:
-        """The type of a ``threading.RLock``, with the methods that ``threading.Condition`` uses."""
+        """The type of a ``threading.RLock``."""
 
         def acquire(self, blocking: bool = True) -> bool: ...
         def release(self) -> None: ...
@@ -75,14 +74,13 @@ class SourceLock(RLock):
     same thread notices that and continues.
     """
 
-    __slots__ = ("broken", "death", "forgotten", "given_up", "progress")
+    __slots__ = ("broken", "death", "forgotten", "given_up")
 
     def __init__(self) -> None:
         self.broken: Owner | None = None
         self.death: str | None = None
         self.forgotten: deque[tuple[Owner, Held]] = deque()
         self.given_up: set[Held] = set()
-        self.progress = threading.Condition(cast(Any, self))
 
     def __enter__(self) -> None:
         is_left_over = self._is_owned()
@@ -111,12 +109,6 @@ class SourceLock(RLock):
             self.release()
             return False
         return True
-
-    def wait(self, timeout_s: float) -> None:
-        """See CacheLock."""
-        self.progress.wait(timeout_s)
-        if self.broken is not None or self.forgotten:
-            take_care(self)
 
 
 _FOLDER = f"{Path(__file__).parent}/"

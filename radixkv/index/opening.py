@@ -16,15 +16,13 @@ from radixkv.index.tree import Node
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.arguments import Hints, OnPending
+    from radixkv.index.arguments import Hints
 
 
 def open_handle(
     cache: CacheState,
     namespace: Namespace,
     key: bytes,
-    on_pending: OnPending,
-    deadline: float | None,
     hints: Hints,
     publication: Publication | None,
     lookup: bool,
@@ -36,16 +34,14 @@ def open_handle(
     if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
         cache, len(key)
     ):
-        return _open_long(cache, namespace, key, on_pending, deadline, hints, publication, lookup, may_lean)
-    return _open(cache, namespace, key, on_pending, deadline, hints, None, publication, lookup, may_lean)
+        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean)
+    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean)
 
 
 def _open(
     cache: CacheState,
     namespace: Namespace,
     key: bytes,
-    on_pending: OnPending,
-    deadline: float | None,
     hints: Hints,
     already_touched: Node | None,
     publication: Publication | None,
@@ -54,8 +50,6 @@ def _open(
 ) -> Sequence:
     sequence: SequenceState | None = None
     with cache._lock:
-        if on_pending != "compute":
-            requests.await_pending(cache, namespace, key, on_pending, deadline)
         try:
             if may_lean and lookup:
                 sequence = ahead.open_sequence(cache, namespace, key, hints, already_touched, publication)
@@ -76,8 +70,6 @@ def _open_long(
     cache: CacheState,
     namespace: Namespace,
     key: bytes,
-    on_pending: OnPending,
-    deadline: float | None,
     hints: Hints,
     publication: Publication | None,
     lookup: bool,
@@ -91,8 +83,6 @@ def _open_long(
     sequence: Sequence | None = None
     try:
         with cache._lock:
-            if on_pending != "compute":
-                requests.await_pending(cache, namespace, key, on_pending, deadline)
             try:
                 lease, match, needed, tenant = requests.lease_of_long(
                     cache, namespace, key, publication, lookup
@@ -105,9 +95,7 @@ def _open_long(
         with Lease(cache, lease, match):
             requests.make_room(cache, needed, tenant)
             above = lease._node if lookup else None
-            sequence = _open(
-                cache, namespace, key, on_pending, deadline, hints, above, publication, lookup, may_lean
-            )
+            sequence = _open(cache, namespace, key, hints, above, publication, lookup, may_lean)
         return sequence
     except BaseException as error:
         opened = None if sequence is None else sequence._state
@@ -119,7 +107,7 @@ def _open_long(
 def open_base(cache: CacheState, namespace: Namespace, key: bytes, publication: Publication) -> Sequence:
     """See PrefixCache.publish."""
     try:
-        return open_handle(cache, namespace, key, "compute", None, None, publication, True)
+        return open_handle(cache, namespace, key, None, publication, True)
     except FlushRequired:
         raise
     except OutOfBlocks:

@@ -154,7 +154,6 @@ def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
         detach(tree)
         if tree.base is not None:
             cache._evictor.let_go(tree.base)
-    cache._progress.notify_all()
 
 
 def _reclaim(cache: CacheState, trees: list[NamespaceTree]) -> None:

@@ -50,7 +50,6 @@ from radixkv.errors import (
     IntegrityError,
     LeaseError,
     NamespaceError,
-    PendingError,
     TokenError,
 )
 from radixkv.index.blocks import unpack
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from radixkv.index.state import CacheState
     from radixkv_policies import Policy
 
-REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
+REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, TokenError)
 """Errors that are raised before anything has changed."""
 
 ATTEMPTS = 4
@@ -214,7 +213,6 @@ def _mend(cache: CacheState) -> None:
     cache._recorder.start_over()
     _unlend(cache, damage.lent)
     _Books(cache).rebuild()
-    cache._progress.notify_all()
 
 
 def _unlend(cache: CacheState, block_ids: bytes | bytearray) -> None:

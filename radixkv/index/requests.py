@@ -24,7 +24,6 @@ from radixkv.errors import (
     ConfigError,
     LeaseError,
     NotResident,
-    PendingError,
     SequenceLent,
     StaleGeneration,
     wrong_count,
@@ -43,7 +42,7 @@ from radixkv.index.validation import require_between
 from radixkv.storage.plan import BlockIds, StepPlan
 
 if TYPE_CHECKING:
-    from radixkv.index.arguments import Hints, OnPending
+    from radixkv.index.arguments import Hints
     from radixkv.index.fences import Fence
 
 SLICE_BLOCKS = 512
@@ -54,9 +53,6 @@ MAX_BLOCKS_AT_ONCE = 2_048
 
 MAX_VICTIMS_AT_ONCE = 512
 """Approximate number of leaves that one call may evict at once. An eviction costs per victim, not per block."""
-
-MAX_WAIT_S = 1.0
-"""Longest single wait for a pending block. A forgotten sequence wakes no waiter; the waiter releases it afterwards."""
 
 
 # --- where a request belongs, and whether it is admitted
@@ -318,44 +314,6 @@ def let_others() -> None:
     time.sleep(0)
 
 
-# --- pending blocks: those that a running sequence computes
-
-
-def await_pending(
-    cache: CacheState, namespace: Namespace, key: bytes, on_pending: OnPending, deadline: float | None
-) -> None:
-    while _is_pending(cache, namespace, key):
-        if on_pending == "raise":
-            raise PendingError("another sequence is computing this prefix")
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise PendingError("another sequence was still computing this prefix when timeout_s was over")
-        cache._num_waiting += 1
-        try:
-            cache._lock.wait(MAX_WAIT_S if left is None else min(left, MAX_WAIT_S))
-        finally:
-            cache._num_waiting -= 1
-
-
-def _is_pending(cache: CacheState, namespace: Namespace, key: bytes) -> bool:
-    """Whether a running sequence computes the first block that a request for ``key`` would miss. O(sequences)."""
-    size = cache._block_bytes
-    usable = max(len(key) - 1, 0) // size * size
-    tree = cache._registry.resident_tree(namespace, key, usable)
-    if tree is None:
-        return False
-    node, at, child, _ = tree.walk(key, usable, bytearray())
-    if child is not None or at == usable:
-        return False
-    block = key[at : at + size]
-    return any(
-        other._node is node
-        and not other._is_fenced
-        and other._prompt_key.startswith(block, at, other._prompt_size)
-        for other in cache._sequences
-    )
-
-
 # --- commit
 
 
@@ -376,8 +334,6 @@ def commit(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex
             cache._pool.expose(sequence._table[old * ID_BYTES : new * ID_BYTES])
         if cache._publishing:
             _complete(cache, sequence)
-        if cache._num_waiting:
-            cache._progress.notify_all()
 
 
 def _pass_ahead(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
@@ -608,8 +564,6 @@ def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsInd
     _cut(cache, sequence, num_tokens)
     sequence._reserved = 0
     sequence.cut_key(num_tokens * TOKEN_BYTES)
-    if cache._num_waiting:
-        cache._progress.notify_all()
 
 
 def _cut_ahead(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None:
@@ -663,8 +617,6 @@ def release(cache: CacheState, sequence: SequenceState) -> None:
         keep_ahead(cache, sequence, [])
     cache._runs.let_go(sequence)
     cache._evictor.release(sequence._node, sequence._tree)
-    if cache._num_waiting:
-        cache._progress.notify_all()
 
 
 def release_after(cache: CacheState, sequence: SequenceState, fence: Fence) -> None:
@@ -674,8 +626,6 @@ def release_after(cache: CacheState, sequence: SequenceState, fence: Fence) -> N
         release(cache, sequence)
         return
     fence.hold(cache, sequence)
-    if cache._num_waiting:
-        cache._progress.notify_all()
 
 
 def require_open(sequence: SequenceState) -> None:

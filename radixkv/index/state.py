@@ -79,9 +79,7 @@ class CacheState:
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._storage = storage
         self._lock = _make_lock()
-        self._progress = self._lock.progress
         self._damage = Damage()
-        self._num_waiting = 0
         self._scrubber = _make_scrubber(config, storage, scrub_blocks)
         self._pool = BlockPool(
             config.num_blocks,

@@ -6,9 +6,8 @@ The types of these arguments, as callers see them, are in ``arguments``.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from radixkv.storage.plan import BlockIds
 
 if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
-
-_MAX_TIMEOUT_S: Final = 366 * 86_400.0
-"""Timeouts above the maximum mean no timeout, because system clocks don't accept arbitrarily long times."""
 
 
 def require_namespace(namespace: object) -> None:
@@ -51,6 +47,13 @@ def require_parts(config: object, clock: object, journal: Any) -> None:
             )
 
 
+def require_flags(**flags: object) -> None:
+    """Raise unless these named arguments are booleans."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ArgumentError(name, flag, "True or False")
+
+
 def require_policy(policy: object) -> None:
     """Raise for an unknown policy name. Imports a policy that isn't built in, before any lock is taken."""
     if isinstance(policy, str):
@@ -58,17 +61,6 @@ def require_policy(policy: object) -> None:
             resolve("policy", policy)
         except ConfigError as error:
             raise ArgumentError("policy", policy, error.allowed) from None
-
-
-def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:
-    """Return when a wait for a pending block ends, on the monotonic clock; None for never."""
-    if not isinstance(on_pending, str) or on_pending not in ("raise", "wait"):
-        raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
-    if timeout_s is None:
-        return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
-        raise ArgumentError("timeout_s", timeout_s, "seconds ≥ 0, or None to wait as long as it takes")
-    return time.monotonic() + float(timeout_s) if timeout_s < _MAX_TIMEOUT_S else None
 
 
 def require_base_id(base_id: Any) -> str:

@@ -25,7 +25,6 @@ from radixkv.errors import (
     LeaseError,
     NamespaceError,
     NotResident,
-    PendingError,
     PinBudgetExceeded,
     PinLimitExceeded,
     QuotaExceeded,
@@ -273,7 +272,7 @@ def of_library(error: RadixKVError) -> ApiError:
         return not_resident(error)
     if isinstance(error, CapacityError):
         return no_capacity()
-    if isinstance(error, LeaseError | PendingError):
+    if isinstance(error, LeaseError):
         return cleared()
     return internal()
 

@@ -13,7 +13,6 @@ from radixkv import (
     LeaseError,
     Namespace,
     NamespaceError,
-    PendingError,
     PrefixCache,
     QuotaExceeded,
     Tenant,
@@ -232,7 +231,7 @@ def test_bases_that_continue_each_other() -> None:
     audit.check(cache)
 
 
-def test_leases_inserts_and_pending_requests_behind_a_base() -> None:
+def test_leases_inserts_and_requests_ahead_behind_a_base() -> None:
     """The rest of the API treats a base as resident blocks."""
     cache = published()
     with cache.lease(cache.match(A, IDS)) as lease:
@@ -243,10 +242,10 @@ def test_leases_inserts_and_pending_requests_behind_a_base() -> None:
     cache.free(blocks[:4])
     assert matched(cache, A, [*IDS, 1, 1, 1, 1]) == 20 and matched(cache, OP, [*IDS, 1, 1, 1, 1]) == 16
     computing = cache.open(A, [*IDS, 2, 2, 2, 2, 2])
-    with pytest.raises(PendingError):
-        cache.open(A, [*IDS, 2, 2, 2, 2, 2], on_pending="raise")
-    with cache.open(B, [*IDS, 2, 2, 2, 2, 2], on_pending="raise") as sequence:
-        assert sequence.num_cached_tokens == 16
+    computing.computing(20, step=0)
+    for tenant, num_ahead in ((A, 4), (B, 0)):
+        with cache.open(tenant, [*IDS, 2, 2, 2, 2, 2], ahead=True) as sequence:
+            assert (sequence.num_cached_tokens, sequence.num_ahead_tokens) == (16, num_ahead)
     computing.release()
     audit.check(cache)
 

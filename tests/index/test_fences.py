@@ -70,12 +70,16 @@ def test_a_clear_or_a_purge_does_not_pass_a_fence(end: str) -> None:
     audit.check(cache)
 
 
-def test_nobody_waits_for_a_sequence_behind_a_fence() -> None:
-    """It computes nothing any more."""
+def test_nobody_leans_on_a_sequence_behind_a_fence() -> None:
+    """Its step may still end, but the sequence commits nothing any more."""
     cache, fence = make_cache(), Fence()
-    cache.open(NS, range(8)).release(after=fence)
-    cache.open(NS, range(8), on_pending="raise").release()
+    sequence = cache.open(NS, range(8))
+    sequence.computing(8, step=0)
+    sequence.release(after=fence)
+    with cache.open(NS, range(9), ahead=True) as other:
+        assert other.num_ahead_tokens == 0
     fence.lift()
+    audit.check(cache)
 
 
 def test_a_fence_lifted_by_another_thread() -> None:

@@ -12,7 +12,6 @@ from radixkv import (
     LeaseError,
     Namespace,
     OutOfBlocks,
-    PendingError,
     PrefixCache,
     Sequence,
     Tenant,
@@ -90,11 +89,10 @@ class Worker(threading.Thread):
         self.cache.free(done.surplus)
 
     def _serve(self, namespace: Namespace, ids: list[int]) -> None:
-        on_pending = self.rng.choice(("compute", "compute", "raise", "wait"))
         try:
             looks = self.rng.randrange(4) > 0
-            sequence = self.cache.open(namespace, ids, on_pending=on_pending, timeout_s=0.01, lookup=looks)
-        except (OutOfBlocks, PendingError):
+            sequence = self.cache.open(namespace, ids, lookup=looks)
+        except OutOfBlocks:
             return
         with sequence:
             self._compute(sequence, sequence.num_cached_tokens)

@@ -18,8 +18,6 @@ import gc
 import os
 import random
 import signal
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -895,26 +893,6 @@ def test_the_eviction_order_survives_repairs() -> None:
             recovery.mend(caches[0], KeyboardInterrupt())
         assert resident_prefixes(caches[0]) == resident_prefixes(caches[1])
     assert caches[0].stats().evicted_blocks > 500
-
-
-@pytest.mark.pure
-def test_an_interrupted_commit_wakes_waiters() -> None:
-    """An interrupted commit gives up its prefix. A request that waits for it then computes it itself."""
-    cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK_SIZE))
-    running = cache.open(A, ZEROS)
-    opened: list[Sequence] = []
-    waiter = threading.Thread(
-        target=lambda: opened.append(cache.open(A, ZEROS, on_pending="wait", timeout_s=60)), daemon=True
-    )
-    waiter.start()
-    while not cache._num_waiting:
-        time.sleep(0.001)
-    with pytest.raises(Interrupted):
-        Stepper(cache, 12).run(lambda: running.commit(2))
-    waiter.join(60)
-    assert not running.is_open and opened[0].num_cached_tokens == 0
-    opened[0].release()
-    audit.check(cache)
 
 
 class Fails:

@@ -17,7 +17,6 @@ from radixkv import (
     Namespace,
     NotResident,
     OutOfBlocks,
-    PendingError,
     PrefixCache,
     QuotaExceeded,
     RadixKVError,
@@ -26,7 +25,7 @@ from radixkv import (
     audit,
 )
 from radixkv.index import recovery
-from tests.index.support import NS, compute, same
+from tests.index.support import NS, compute, make_cache, same
 from tests.index.test_changes import Recorder
 from tests.model import resident_prefixes
 
@@ -161,17 +160,18 @@ WRONG_TYPES: dict[str, Refused] = {
         "reserve": lambda full, wrong: full.running.reserve(wrong),
         "insert after": lambda full, wrong: full.cache.insert(NS, range(4), [0], start=wrong),
         "blocks of": lambda full, wrong: full.cache.blocks_of(5 if isinstance(wrong, str) else wrong),
-        "pending": lambda full, wrong: full.cache.open(NEW, range(4), on_pending=wrong),
     }.items()
-} | {
-    f"wait {wrong!r}": lambda full, wrong=wrong: full.cache.open(  # type: ignore[misc]
-        NEW, range(4), on_pending="wait", timeout_s=wrong
-    )
-    for wrong in ("3", object, -1, float("nan"))
 }
 
 WRONG_HINTS: dict[str, Refused] = (
     {
+        f"{flag} {wrong!r}": lambda full, flag=flag, wrong=wrong: full.cache.open(  # type: ignore[misc]
+            NEW, range(4), **{flag: wrong}
+        )
+        for wrong in ("yes", 1, None, np.True_, object)
+        for flag in ("lookup", "ahead")
+    }
+    | {
         f"hints {wrong!r}": lambda full, wrong=wrong: full.cache.open(NEW, range(4), hints=wrong)  # type: ignore[misc]
         for wrong in ("chat", {"type": "chat"}, 50, object)
     }
@@ -371,9 +371,9 @@ NOT_A_LIST: dict[str, Refused] = {
     "drop, num_tokens": lambda full: full.roomy.drop(7),
     "fill, ids": lambda full: full.roomy.fill([1] * 7),
     "open, hints": lambda full: full.cache.open(NEW, range(4), hints="soon"),  # type: ignore[arg-type]
-    "open, on_pending": lambda full: full.cache.open(NEW, range(4), on_pending=np.zeros(2)),  # type: ignore[arg-type]
+    "open, lookup": lambda full: full.cache.open(NEW, range(4), lookup=1),  # type: ignore[arg-type]
+    "open, ahead": lambda full: full.cache.open(NEW, range(4), ahead="yes"),  # type: ignore[arg-type]
     "fork, num_children": lambda full: full.running.fork(2**40),
-    "open, timeout_s": lambda full: full.cache.open(NEW, range(4), on_pending="wait", timeout_s=True),
     "unpublish, base_id": lambda full: full.cache.unpublish(np.int64(3)),  # type: ignore[arg-type]
     "publish, base_id": lambda full: full.cache.publish("\ud800", NEW, range(4), ["d"]),
     "snapshot_in_slices, pause": lambda full: full.cache.snapshot_in_slices(3),  # type: ignore[arg-type]
@@ -435,8 +435,7 @@ def _crowded() -> PrefixCache:
 @pytest.mark.parametrize(
     ("refused", "error"),
     [
-        (lambda cache: cache.open(NS, range(3_000), on_pending="soon"), ArgumentError),
-        (lambda cache: cache.open(NS, range(3_000), on_pending="wait", timeout_s=-1), ArgumentError),
+        (lambda cache: cache.open(NS, range(3_000), ahead=1), ArgumentError),
         (lambda cache: cache.open(NS, range(3_000), hints={}), ArgumentError),
         (lambda cache: cache.publish("b", NEW, range(3_000), ["other"]), ArgumentError),
         (lambda cache: cache.publish("c", Namespace("reader", "m"), range(3_000), ["x"]), ArgumentError),
@@ -453,18 +452,17 @@ def test_a_long_prompt_that_is_refused_evicts_nothing(
     audit.check(cache)
 
 
-def test_a_long_prompt_that_another_computes_evicts_nothing() -> None:
-    cache = PrefixCache(CacheConfig(6_000, 1))
-    computing = cache.open(NEW, range(2_900))
-    for number in range(3_100):
-        compute(cache, [1_000_000 + number])
-    before = cache.stats()
-    for on_pending in ("raise", "wait"):
-        with pytest.raises(PendingError):
-            cache.open(NEW, range(2_800), on_pending=on_pending, timeout_s=0)
-        assert cache.stats() == before
-    computing.release()
-    cache.open(NEW, range(2_800), on_pending="raise").release()
+@pytest.mark.parametrize(
+    "given", [{"on_pending": "wait"}, {"timeout_s": 0}, {"on_pending": "wait", "timeout_s": 1}]
+)
+def test_removed_arguments_are_named_with_their_replacement(given: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="on_pending and timeout_s were removed: use ahead=True"):
+        make_cache().open(NS, range(4), **given)
+
+
+def test_a_removed_error_is_named_with_its_replacement() -> None:
+    with pytest.raises(ImportError, match=r"PendingError was removed: use .*ahead=True"):
+        from radixkv import PendingError  # type: ignore[attr-defined]  # noqa: F401
 
 
 def message_of(call: Callable[[], object]) -> str:

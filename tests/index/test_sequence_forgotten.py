@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from radixkv import LeaseError, Namespace, PrefixCache, StaleGeneration, audit
+from radixkv import LeaseError, Namespace, StaleGeneration, audit
 from tests.index.support import NS, make_cache
 
 SECRET = 31_337
@@ -111,27 +111,6 @@ def test_a_released_handle_gives_no_warning() -> None:
     del heirs
     gc.collect()
     assert cache.stats().num_sequences == 0
-
-
-def test_a_forgotten_sequence_wakes_waiters() -> None:
-    """A request that waits for the prefix computes it, within about a second."""
-    cache = make_cache()
-    sequence = cache.open(NS, range(8))
-    caught: list[PrefixCache] = []
-    import threading
-
-    def wait() -> None:
-        with cache.open(NS, range(8), on_pending="wait", timeout_s=60):
-            caught.append(cache)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not cache._num_waiting:
-        thread.join(0.001)
-    with pytest.warns(ResourceWarning):
-        del sequence
-    thread.join(60)
-    assert caught
 
 
 def test_the_end_of_the_interpreter_gives_no_warning() -> None:

@@ -123,10 +123,12 @@ def test_clear_forgets_one_version() -> None:
     audit.check(cache)
 
 
-def test_a_prefix_that_another_version_computes_is_not_waited_for() -> None:
+def test_no_sequence_leans_on_what_another_version_computes() -> None:
     cache = make_cache()
-    with cache.open(OLD, IDS):
-        cache.open(NEW, IDS, on_pending="raise").release()
+    with cache.open(OLD, IDS) as computing:
+        computing.computing(16, step=0)
+        with cache.open(NEW, [*IDS, 1], ahead=True) as other, cache.open(OLD, [*IDS, 1], ahead=True) as same:
+            assert (other.num_ahead_tokens, same.num_ahead_tokens) == (0, 16)
 
 
 def test_a_base_serves_its_own_version() -> None:

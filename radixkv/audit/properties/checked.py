@@ -236,27 +236,6 @@ class CheckedCache(RuleBasedStateMachine):
         run.num_committed = stop
         expect(np.array_equal(before, run.sequence.block_table), "commit changed a block table")
 
-    def _is_pending(
-        self, namespace: Namespace, ids: Sequence[int], cached: int, *, certainly: bool = False
-    ) -> bool:
-        """Whether a running sequence will commit a block of ``ids`` beyond the cached ones.
-
-        ``certainly``: as the next block of its own prompt. Heirs, and sequences that are further behind, then don't
-        count.
-        """
-        stop = cached + self.block_size
-        if stop > (len(ids) - 1) // self.block_size * self.block_size:
-            return False
-        head = list(ids[:stop])
-        return any(
-            run.namespace == namespace
-            and not run.forgotten
-            and run.ids[:stop] == head
-            and run.num_committed < stop
-            and (not certainly or (cached <= run.num_committed and stop <= run.num_prompt))
-            for run in (*self.runs, *self.away)
-        )
-
     def _append(self, batch: list[Mirror], ids: tuple[int, int]) -> None:
         if batch:
             self._extend(batch, [(ids[at % 2],) for at in range(len(batch))], self._append_batch)
@@ -335,7 +314,6 @@ class CheckedCache(RuleBasedStateMachine):
             list(run.states),
             run.num_committed,
             run.num_computed,
-            0,
             run.forgotten,
         )
 

@@ -36,7 +36,6 @@ from radixkv.errors import (
     LeaseError,
     NotResident,
     OutOfBlocks,
-    PendingError,
     RadixKVError,
     TokenError,
 )
@@ -61,7 +60,7 @@ class CacheMachine(Lookups):
         name = cls.policies[policy % len(cls.policies)]
         everybody = Tenant("default", max_pinned_blocks=num_blocks // 3, max_pins=MAX_PINS)
         self.start(CacheConfig(num_blocks, block_size, layout, policy=name, default_tenant=everybody))
-        self._open(0, first, "compute")
+        self._open(0, first)
 
     # The life of a request.
 
@@ -69,57 +68,42 @@ class CacheMachine(Lookups):
     @rule(
         where=where_to,
         prompt=prompts,
-        on_pending=st.sampled_from(("compute", "compute", "raise", "wait")),
         done=st.sampled_from((0, 17, 4)),
         looks=st.sampled_from((True, True, True, False)),
     )
-    def open(self, where: int, prompt: tuple[int, ...], on_pending: str, done: int, looks: bool) -> None:
-        """A request arrives, and ``done`` tokens are computed. ``wait`` never waits here: its timeout is 0."""
-        run = self._open(where, prompt, on_pending, looks)
+    def open(self, where: int, prompt: tuple[int, ...], done: int, looks: bool) -> None:
+        """A request arrives, and ``done`` tokens are computed."""
+        run = self._open(where, prompt, looks)
         if run is not None:
             self._commit(run, done)
 
     @rule(where=where_to, prompt=prompts)
     def serve(self, where: int, prompt: tuple[int, ...]) -> None:
         """A whole request: it arrives, is computed and ends."""
-        run = self._open(where, prompt, "compute")
+        run = self._open(where, prompt)
         if run is not None:
             self._commit(run, run.num_tokens)
             self.release(len(self.runs) - 1)
 
-    def _open(
-        self, where: int, prompt: tuple[int, ...], on_pending: str, looks: bool = True
-    ) -> Mirror | None:
+    def _open(self, where: int, prompt: tuple[int, ...], looks: bool = True) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
         self._pass(1.0)
         match = self._matched(namespace, ids)
         usable = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
         cached = usable if looks else 0
         before = self.cache.snapshot()
-        pending = self._is_pending(namespace, ids, usable)
-        timeout_s = 0.0 if on_pending == "wait" else None
         named = {} if looks else {"lookup": False}
         try:
-            sequence = self.cache.open(namespace, ids, on_pending=on_pending, timeout_s=timeout_s, **named)
-        except PendingError:
-            self._same(before)
-            expect(
-                pending and on_pending != "compute", "PendingError, but nobody computes more than is matched"
-            )
-            return None
+            sequence = self.cache.open(namespace, ids, **named)
         except FlushRequired as error:
             self._fetch(error, before)
-            return self._open(where, prompt, on_pending, looks)
+            return self._open(where, prompt, looks)
         except OutOfBlocks as error:
             path = set(match.block_ids[: cached // self.block_size].tolist())
             self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path, {namespace.tenant})
             return None
-        expect(
-            on_pending == "compute" or not self._is_pending(namespace, ids, usable, certainly=True),
-            f"on_pending={on_pending!r} opened what another one computes",
-        )
         states = chain(namespace, ids)
-        self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached, len(ids)))
+        self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached))
         missed = len(ids) - cached if looks else 0
         self.counts[namespace.tenant].update(requests=1, hit=cached, missed=missed)
         expect(
@@ -136,7 +120,7 @@ class CacheMachine(Lookups):
 
     def _follow(self, where: int, prompt: tuple[int, ...]) -> None:
         if len(self.runs) < MAX_OPEN:
-            self._open(where, prompt, "compute")
+            self._open(where, prompt)
 
     @precondition(lambda self: self.runs)
     @rule(which=small, by=st.integers(0, 8))
@@ -176,7 +160,6 @@ class CacheMachine(Lookups):
         del run.ids[stop:], run.states[stop:]
         run.num_reserved = 0
         run.num_computed = min(run.num_computed, stop)
-        run.num_prompt = min(run.num_prompt, stop)
 
     # Room for tokens whose ids come later.
 
@@ -434,7 +417,7 @@ class CacheMachine(Lookups):
         return [
             (lambda: cache.open(namespace, [0, -1]), TokenError),
             (lambda: cache.match(namespace, [2**32]), TokenError),
-            (lambda: cache.open(namespace, [0], on_pending="later"), ArgumentError),
+            (lambda: cache.open(namespace, [0], lookup=1), ArgumentError),
             (lambda: cache.free([taken]), ArgumentError),
             (lambda: cache.insert(namespace, [99] * size, [taken]), ArgumentError),
             (lambda: cache.insert(namespace, [0] * size, []), ArgumentError),

@@ -66,8 +66,6 @@ class Mirror:
     states: list[int]
     num_committed: int
     num_computed: int
-    num_prompt: int = 0
-    """Tokens of its prompt that it still has: other requests may wait for them."""
     forgotten: bool = False
     """Its namespace was cleared while it ran: what it commits is no longer served."""
     num_reserved: int = 0
