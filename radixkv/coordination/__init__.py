@@ -16,7 +16,6 @@ from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.routing.router import Candidate, Router
 from radixkv.coordination.settings import Settings
-from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
 from radixkv.coordination.values import (
     Health,
     Hint,
@@ -26,6 +25,7 @@ from radixkv.coordination.values import (
     WarmJob,
 )
 from radixkv.errors import ConfigError, needs
+from radixkv.signing import RequestVerifier, is_signed, sign_request
 
 if TYPE_CHECKING:
     from radixkv.coordination.store.memory import MemoryStore

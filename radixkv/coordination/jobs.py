@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.keys import mac
 from radixkv.coordination.replica import Replica
 from radixkv.coordination.store.protocol import MAX_PARTS
 from radixkv.coordination.store.wire import NEVER
@@ -39,6 +38,7 @@ from radixkv.coordination.values import (
     check_amount,
 )
 from radixkv.errors import ArgumentError, StoreUnavailable
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_128
 
-from radixkv.errors import ConfigError
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.signing import checked_secret, derived, frame, mac
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -41,7 +41,6 @@ SEGMENT_TOKENS: Final = 256
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32
 SEGMENT_BYTES: Final[int] = SEGMENT_TOKENS * TOKEN_BYTES
-MIN_SECRET_BYTES = 16
 
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
@@ -55,41 +54,6 @@ _EXTEND, _LINK = xxh3_128.update, xxh3_128.digest
 """The hash's methods as functions: in compiled code, looking up a method costs as much as calling it."""
 SCOPE_BYTES = 600
 """Approximate bytes for the keys of one namespace."""
-
-
-def frame(*fields: str | int | bytes) -> bytes:
-    """Encode the fields as unambiguous bytes: type, length and content of each."""
-    parts = []
-    for value in fields:
-        kind, content = _content(value)
-        parts.append(kind + len(content).to_bytes(8, "little") + content)
-    return b"".join(parts)
-
-
-def _content(value: str | int | bytes) -> tuple[bytes, bytes]:
-    if isinstance(value, str):
-        return b"s", value.encode()
-    if isinstance(value, int):
-        return b"i", b"%d" % value
-    return b"b", value
-
-
-def checked_secret(secret: object) -> bytes:
-    """Return ``secret``. Raises ConfigError, without quoting it, if it is not bytes or too short."""
-    if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
-        size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
-        raise ConfigError("fleet_secret", size, f"at least {MIN_SECRET_BYTES} bytes")
-    return secret
-
-
-def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
-    """Return the HMAC-SHA256 of the framed label and fields: 32 bytes.
-
-    It doesn't use ``hmac.digest``, because that releases the interpreter's lock for its microsecond. If another thread
-    is busy, it takes milliseconds to get the lock back, for each of several digests of every tenant that the publisher
-    meets.
-    """
-    return hmac.new(secret, frame(label, *fields), "sha256").digest()
 
 
 def chains(key: Key, first: int, stop: int) -> list[bytes]:
@@ -187,7 +151,7 @@ class FleetKeys:
 
     def derived(self, purpose: str) -> bytes:
         """Return a key for one purpose, 32 bytes; it never leaves the process."""
-        return mac(self._secret, "key", purpose)
+        return derived(self._secret, purpose)
 
     def limit_proof(self, tenant: bytes, stamp: int, blocks: int | None) -> str:
         """Return the proof that a replica with the fleet secret set this limit of the tenant: 64 hex digits."""

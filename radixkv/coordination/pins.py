@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.keys import NAMESPACE_BYTES, mac
+from radixkv.coordination.keys import NAMESPACE_BYTES
 from radixkv.coordination.replica import Replica
 from radixkv.coordination.settings import REPLICA_ID
 from radixkv.coordination.store.wire import is_pin_id
@@ -36,6 +36,7 @@ from radixkv.coordination.values import (
     check_amount,
 )
 from radixkv.errors import ArgumentError
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.keys import mac
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys

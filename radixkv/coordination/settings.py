@@ -8,8 +8,9 @@ from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from radixkv.coordination.keys import SEGMENT_TOKENS, checked_secret
+from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
+from radixkv.signing import checked_secret, is_text
 
 REPLICA_ID = "[A-Za-z0-9._-]{1,64}"
 """Allowed names of a replica, as a regular expression."""
@@ -57,11 +58,6 @@ class Settings:
     def beat_s(self) -> float:
         """Time between two beats."""
         return self.lease_s / 3
-
-
-def is_text(value: object) -> bool:
-    """Whether it is a string without lone surrogates, which can't be encoded and sent."""
-    return isinstance(value, str) and (value.isascii() or value.encode("utf-8", "ignore").decode() == value)
 
 
 def check_count(name: str, value: Any) -> None:

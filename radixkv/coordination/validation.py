@@ -7,10 +7,10 @@ from numbers import Real
 from typing import Any
 
 from radixkv.config import TENANT_ID_ALLOWED, Namespace, is_tenant_id
-from radixkv.coordination.settings import is_text
 from radixkv.coordination.store.wire import is_code
 from radixkv.coordination.values import JOB_STATES
 from radixkv.errors import ArgumentError
+from radixkv.signing import is_text
 
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 

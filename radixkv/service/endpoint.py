@@ -27,7 +27,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from radixkv.coordination.signing import SIGNED_HEADERS, SignedHead
 from radixkv.errors import UnverifiedRequest
 from radixkv.service import problems
 from radixkv.service.auth import OPERATOR_ACCOUNT, Principal
@@ -36,6 +35,7 @@ from radixkv.service.fleet.peers import unsigned
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.signing import SIGNED_HEADERS, SignedHead
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock

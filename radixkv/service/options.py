@@ -27,6 +27,7 @@ from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_pas
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
 from radixkv.service.private import warn_unless_private
+from radixkv.signing import MIN_SECRET_BYTES
 
 HTTP_DEFAULTS: Mapping[str, str] = {
     "requests-per-s": "1000",
@@ -68,7 +69,6 @@ _OPTIONAL = (
     "record",
 )
 SETTINGS = (*DEFAULTS, *_OPTIONAL)
-MIN_SECRET_BYTES = 16
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _DTYPES = ("float32", "bfloat16", "float16")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.coordination.keys import mac
 from radixkv.errors import ConfigError
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES, encode
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace

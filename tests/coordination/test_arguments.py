@@ -19,10 +19,10 @@ from radixkv.clock import ManualClock
 from radixkv.coordination import Load, RequestVerifier, Router, Settings, connect, sign_request
 from radixkv.coordination.memory_coordinator import MemoryCoordinator
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.coordination.signing import ReplayGuard
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.values import MAX_AMOUNT, FleetPin
 from radixkv.errors import ArgumentError, ConfigError, TokenError
+from radixkv.signing import ReplayGuard
 from tests.coordination.contract import ACME, SECRET
 
 HALF = "half of a pair: \ud800"

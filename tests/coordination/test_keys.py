@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from radixkv import Namespace
-from radixkv.coordination.keys import SEGMENT_BYTES, FleetKeys, chains, frame
+from radixkv.coordination.keys import SEGMENT_BYTES, FleetKeys, chains
 from radixkv.errors import ConfigError
+from radixkv.signing import frame
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 ACME = Namespace("acme", "fp:model", adapter=None, salt="salt")
@@ -80,24 +81,6 @@ def test_the_cache_of_namespaces_is_bounded_and_changes_nothing() -> None:
     for index in range(5000):
         keys.namespace(Namespace("acme", "fp:model", salt=str(index)))
     assert len(keys._known) <= 4096 and keys.namespace(ACME) == first
-
-
-fields = st.lists(st.one_of(st.text(), st.binary(), st.integers()), max_size=4)
-
-
-@given(fields, fields)
-def test_a_frame_belongs_to_one_list_of_fields(
-    one: list[str | int | bytes], other: list[str | int | bytes]
-) -> None:
-    typed = [[(type(field), field) for field in fields] for fields in (one, other)]
-    assert (frame(*one) == frame(*other)) == (typed[0] == typed[1])
-
-
-@given(st.text(max_size=4), st.text(max_size=4), st.text(max_size=8))
-def test_moving_a_boundary_changes_the_frame(left: str, right: str, both: str) -> None:
-    assert frame(left, right) != frame(left + right)
-    assert frame(left, right) != frame(left + right, "") or right == ""
-    assert frame(both) != frame(both.encode())
 
 
 @pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text that is long enough", None])

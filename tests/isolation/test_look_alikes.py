@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, NamespaceError, PrefixCache, Tenant, audit
 from radixkv.config import MAX_FIELD_BYTES, MAX_WEIGHTS
-from radixkv.coordination.keys import FleetKeys, frame, mac
+from radixkv.coordination.keys import FleetKeys
 from radixkv.index.ghost_keys import SegmentKeys
+from radixkv.signing import frame, mac
 
 SECRET = b"the secret of the fleet under test"
 KEYS = FleetKeys(SECRET)

@@ -17,10 +17,10 @@ import httpx
 import pytest
 import redis
 
-from radixkv.coordination.signing import SIGNED_HEADERS, sign_request
 from radixkv.errors import ConfigError
 from radixkv.service.fleet.peers import MAX_AT_ONCE, PIN_PATH, PROVE_PATH, PURGE_PATH, WARM_PATH, Fleet
 from radixkv.service.problems import ApiError
+from radixkv.signing import SIGNED_HEADERS, sign_request
 from tests.coordination import signed
 from tests.redis_server import RedisServer, need_binary
 from tests.service.running import (

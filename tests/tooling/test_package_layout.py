@@ -24,10 +24,20 @@ LOCATIONS = {
     "pins of the fleet": ("service/fleet/pins.py", "FleetPins"),
     "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
     "key rotation": ("service/key_store.py", "KeyStore.rotate"),
+    "keys of engines": ("signing.py", "KeySet.derive"),
 }
 """The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
 
-FILES = {"__init__.py", "__main__.py", "_compiled.py", "clock.py", "config.py", "errors.py", "py.typed"}
+FILES = {
+    "__init__.py",
+    "__main__.py",
+    "_compiled.py",
+    "clock.py",
+    "config.py",
+    "errors.py",
+    "py.typed",
+    "signing.py",
+}
 PACKAGES = {"audit", "bench", "cli", "coordination", "engines", "index", "service", "storage", "tokenizer"}
 
 MAY_REPEAT = {"__init__.py", "pins.py", "validation.py"}

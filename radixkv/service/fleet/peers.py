@@ -31,11 +31,11 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination.signing import RequestVerifier, SignedHead, sign_request
 from radixkv.coordination.store.wire import NEVER, Raised, is_code
 from radixkv.errors import UnverifiedRequest
 from radixkv.service.problems import ApiError, busy
 from radixkv.service.schemas.fleet import ProofReply, ToldPurge
+from radixkv.signing import RequestVerifier, SignedHead, sign_request
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator

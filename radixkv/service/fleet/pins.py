@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.keys import mac
 from radixkv.coordination.store.protocol import MAX_PINS
 from radixkv.coordination.values import FleetPin, JobPart, JobState
 from radixkv.errors import CoordinationError, LeaseError, PinBudgetExceeded
@@ -29,6 +28,7 @@ from radixkv.index.tokens import TOKEN_BYTES, decode
 from radixkv.service.fleet.peers import PIN_PATH
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock

@@ -23,7 +23,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixkv.coordination.keys import mac
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.index.tokens import decode
@@ -33,6 +32,7 @@ from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, 
 from radixkv.service.schemas.errors import ErrorDetail
 from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
 from radixkv.service.worker import Busy, Closed
+from radixkv.signing import mac
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock

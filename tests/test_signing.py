@@ -1,25 +1,35 @@
-"""Signed requests: the signature covers each part, and old or repeated requests are refused."""
+"""Signed requests: the signature covers each part, and old or repeated requests are refused. Keys by purpose."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.clock import ManualClock
-from radixkv.coordination.signing import (
+from radixkv.errors import ConfigError, CoordinationError, UnverifiedRequest
+from radixkv.signing import (
     DIGEST_HEADER,
     NONCE_HEADER,
+    PURPOSES,
     SIGNATURE_HEADER,
     TENANT_HEADER,
     TIMESTAMP_HEADER,
+    KeySet,
     ReplayGuard,
     RequestVerifier,
+    derived,
+    frame,
     is_signed,
+    key_id,
     sign_request,
 )
-from radixkv.errors import ConfigError, CoordinationError, UnverifiedRequest
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 NOW_S = 1_700_000_000.25
@@ -184,3 +194,128 @@ def test_the_head_is_verified_without_the_body() -> None:
 def test_a_digest_of_another_body_breaks_the_signature() -> None:
     other = hashlib.sha256(b"other").hexdigest()
     assert "signature" in Receiver().refuses(signed() | {DIGEST_HEADER: other}, body=b"other")
+
+
+fields = st.lists(st.one_of(st.text(), st.binary(), st.integers()), max_size=4)
+
+
+@given(fields, fields)
+def test_a_frame_belongs_to_one_list_of_fields(
+    one: list[str | int | bytes], other: list[str | int | bytes]
+) -> None:
+    typed = [[(type(field), field) for field in fields] for fields in (one, other)]
+    assert (frame(*one) == frame(*other)) == (typed[0] == typed[1])
+
+
+@given(st.text(max_size=4), st.text(max_size=4), st.text(max_size=8))
+def test_moving_a_boundary_changes_the_frame(left: str, right: str, both: str) -> None:
+    assert frame(left, right) != frame(left + right)
+    assert frame(left, right) != frame(left + right, "") or right == ""
+    assert frame(both) != frame(both.encode())
+
+
+def test_an_engine_gets_keys_from_which_no_other_can_be_computed() -> None:
+    keys, others = KeySet.derive([SECRET]), KeySet.derive([SECRET[::-1]])
+    made = [key for each in (keys, others) for purpose in PURPOSES for key in each.accepted(purpose)]
+    assert len(set(made)) == len(made) == 2 * len(PURPOSES) and all(len(key) == 32 for key in made)
+    assert SECRET not in made and keys.accepted("salts") == (derived(SECRET, "salts"),)
+    (salts_only,) = KeySet.derive([SECRET], ["salts"]).purposes
+    assert salts_only == "salts"
+    with pytest.raises(ConfigError, match="'control'"):
+        KeySet.derive([SECRET], ["salts"]).accepted("control")
+
+
+def test_the_first_key_is_the_current_secrets() -> None:
+    old, new = SECRET, SECRET[::-1]
+    accepted = KeySet.derive([new, old]).accepted("salts")
+    assert accepted == (derived(new, "salts"), derived(old, "salts"))
+    assert len({key_id(key) for key in accepted}) == 2
+
+
+@pytest.mark.parametrize(
+    ("secrets", "purposes"),
+    [
+        ([], ["salts"]),
+        ([b"short"], ["salts"]),
+        ([SECRET, SECRET], ["salts"]),
+        ([SECRET + bytes([at]) for at in range(5)], ["salts"]),
+        ([SECRET], ["sugar"]),
+    ],
+)
+def test_secrets_and_purposes_are_checked(secrets: list[bytes], purposes: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        KeySet.derive(secrets, purposes)
+    assert "0123" not in str(refusal.value)
+
+
+def test_a_file_of_keys_is_private_and_read_back(tmp_path: Path) -> None:
+    path, keys = tmp_path / "engine.keys", KeySet.derive([SECRET, SECRET[::-1]])
+    path.write_text("an older file")
+    keys.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and list(tmp_path.iterdir()) == [path]
+    read = KeySet.load(path)
+    assert {purpose: read.accepted(purpose) for purpose in PURPOSES} == {
+        purpose: keys.accepted(purpose) for purpose in PURPOSES
+    }
+    for key in read.accepted("salts"):
+        assert key.hex() not in repr(read) and repr(key) not in repr(read)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o601])
+def test_a_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "engine.keys"
+    KeySet.derive([SECRET]).write(path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        KeySet.load(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "engine.keys"
+    KeySet.derive([SECRET]).write(path)
+    os.chown(path, 65534, -1)
+    with pytest.raises(ConfigError, match="another user"):
+        KeySet.load(path)
+
+
+def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "engine.keys", 0o600)
+    with pytest.raises(ConfigError, match="regular"):
+        KeySet.load(tmp_path / "engine.keys")
+
+
+KEY = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b"[" * 16_000,
+        b" " * 20_000 + b"{}",
+        json.dumps({"salts": KEY}).encode(),
+        json.dumps({"salts": []}).encode(),
+        json.dumps({"salts": [1]}).encode(),
+        json.dumps({"salts": ["xy" * 32]}).encode(),
+        json.dumps({"salts": [KEY[2:]]}).encode(),
+        json.dumps({"salts": [KEY, KEY.upper()]}).encode(),
+        json.dumps({"salts": [f"{at:064x}" for at in range(5)]}).encode(),
+        json.dumps({"sugar": [KEY]}).encode(),
+    ],
+)
+def test_a_malformed_file_is_refused_without_quoting_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "engine.keys"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError) as refusal:
+        KeySet.load(path)
+    assert KEY[2:] not in str(refusal.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        KeySet.load(tmp_path / "none")
