@@ -5,6 +5,7 @@
     ├── ArgumentError         an invalid argument of a call (also a ValueError)
     ├── TokenError            invalid token ids (also a ValueError)
     ├── NamespaceError        an invalid namespace or tenant (also a ValueError)
+    ├── SaltError             a cache salt that an engine doesn't accept (also a ValueError)
     ├── CapacityError         too few blocks; nothing was changed
     │   ├── OutOfBlocks       the pool can't give the needed blocks
     │   │   └── FlushRequired the pool can give them after the engine has executed waiting copies
@@ -108,6 +109,12 @@ class NamespaceError(RadixKVError, ValueError):
     hint: ClassVar[str] = (
         "Correct the field that the message names: text that can name a namespace or a tenant."
     )
+
+
+class SaltError(RadixKVError, ValueError):
+    """A request's cache salt is forged or outdated, or the engine serves no request without one."""
+
+    hint: ClassVar[str] = "Send the request through the gateway that makes the salts, with the engine's keys."
 
 
 class CapacityError(RadixKVError):

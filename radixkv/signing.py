@@ -41,6 +41,8 @@ from typing import Final, NamedTuple
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import ArgumentError, ConfigError, UnverifiedRequest
 
+__all__ = ["PURPOSES", "KeySet"]  # public; the rest is for the packages above
+
 MIN_SECRET_BYTES: Final = 16
 PURPOSES: Final = ("salts", "digests", "control", "events", "records")
 """Purposes of the keys that an engine may get."""

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import click
 
+from radixkv.cli.engine import derive_keys
 from radixkv.cli.output import (
     Number,
     client_options,
@@ -153,7 +154,10 @@ def stats(url: str, key: str | None, as_json: bool) -> None:
     epilog=examples("radixkv keys list", "radixkv keys create acme"),
 )
 def keys() -> None:
-    """Create, list, rotate and revoke keys of a running service, with the operator's key."""
+    """Create, list, rotate and revoke keys of a running service, with the operator's key. Derive engines' keys."""
+
+
+keys.add_command(derive_keys)
 
 
 @keys.command(
