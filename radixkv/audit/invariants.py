@@ -398,7 +398,7 @@ class _Audit:
         snapshot = self.snapshot
         for at, base in enumerate(snapshot.bases):
             is_behind = snapshot.trees[base.node[0]].base is not None
-            if self._path_key(base.node) != base.key or is_behind:
+            if self._path_key(base.node) != base.key or (is_behind and not base.is_over):
                 yield Violation(
                     "bases", f"base {at} leases a path of other ids, or a path after another base"
                 )
@@ -419,7 +419,7 @@ class _Audit:
                 owner.adapter,
                 owner.weights,
             )
-            if not may_read or not same_kv:
+            if not may_read or not same_kv or (not base.base_id and reader != owner):
                 yield Violation(
                     "one-namespace", f"tree {at} follows base {tree.base}, which its tenant may not read"
                 )

@@ -36,6 +36,7 @@ from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index import (
     device_beams,
     engine_blocks,
+    failed_loads,
     forgotten,
     purge,
     recovery,
@@ -244,6 +245,20 @@ class PrefixCache(CacheState):
         """
         step = require_between("step", step, 0, MAX_STEP)
         return end_step(self, step, step_failed)
+
+    def forget(self, sequence: Sequence, from_token: SupportsIndex) -> int:
+        """Forget the KV of a sequence from a token on, because they are wrong: a load failed.
+
+        Nothing from the block of ``from_token`` on matches any more, nor what was computed behind it. Returns how many
+        blocks were resident there. The sequence goes back to the whole blocks before: compute the rest again. It keeps
+        its blocks if nobody else holds them; otherwise it gets new ones, so read ``block_table`` again. Pins and bases
+        that held such blocks end. Other sequences continue as after ``clear``: forget in each that is to go on.
+
+        Raises ArgumentError (a sequence of another cache, a token of a base that it reads), LeaseError (its steps must
+        end first, and forks that share committed blocks must commit them or be released), CapacityError, and then
+        changes nothing. O(blocks + nodes forgotten + sequences).
+        """
+        return failed_loads.forget(self, states_of(self, [sequence])[0], from_token)
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
         """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.

@@ -109,9 +109,13 @@ class Recorder:
 
     def start_over(self) -> None:
         """Mark everything as changed, because the policies are new. Gatherings must start again."""
+        self.lose()
+        self._recorded = {}
+
+    def lose(self) -> None:
+        """Let gatherings start again, because nodes moved from one tree to another."""
         for changes in self._heard_by:
             changes.is_lost = True
-        self._recorded = {}
 
     def _record(self, tenant: TenantState) -> None:
         self._recorded[tenant] = None

@@ -148,13 +148,13 @@ class Evictor:
             if trimmed is not None:
                 trimmed(at, num_blocks)
             if self._journal is not None:
-                self._report_removed(at, num_blocks)
+                self.report_removed(at, num_blocks)
             tenant.on_removed(at)
             tree.remove(at)
             freed += at.block_ids
             tenant.evictable_blocks -= num_blocks
             self.evictable_blocks -= num_blocks
-            self._count_resident(tenant, -num_blocks)
+            self.count_resident(tenant, -num_blocks)
             tenant.declined_blocks += num_blocks
             at = parent
 
@@ -192,7 +192,7 @@ class Evictor:
         """
         deepest = tree.attach(parent, key, start, stop, block_ids)
         if not tree.detached:
-            self._count_resident(tree.tenant, len(block_ids) // ID_BYTES)
+            self.count_resident(tree.tenant, len(block_ids) // ID_BYTES)
         if tree.tenant.on_inserted is not None:
             self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
         return deepest
@@ -230,11 +230,12 @@ class Evictor:
         leaf.depth += added
         tree.num_blocks += added
         if not tree.detached:
-            self._count_resident(tree.tenant, added)
+            self.count_resident(tree.tenant, added)
         if tree.tenant.on_extended is not None:
             tree.tenant.on_extended(leaf, added, hints, ghost_keys or ())
 
-    def _count_resident(self, tenant: TenantState, num_blocks: int) -> None:
+    def count_resident(self, tenant: TenantState, num_blocks: int) -> None:
+        """Count blocks that a match can reach from now on; a negative number if it can't any more."""
         tenant.resident_blocks += num_blocks
         self.resident_blocks += num_blocks
 
@@ -461,7 +462,7 @@ class Evictor:
             if trimmed is not None:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:
-                self._report_removed(node, min(len(ids), cut) // ID_BYTES)
+                self.report_removed(node, min(len(ids), cut) // ID_BYTES)
             if cast(NamespaceTree, tree).detached:
                 num_detached += min(len(ids), cut) // ID_BYTES
             if len(ids) > cut:
@@ -478,7 +479,7 @@ class Evictor:
         tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks
         self.evictable_blocks -= num_blocks
-        self._count_resident(tenant, num_detached - num_blocks)
+        self.count_resident(tenant, num_detached - num_blocks)
 
     def available_to(self, requester: TenantState | None) -> int:
         """Return how many evictable blocks may be evicted for a tenant: all of its own, and what others have borrowed.
@@ -514,6 +515,23 @@ class Evictor:
             if tree.base is not None:
                 self.let_go(tree.base)
 
+    def take_back(self, node: Node, tree: NamespaceTree) -> None:
+        """Remove a path of a detached tree whose only use is one lease on its end, and that is all of the tree.
+
+        Its blocks count for the tenant as before: a sequence has them now. O(nodes).
+        """
+        tenant, at = tree.tenant, node
+        while (parent := at.parent) is not None:
+            at.uses -= 1
+            tenant.on_unleased(at)
+            tenant.on_removed(at)
+            tree.remove(at)
+            at = parent
+        at.uses -= 1
+        tenant.drop_if_empty(tree)
+        if tree.base is not None:
+            self.let_go(tree.base)
+
     # --- journal
 
     def report_stored(self, tree: NamespaceTree, key: Key, start: int, stop: int) -> None:
@@ -530,7 +548,8 @@ class Evictor:
             return False
         return start * size // grain < stop * size // grain
 
-    def _report_removed(self, node: Node, num_blocks: int) -> None:
+    def report_removed(self, node: Node, num_blocks: int) -> None:
+        """Tell the journal, which there must be, that the last blocks of a node leave."""
         tree, start = cast(NamespaceTree, node.tree), node.depth - num_blocks
         if self.reports(tree, start, node.depth):
             assert self._journal is not None

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from radixkv.index.locking import Owner
     from radixkv.index.match import Match
     from radixkv.index.tenants import NamespaceTree, TenantState
+    from radixkv.index.tree import Node
 
 MAX_TTL_S: Final = 366 * 86_400.0
 """Longest time of a pin. A pin can be renewed before it ends."""
@@ -291,6 +292,12 @@ class Pins:
         _, held = pins.popitem()
         self._end(self.tenants[tree.namespace.tenant], held)
         return True
+
+    def end_on(self, tree: NamespaceTree, nodes: set[Node]) -> None:
+        """End the pins of a tree that lease one of these nodes. O(pins of the tree)."""
+        for held in list(self._in.get(tree, {}).values()):
+            if held.lease._node in nodes:
+                self._end(self.tenants[tree.namespace.tenant], held)
 
     def _end(self, own: TenantPins, held: Held) -> None:
         """End a pin. Moves no node of a reachable tree, because a call may be about to lease one."""

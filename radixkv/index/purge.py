@@ -84,7 +84,7 @@ def unpublish(cache: CacheState, base_id: Any) -> None:
     def begin() -> Forgotten:
         found = cache._bases.find(base_id)
         if isinstance(found, Base):
-            return _end(cache, found), 0
+            return end_base(cache, found), 0
         del cache._publishing[cast(SequenceState, found.sequence)]
         return [], 0
 
@@ -107,7 +107,7 @@ def set_readers(cache: CacheState, base_id: Any, readers: Any) -> None:
     _forget(cache, begin)
 
 
-def _end(cache: CacheState, base: Base) -> list[NamespaceTree]:
+def end_base(cache: CacheState, base: Base) -> list[NamespaceTree]:
     """End a base, so that no request finds it. Returns the trees behind it, which must be detached."""
     trees = cache._bases.end(base, cache._tenants)
     if not trees:
@@ -124,7 +124,7 @@ def _end_bases(cache: CacheState, trees: list[NamespaceTree]) -> list[NamespaceT
             del cache._publishing[cast(SequenceState, publication.sequence)]
     for base in list(cache._bases.published.values()):
         if base.tree in cleared:
-            behind += _end(cache, base)
+            behind += end_base(cache, base)
     return behind
 
 
@@ -134,12 +134,12 @@ def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
         with cache._lock:
             try:
                 trees, forgotten = begin()
-                _detach(cache, trees)
+                detach_all(cache, trees)
             except BaseException as error:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error)
                 raise
-        _reclaim(cache, trees)
+        free_unused(cache, trees)
         return forgotten
     except BaseException as error:  # between two slices: the rest is freed at once
         with cache._lock:
@@ -147,7 +147,8 @@ def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
         raise
 
 
-def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
+def detach_all(cache: CacheState, trees: list[NamespaceTree]) -> None:
+    """Make trees unreachable."""
     for tree in trees:
         if not tree.detached:
             cache._evictor.resident_blocks -= tree.num_blocks
@@ -156,7 +157,7 @@ def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
             cache._evictor.let_go(tree.base)
 
 
-def _reclaim(cache: CacheState, trees: list[NamespaceTree]) -> None:
+def free_unused(cache: CacheState, trees: list[NamespaceTree]) -> None:
     """End the pins of detached trees and free their unused nodes, slice by slice. O(pins + nodes)."""
     left, pending = trees[::-1], cast("list[Node]", [])
     while left or pending:

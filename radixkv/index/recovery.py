@@ -243,6 +243,7 @@ class _Books:
 
     def rebuild(self) -> None:
         """Rebuild everything that follows from the certain facts."""
+        self._finish_moves()
         self._settle_bases()
         trees = self._trees()
         for tree in trees:
@@ -258,6 +259,22 @@ class _Books:
         self._refill_pool()
         self._tell_journal(trees)
 
+    # --- moves
+
+    def _finish_moves(self) -> None:
+        """Finish moves of nodes into detached trees if their parent is the new tree's root already, or undo them."""
+        cache = self.cache
+        for tree in [tree for tenant in self.tenants for tree in tenant.detached]:
+            top = tree.root.children
+            if isinstance(top, Node) and top.parent is not tree.root:
+                tree.root.children = None
+            for node in tree.nodes():
+                node.tree = tree
+        for sequence in cache._sequences:
+            sequence._tree = cast(NamespaceTree, sequence._node.tree)
+        for base in cache._bases.held():
+            base.tree = cast(NamespaceTree, base.node.tree)
+
     # --- bases
 
     def _settle_bases(self) -> None:
@@ -272,8 +289,7 @@ class _Books:
             assert tree.base is not None
             if bases.published.get(tree.base.base_id) is not tree.base or not tree.base.is_for(tree):
                 tree.tenant.detach(tree)
-        behind |= {sequence._tree for sequence in self.cache._sequences}
-        behind |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        behind |= self._used_trees()
         found: dict[Base, set[NamespaceTree]] = {base: set() for base in bases.published.values()}
         for tree in behind:
             if tree.base is not None:
@@ -285,10 +301,22 @@ class _Books:
         for tenant in self.tenants:
             tenant.bases = bases.readable_by(tenant.tenant_id)
 
+    def _used_trees(self) -> set[NamespaceTree]:
+        """Return the trees of sequences and leases, and those whose blocks such a tree continues."""
+        pending = [sequence._tree for sequence in self.cache._sequences]
+        pending += [cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node]
+        found = set[NamespaceTree]()
+        while pending:
+            tree = pending.pop()
+            if tree not in found:
+                found.add(tree)
+                if tree.base is not None:
+                    pending.append(tree.base.tree)
+        return found
+
     def _lease_bases(self) -> None:
         """Lease the blocks of each base that is published or has running sequences behind it."""
-        used = {sequence._tree for sequence in self.cache._sequences}
-        used |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        used = self._used_trees()
         for base in self.cache._bases.held():
             base.is_held = not base.is_over or not used.isdisjoint(base.trees)
             base.node.uses += base.is_held
@@ -311,6 +339,9 @@ class _Books:
         while pending:
             above = pending.pop()
             for node in above.child_nodes():
+                if node.tree is not tree:
+                    _unlink(above, node)
+                    continue
                 _finish(node, above, tree.block_bytes)
                 self.home[unpack(node.block_ids)] = len(self.nodes)
                 self.nodes.append(node)
@@ -512,6 +543,15 @@ class _Books:
             start = node.depth - node.num_blocks
             if evictor.reports(tree, start, node.depth):
                 evictor.report_stored(tree, tree.key_of(node), start, node.depth)
+
+
+def _unlink(above: Node, moved: Node) -> None:
+    """Remove a child that was moved to another tree."""
+    beside = above.children
+    if isinstance(beside, dict):
+        above.children = {first: node for first, node in beside.items() if node is not moved} or None
+    else:
+        above.children = None
 
 
 def _finish(node: Node, above: Node, block_bytes: int) -> None:

@@ -284,6 +284,11 @@ class Base:
         """Whether it is unpublished and unused."""
         return self.is_over and self.is_held and not self.trees
 
+    @property
+    def is_nameless(self) -> bool:
+        """Whether nobody published it: it holds good blocks for what was forgotten behind them (``failed_loads``)."""
+        return not self.base_id
+
     def is_for(self, tree: NamespaceTree) -> bool:
         """Whether requests may find a tree behind it."""
         return not self.is_over and tree.tenant.tenant_id in self.readers

@@ -240,6 +240,34 @@ class RadixTree:
         self.num_nodes -= 1
         self.num_blocks -= len(leaf.block_ids) // ID_BYTES
 
+    def move(self, top: Node, nodes: list[Node], to: RadixTree) -> None:
+        """Move a node with all ``nodes`` below it to an empty tree that continues the prefix up to its parent.
+
+        The parent loses the use that it counts for the node. O(nodes). ``recovery`` finishes an interrupted move once
+        ``parent`` is set, and undoes it before.
+        """
+        above = top.parent
+        assert above is not None and to.is_empty
+        if self._trimmed is not None:
+            self._cut_label(self._trimmed)
+        to.root.children = top
+        top.parent = to.root
+        beside = above.children
+        if isinstance(beside, dict) and len(beside) > 1:
+            del beside[top.label[: self.block_bytes]]
+        else:
+            above.children = None
+        if top.uses:
+            above.uses -= 1
+            to.root.uses += 1
+        num_blocks = 0
+        for node in nodes:
+            node.tree = to
+            num_blocks += node.num_blocks
+        self.num_blocks -= num_blocks
+        self.num_nodes -= len(nodes)
+        to.num_blocks, to.num_nodes = num_blocks, len(nodes)
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing is resident or leased."""
@@ -282,13 +310,18 @@ class RadixTree:
 
     def nodes(self) -> list[Node]:
         """Return all nodes except the root, parents before children. O(nodes)."""
-        found: list[Node] = []
-        pending = self.root.child_nodes()
-        while pending:
-            node = pending.pop()
-            found.append(node)
-            pending += node.child_nodes()
-        return found
+        return nodes_below(self.root)
+
+
+def nodes_below(node: Node) -> list[Node]:
+    """Return all nodes below a node, parents before children. O(nodes)."""
+    found: list[Node] = []
+    pending = node.child_nodes()
+    while pending:
+        each = pending.pop()
+        found.append(each)
+        pending += each.child_nodes()
+    return found
 
 
 def num_common_bytes(label: bytes, key: bytes, at: int, stop: int, step: int) -> int:
