@@ -49,7 +49,6 @@ from radixkv.index.ahead import MAX_STEP, end_step, step_done, step_failed
 from radixkv.index.bases import BaseInfo, Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
-from radixkv.index.holders import SequenceState
 from radixkv.index.leases import Lease, lease_match, take_lease, take_pin
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.locking import Held
@@ -58,7 +57,7 @@ from radixkv.index.opening import open_base, open_handle
 from radixkv.index.pins import Pin, require_ttl
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.scrubbing import ScrubBlocks
-from radixkv.index.sequence import Sequence, append_to, states_of
+from radixkv.index.sequence import Sequence, append_to, reorder, states_of
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
@@ -298,20 +297,7 @@ class PrefixCache(CacheState):
             require_between(f"parents[{at}]", parent, 0, len(inputs) - 1)
             for at, parent in enumerate(list_of("parents", parents))
         ]
-        result: list[SequenceState] = []
-        with self._lock:
-            try:
-                requests.require_batch(inputs, may_have_room=False)
-                result = [requests.fork(self, inputs[parent]) for parent in chosen]
-                handles = [Sequence(self, child) for child in result]
-                self._sequences.update(result)
-                for sequence in inputs:
-                    requests.release(self, sequence)
-                return handles
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                mend(self, error, inputs, result)
-                raise
+        return reorder(self, inputs, chosen)
 
     def lend(
         self,

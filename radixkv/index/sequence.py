@@ -52,6 +52,24 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
             raise
 
 
+def reorder(cache: CacheState, inputs: list[SequenceState], parents: list[int]) -> list[Sequence]:
+    """See PrefixCache.reorder. ``parents`` are in range."""
+    result: list[SequenceState] = []
+    with cache._lock:
+        try:
+            requests.require_batch(inputs, may_have_room=False)
+            result = [requests.fork(cache, inputs[parent]) for parent in parents]
+            handles = [Sequence(cache, child) for child in result]
+            cache._sequences.update(result)
+            for sequence in inputs:
+                requests.release(cache, sequence)
+            return handles
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, inputs, result)
+            raise
+
+
 def states_of(cache: CacheState, sequences: list[Any]) -> list[SequenceState]:
     """Return the states of sequences that a user gave. Raises ArgumentError unless all are sequences of the cache."""
     states = []
