@@ -41,7 +41,7 @@ def small_demo_model(num_layers: int = 2) -> Iterator[None]:
 
     The services of a process share its weights and the shipped tokenizer. Neither ever changes.
     """
-    from radixkv.engines import hf
+    from radixkv.engines import hf, hf_load
     from radixkv.service import build
 
     make, load = (
@@ -54,7 +54,7 @@ def small_demo_model(num_layers: int = 2) -> Iterator[None]:
         return copy.deepcopy(made, {id(each): each for each in made.parameters()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "demo_model", model)
+        patch.setattr(hf_load, "demo_model", model)
         patch.setattr(build, "load_tokenizer", lambda path: load_tokenizer(path) if path else load())
         yield
 

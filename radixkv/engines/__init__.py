@@ -1,4 +1,16 @@
-"""Adapters between engines and the cache. Each has its own optional dependency.
+"""Engines: the protocol by which the service uses one, and adapters between engines and the cache.
 
-``radixkv.engines.hf`` serves transformers models. This package itself imports nothing.
+``Engine`` is the protocol. ``radixkv.engines.hf`` serves transformers models and needs the extra ``hf``.
 """
+
+from radixkv.engines.engine_protocol import ABILITIES as ABILITIES
+from radixkv.engines.engine_protocol import Ability as Ability
+from radixkv.engines.engine_protocol import Engine as Engine
+from radixkv.engines.engine_protocol import EngineCache as EngineCache
+from radixkv.engines.engine_protocol import EngineLimits as EngineLimits
+from radixkv.engines.engine_protocol import EngineSettings as EngineSettings
+from radixkv.engines.engine_protocol import Generation as Generation
+from radixkv.engines.engine_protocol import LoadedEngine as LoadedEngine
+from radixkv.engines.engine_protocol import LoadEngine as LoadEngine
+from radixkv.engines.engine_protocol import Prefill as Prefill
+from radixkv.engines.engine_protocol import find_engine as find_engine

@@ -26,7 +26,7 @@ from radixkv.errors import require_extra
 require_extra("radixkv.engines.hf", "hf")
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +38,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from radixkv.audit.invariants import inspect as inspect_laws
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
+from radixkv.engines.engine_protocol import ABILITIES, Ability, EngineLimits, Generation, Prefill, WaitForRoom
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
@@ -53,8 +55,6 @@ __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "la
 
 Ids = NDArray[np.uint32]
 R = TypeVar("R")
-WaitForRoom = Callable[[CapacityError], bool]
-"""Called with the error when a step finds too few blocks. True tries the step again, False raises the error."""
 
 _STOCK_SETTINGS: dict[str, Any] = {
     "use_cache": True,
@@ -80,37 +80,6 @@ _STOCK_SETTINGS: dict[str, Any] = {
     "max_time": None,
 }
 """Settings of a model's own generation config that would change the loop or what it returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """The result of ``HFEngine.prefill``: tokens of the prompt, cached and computed ones, blocks, and seconds."""
-
-    num_tokens: int
-    num_cached_tokens: int
-    num_computed_tokens: int
-    num_blocks: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """The result of ``HFEngine.generate``.
-
-    - ``token_ids``: the new tokens of each output row, with an end-of-sequence token. The rows of a prompt are
-      adjacent.
-    - ``num_prompt_tokens``, ``num_cached_tokens``: of each prompt.
-    - ``finish_reasons``: of each output row: "length" if it has ``max_new_tokens`` and didn't end by itself, else
-      "stop".
-    - ``time_to_first_token_s``: from the call to the choice of the first new token; ``seconds`` if there was none.
-    """
-
-    token_ids: list[list[int]]
-    num_prompt_tokens: list[int]
-    num_cached_tokens: list[int]
-    finish_reasons: list[Literal["stop", "length"]]
-    time_to_first_token_s: float
-    seconds: float
 
 
 class _Prompt(NamedTuple):
@@ -163,6 +132,9 @@ class HFEngine:
     ``layout_of``).
     """
 
+    abilities: Collection[Ability] = ABILITIES
+    """All of them: see ``Engine``."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -195,6 +167,22 @@ class HFEngine:
         self._pad_token_id: int | None = model.generation_config.pad_token_id
         self._keeps_logits = "logits_to_keep" in _parameters(model)
         self._weights_version = 0
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request may need: see ``EngineLimits``."""
+        config = self.cache.config
+        return EngineLimits(self.vocab_size, self.max_model_len, config.num_blocks, config.block_size)
+
+    def health(self) -> list[str]:
+        """Return no reason to replace the process. Raises IntegrityError if the cache can't be repaired. O(1)."""
+        if self.cache.is_broken:
+            self.cache.require_alive()  # repairs it, if possible
+        return []
+
+    def audit(self) -> list[str]:
+        """Return which laws the cache breaks now (``radixkv.audit.invariants``). O(resident blocks), in slices."""
+        return [str(violation) for violation in inspect_laws(self.cache).violations]
 
     @property
     def weights_version(self) -> int:

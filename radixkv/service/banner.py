@@ -25,11 +25,9 @@ def banner(settings: ServeSettings, service: Service, url: str) -> str:
 
 
 def _model(settings: ServeSettings, service: Service) -> list[str]:
-    config = service.cache.config
-    room = config.num_blocks * config.block_size
-    lines = [
-        f"  cache    {config.num_blocks} blocks of {config.block_size} tokens ({room} tokens), {config.device}"
-    ]
+    limits = service.engine.limits
+    size, room = limits.block_size, limits.num_cache_tokens
+    lines = [f"  cache    {limits.num_blocks} blocks of {size} tokens ({room} tokens), {settings.device}"]
     if settings.model is None:
         lines.insert(0, "  model    random weights: its text is random, its cache and its timings are real")
     if settings.redis is None:

@@ -1,4 +1,4 @@
-"""From settings to a service: tokenizer, model, fingerprint, coordinator, cache, engine, in this order.
+"""From settings to a service: tokenizer, model, fingerprint, coordinator, engine with its cache, in this order.
 
 The fingerprint covers model, tokenizer and block size. The coordinator needs it, and the cache reports to the
 coordinator's journal, so the engine comes last. Nothing here listens, registers or sends.
@@ -7,10 +7,10 @@ coordinator's journal, so the engine comes last. Nothing here listens, registers
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from radixkv.config import CacheConfig, Tenant, load_registered
+from radixkv.config import Tenant, load_registered
 from radixkv.coordination import connect
+from radixkv.engines import EngineCache, EngineSettings, find_engine
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
@@ -22,10 +22,6 @@ from radixkv.service.recording import Recorder
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:
-    from radixkv.engines.hf_models import Model
-    from radixkv.index.cache import PrefixCache
-
 DEMO_MODEL = "radixkv-demo"
 
 
@@ -36,35 +32,20 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     """
     keys = KeyStore.open(settings.keys)
 
-    import torch
-
-    from radixkv.engines.hf import HFEngine, fingerprint, layout_of
-    from radixkv.index.cache import PrefixCache
-
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     tokenizer_path = None if settings.model is None else str(settings.model)
     tokenizer = load_tokenizer(tokenizer_path)
-    model = _model(settings, tokenizer)
+    loaded = find_engine(settings.engine)(_engine_settings(settings, tokenizer))
     coordinator = connect(
         settings.redis,
         replica_id=settings.replica,
         fleet_secret=settings.fleet_secret,
-        fingerprint=fingerprint(model, tokenizer.digest, settings.block_size),
+        fingerprint=loaded.fingerprint,
         block_size=settings.block_size,
         address=address,
         lease_s=settings.lease_s,
     )
-    config = CacheConfig(
-        num_blocks=settings.num_blocks,
-        block_size=settings.block_size,
-        layout=layout_of(model),
-        device=settings.device,
-        policy=settings.policy,
-        scrub=settings.scrub,
-        default_tenant=None,
-    )
-    cache = PrefixCache(config, journal=coordinator.journal)
+    engine = loaded.start(coordinator.journal)
+    cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
     load_registered()
@@ -76,7 +57,6 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         raise ConfigError(
             "keys", str(settings.keys), f"guarantees and limits that fit into the cache: {error}"
         ) from None
-    engine = HFEngine(model, cache, tokenizer_digest=tokenizer.digest)
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
@@ -99,29 +79,21 @@ def model_name(settings: ServeSettings) -> str:
     return DEMO_MODEL if settings.model is None else settings.model.resolve().name
 
 
-def _model(settings: ServeSettings, tokenizer: Tokenizer) -> Model:
-    import torch
-
-    from radixkv.engines.hf import demo_model, load_model
-
-    _check_device(settings.device)
-    if settings.model is not None:
-        return load_model(str(settings.model), settings.device, settings.dtype)
-    model = demo_model(vocab_size=tokenizer.vocab_size)
-    torch.nn.Module.to(model, torch.device(settings.device))
-    return model
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    kind = torch.device(device).type
-    if kind != "cpu" and not getattr(torch, kind).is_available():
-        raise ConfigError(
-            "--device", device, f"a device that torch finds on this machine; it finds no {kind}"
-        )
+def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSettings:
+    return EngineSettings(
+        model=settings.model,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        policy=settings.policy,
+        scrub=settings.scrub,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )
 
 
-def _purge(cache: PrefixCache, tenant: str, generation: int) -> None:
+def _purge(cache: EngineCache, tenant: str, generation: int) -> None:
     """Drop what this replica has of a tenant, because the fleet raised the tenant's generation."""
     cache.purge(tenant)

@@ -30,7 +30,7 @@ from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import Metrics
-from radixkv.service.problems import generation_unconfirmed
+from radixkv.service.problems import generation_unconfirmed, not_supported
 from radixkv.service.prompts import PromptRules
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.replicas import RouteRequest
@@ -41,8 +41,7 @@ from radixkv.service.worker import ModelWorker
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.engines.hf import HFEngine
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import Ability, Engine, EngineCache
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0
@@ -53,7 +52,7 @@ class Service:
 
     def __init__(
         self,
-        engine: HFEngine,
+        engine: Engine,
         tokenizer: Tokenizer,
         keys: KeyStore,
         fleet: Fleet,
@@ -70,7 +69,7 @@ class Service:
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
         self.failures, self.threads, self.drain = Failures(), Threads(), Drain()
-        self.quotas = Quotas(self.cache, fleet.coordinator, lambda: self.keyring, tenant_sync)
+        self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate = Gate(self.limits.max_concurrent, clock)
         self.rules = self._rules()
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
@@ -96,7 +95,7 @@ class Service:
             placement,
             self.threads,
             tenant_sync,
-            self.cache,
+            engine,
             self.warmer,
             keys,
             self.quotas,
@@ -117,7 +116,7 @@ class Service:
         self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
 
     @property
-    def cache(self) -> PrefixCache:
+    def cache(self) -> EngineCache:
         """The engine's cache."""
         return self.engine.cache
 
@@ -125,6 +124,11 @@ class Service:
     def keyring(self) -> Keyring:
         """The keyring in force now."""
         return self.keys.ring
+
+    def require(self, ability: Ability) -> None:
+        """Raise ApiError unless the engine can do what a request needs."""
+        if ability not in self.engine.abilities:
+            raise not_supported(ability)
 
     def namespace(self, tenant: str, salt: str, adapter: str | None) -> Namespace:
         """Return the namespace of a request. Raises ApiError if the tenant can't be served now."""
@@ -157,12 +161,13 @@ class Service:
 
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process; empty if it is healthy."""
-        if self.cache.is_broken:
-            try:
-                self.cache.require_alive()  # repairs it, if possible
-            except IntegrityError as error:
-                self.failures.note(error)
-        reasons = ["integrity: an invariant of the cache is broken"] if self.failures.has_broken_laws else []
+        try:
+            reasons = self.engine.health()
+        except IntegrityError as error:
+            reasons = []
+            self.failures.note(error)
+        if self.failures.has_broken_laws:
+            reasons.append("integrity: an invariant of the cache is broken")
         health = self.fleet.coordinator.health()
         if health.state in ("fenced", "failed"):
             reasons.append(f"coordination: {health.state}")
@@ -263,8 +268,8 @@ class Service:
         ]
 
     def _rules(self) -> PromptRules:
-        config = self.cache.config
-        pool_tokens = config.num_blocks * config.block_size
-        vocab_size = min(self.engine.vocab_size, self.tokenizer.vocab_size)
-        max_tokens = min(self.engine.max_model_len, pool_tokens)
-        return PromptRules(vocab_size, max_tokens, config.block_size, pool_tokens, self.tokenizer.roles)
+        limits = self.engine.limits
+        pool_tokens = limits.num_cache_tokens
+        vocab_size = min(limits.vocab_size, self.tokenizer.vocab_size)
+        max_tokens = min(limits.max_model_len, pool_tokens)
+        return PromptRules(vocab_size, max_tokens, limits.block_size, pool_tokens, self.tokenizer.roles)

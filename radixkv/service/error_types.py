@@ -194,6 +194,13 @@ _LISTED = (
         {"message": "an internal error of the server; its log has the details"},
     ),
     ErrorType(
+        "not_supported",
+        (501,),
+        "The engine that this service runs can't do what the request needs.",
+        "Send the request to a service with another engine (`serve --engine`), or do without.",
+        {"message": "the engine of this service has no pins", "value": "pins"},
+    ),
+    ErrorType(
         "no_capacity",
         (503,),
         "The cache has too few free blocks for this request now.",

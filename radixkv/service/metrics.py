@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import EngineCache
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -106,7 +106,7 @@ class Metrics(RequestMetrics):
 
     def __init__(
         self,
-        cache: PrefixCache,
+        cache: EngineCache,
         tenants: Callable[[], Sequence[str]],
         coordinator: Coordinator,
         levels: Sequence[Level] = (),
@@ -136,7 +136,7 @@ class Metrics(RequestMetrics):
 
 
 class _CacheCollector(Collector):
-    def __init__(self, cache: PrefixCache, tenants: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, cache: EngineCache, tenants: Callable[[], Sequence[str]]) -> None:
         self._cache, self._tenants = cache, tenants
 
     def collect(self) -> Iterable[Metric]:

@@ -48,6 +48,7 @@ _REASONS = {
     415: "The Content-Type is not JSON",
     422: "A field of the body, the path or the query is not allowed",
     429: "Too many requests of the caller are waiting, or they come too often",
+    501: "The engine of this service can't do it",
     503: "No capacity, not ready, or shutting down; try again",
     504: "The answer wasn't ready in time",
 }

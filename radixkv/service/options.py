@@ -48,6 +48,7 @@ DEFAULTS: Mapping[str, str] = {
     "lease-s": "10",
     "num-blocks": "4096",
     "block-size": "16",
+    "engine": "hf",
     "policy": "learned",
     "scrub": "cross-tenant",
     "device": "cpu",
@@ -70,6 +71,7 @@ _OPTIONAL = (
 )
 SETTINGS = (*DEFAULTS, *_OPTIONAL)
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
+_ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
 _DTYPES = ("float32", "bfloat16", "float16")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -86,6 +88,7 @@ class Tls:
 class ServeSettings:
     """One valid configuration of a service process.
 
+    - ``engine``: its name, see ``radixkv.engines.find_engine``.
     - ``fleet_secret``: at least MIN_SECRET_BYTES long; random if no file named one.
     - ``threads``: compute threads; 0 for torch's own choice.
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
@@ -99,6 +102,7 @@ class ServeSettings:
     lease_s: float
     num_blocks: int
     block_size: int
+    engine: str
     policy: str
     scrub: Scrub
     device: str
@@ -129,6 +133,7 @@ class ServeSettings:
             lease_s=reader.seconds("lease-s", 0.5, 3600.0),
             num_blocks=reader.integer("num-blocks", 2, 2**31 - 1),
             block_size=reader.integer("block-size", 1, 1024),
+            engine=reader.pattern("engine", _ENGINE, "hf, or the name of an engine that a package brings"),
             policy=reader.policy(),
             scrub=cast("Scrub", reader.choice("scrub", get_args(Scrub))),
             device=reader.pattern("device", _DEVICE, "cpu, mps, cuda, cuda:N, xpu or xpu:N"),

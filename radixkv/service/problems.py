@@ -239,6 +239,11 @@ def other_weights() -> ApiError:
     return ApiError(503, "other_weights", message, retry_after_s=RETRY_AFTER_S)
 
 
+def not_supported(ability: str) -> ApiError:
+    """The engine lacks an ability that a request needs: see ``radixkv.engines.Ability``."""
+    return ApiError(501, "not_supported", f"the engine of this service has no {ability}", value=ability)
+
+
 def generation_unconfirmed() -> ApiError:
     """503: the tenant may have been purged, and forbids service from before the purge."""
     message = (

@@ -16,14 +16,14 @@ from radixkv.service.problems import store_unavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import EngineCache
     from radixkv.service.schemas.tenants import TenantSettings
 
 
 class TenantSync:
     """Keeps the cache's tenants equal to the keyring's. Thread-safe."""
 
-    def __init__(self, cache: PrefixCache, coordinator: Coordinator) -> None:
+    def __init__(self, cache: EngineCache, coordinator: Coordinator) -> None:
         self._cache, self._coordinator = cache, coordinator
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}

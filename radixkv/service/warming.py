@@ -25,7 +25,7 @@ from radixkv.service.recording import WARM, Recorder
 from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
-    from radixkv.engines.hf import HFEngine
+    from radixkv.engines import Engine
 
 
 class ClearedMeanwhile(LeaseError):
@@ -70,7 +70,7 @@ class Warming:
 class Warmer:
     """The table of prefixes in progress. To be used from the event loop's thread."""
 
-    def __init__(self, engine: HFEngine, worker: ModelWorker, recorder: Recorder | None = None) -> None:
+    def __init__(self, engine: Engine, worker: ModelWorker, recorder: Recorder | None = None) -> None:
         self._engine, self._worker, self._recorder = engine, worker, recorder
         self._under_way: dict[_Key, Warming] = {}
 
@@ -145,9 +145,9 @@ class Warmer:
             )
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile
-        else:
-            cache.lease(match).release()
+        elif cache.touch(namespace, prompt_key) < num_tokens:
+            raise ClearedMeanwhile
         warming.num_ready = num_tokens
         if self._recorder is not None:
             self._recorder.record(namespace, prompt_key, (), monotonic() - began_at, _HINTS)
-        return Warmed(num_tokens, match.num_tokens, num_tokens // cache.config.block_size)
+        return Warmed(num_tokens, match.num_tokens, num_tokens // self._engine.limits.block_size)

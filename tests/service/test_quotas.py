@@ -33,7 +33,9 @@ class Replica:
         self.keys = KeyStore(Keyring([], {name: TenantSettings(**each) for name, each in tenants.items()}))
         self.keys.on_change = tenant_sync.take
         tenant_sync.take(self.keys.ring)
-        self.quotas = Quotas(self.cache, self.coordinator, lambda: self.keys.ring, tenant_sync)
+        self.quotas = Quotas(
+            self.cache.config.num_blocks, self.coordinator, lambda: self.keys.ring, tenant_sync
+        )
         self.coordinator.register()
 
     def put(self, tenant: str, **settings: Any) -> None:

@@ -27,8 +27,7 @@ from radixkv.service.schemas.bases import (
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
-    from radixkv.engines.hf import Prefill
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import EngineCache, Prefill
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
     from radixkv.service.threads import Threads
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 async def publish(call: Call[Service]) -> Response:
     """Compute a prefix and publish it as a base. The answer comes when its readers can read it."""
     call.query()
+    call.host.require("publish")
     reading = await call.read(PublishRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
     readers = _known(service.keyring, body.readers)
@@ -126,7 +126,7 @@ def _known(keyring: Keyring, readers: list[str]) -> list[str]:
     return readers
 
 
-def _found(cache: PrefixCache, base_id: str) -> BaseInfo:
+def _found(cache: EngineCache, base_id: str) -> BaseInfo:
     for base in cache.bases():
         if base.base_id == base_id:
             return base
@@ -154,7 +154,7 @@ ENDPOINTS = (
         "operator",
         {201: PublishedReply},
         body=PublishRequest,
-        errors=(409, 429, 503),
+        errors=(409, 429, 501, 503),
     ),
     Endpoint(
         "PUT",

@@ -20,7 +20,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -47,7 +47,7 @@ from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
-    from radixkv.engines.hf import Generation, HFEngine
+    from radixkv.engines import Ability, EngineLimits, Generation
     from radixkv.service.core import Service
 
 MAX_ROWS = 64
@@ -75,7 +75,8 @@ async def completions(call: Call[Service]) -> Response:
     reading = await call.read(CompletionRequest)
     body, prompts = reading.body, reading.prompts
     _check_options(body, call.host.model_name)
-    _check_room(body, prompts, call.host.engine)
+    _check_abilities(body, call.host.engine.abilities)
+    _check_room(body, prompts, call.host.engine.limits)
     run = Run(call, body, prompts)
     return await (run.streamed() if body.stream else run.whole())
 
@@ -431,7 +432,15 @@ def _check_options(body: CompletionRequest, model_name: str) -> None:
         raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
 
 
-def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEngine) -> None:
+def _check_abilities(body: CompletionRequest, abilities: Collection[Ability]) -> None:
+    """Refuse what the engine can't do. Raises ApiError 422."""
+    if body.use_beam_search and "beams" not in abilities:
+        raise refused("use_beam_search", True, "the engine of this service has no beam search", "false")
+    if not _is_greedy(body) and body.n > 1 and not body.use_beam_search and "samples" not in abilities:
+        raise refused("n", body.n, "the engine of this service draws one sample of a prompt", "1")
+
+
+def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: EngineLimits) -> None:
     """Refuse a request that even an empty server could not serve. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         reason = f"{len(prompts)} prompts have {len(prompts) * body.n} completions then"
@@ -440,18 +449,17 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEn
     if echoed > MAX_ECHOED_CHARS:
         reason = f"it would repeat {echoed} characters in the answer"
         raise refused("echo", True, reason, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
-    limit = engine.max_model_len
+    limit = limits.max_model_len
     longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
         reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
         raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
-    config = engine.cache.config
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
-    shared = sum(prompt.num_tokens // config.block_size for prompt in prompts)
-    tails = [prompt.num_tokens % config.block_size + body.max_tokens for prompt in prompts]
-    private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)
-    if shared + private > config.num_blocks:
-        allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"
+    shared = sum(prompt.num_tokens // limits.block_size for prompt in prompts)
+    tails = [prompt.num_tokens % limits.block_size + body.max_tokens for prompt in prompts]
+    private = sum(width * int(np.ceil(tail / limits.block_size)) for tail in tails)
+    if shared + private > limits.num_blocks:
+        allowed = f"prompts and completions that fit into {limits.num_cache_tokens} tokens"
         raise refused("max_tokens", body.max_tokens, "the completions don't fit into the cache", allowed)
 
 

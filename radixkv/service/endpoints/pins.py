@@ -35,6 +35,7 @@ async def pin(call: Call[Service]) -> Response:
 
     With `replicas: self` the prefix must be resident: warm it first. Otherwise each replica computes what it lacks.
     """
+    call.host.require("pins")
     reading = await call.read(PinRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
     if not prompt.key:
@@ -43,6 +44,7 @@ async def pin(call: Call[Service]) -> Response:
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
         return reply(_shown(service.cache.pin(namespace, prompt.key, body.ttl_s)), 201)
+    service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
     pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
@@ -56,6 +58,7 @@ async def pin(call: Call[Service]) -> Response:
 
 async def pin_for_replica(call: Call[Service]) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks no further replicas."""
+    call.host.require("pins")
     body, namespace, prompt_key = await ordered(call, PinOrder)
     await call.host.fleet_pins.receive(namespace, prompt_key, body.pin)
     return Response(status_code=202)
@@ -150,7 +153,7 @@ ENDPOINTS = (
         "tenant",
         {201: PinReply},
         body=PinRequest,
-        errors=(404, 409, 429, 503),
+        errors=(404, 409, 429, 501, 503),
     ),
     Endpoint(
         "GET",

@@ -34,7 +34,7 @@ from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import EngineCache
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
 
@@ -49,6 +49,7 @@ async def warm(call: Call[Service]) -> Response:
     `Idempotency-Key` it is also a job. The same key at any replica gives the same job, as long as the job is kept.
     """
     service = call.host
+    service.require("prefill")
     key = _idempotency_key(call)
     reading = await call.read(WarmRequest)
     body, prompt = reading.body, reading.prompts[0]
@@ -102,6 +103,7 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
     Raises ApiError.
     """
     service, tenant = call.host, call.signed_tenant
+    service.require("prefill")
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
     reading = await call.read(schema)
@@ -184,7 +186,7 @@ async def stats(call: Call[Service]) -> Response:
     return reply(await service.threads.administer(everybody))
 
 
-def _tenant_stats(ring: Keyring, cache: PrefixCache, tenant: str) -> TenantStatsReply:
+def _tenant_stats(ring: Keyring, cache: EngineCache, tenant: str) -> TenantStatsReply:
     mode = ring.settings.get(tenant, TenantSettings()).mode
     return TenantStatsReply(mode=mode, **asdict(cache.tenant_stats(tenant)))
 
@@ -201,7 +203,7 @@ ENDPOINTS = (
         headers={
             "Idempotency-Key": "a warm with the same key is the same job; 1 to 255 visible ASCII characters"
         },
-        errors=(409, 429, 503),
+        errors=(409, 429, 501, 503),
     ),
     Endpoint(
         "GET",

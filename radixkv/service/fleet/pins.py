@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.config import Namespace
     from radixkv.coordination.values import ReplicaInfo
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import Engine
     from radixkv.service.failures import Failures
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.fleet.placement import Placement
@@ -78,7 +78,7 @@ class FleetPins:
         placement: Placement,
         threads: Threads,
         tenant_sync: TenantSync,
-        cache: PrefixCache,
+        engine: Engine,
         warmer: Warmer,
         keys: KeyStore,
         quotas: Quotas,
@@ -87,7 +87,8 @@ class FleetPins:
     ) -> None:
         self._fleet, self._coordinator, self._placement = fleet, fleet.coordinator, placement
         self._ask_store, self._tenant_sync = threads.ask_store, tenant_sync
-        self._cache, self._warmer, self._keys, self._quotas = cache, warmer, keys, quotas
+        self._cache, self._limits = engine.cache, engine.limits
+        self._warmer, self._keys, self._quotas = warmer, keys, quotas
         self._failures, self._clock = failures, clock
         self._tenants: dict[str, dict[str, PinReplica]] = {}
         self._step: asyncio.Task[None] | None = None
@@ -305,8 +306,7 @@ class FleetPins:
             )
             mine = known
         kept[mine.fact.id] = mine
-        config = self._cache.config
-        if self._num_tokens(mine.namespace.tenant) > config.num_blocks * config.block_size:
+        if self._num_tokens(mine.namespace.tenant) > self._limits.num_cache_tokens:
             mine.state, mine.error, mine.prompt_key = "failed", "no_capacity", None
         elif mine.task is None:
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
@@ -342,7 +342,7 @@ class FleetPins:
         """Raise PinBudgetExceeded before the prefix is computed, if it couldn't be pinned afterwards."""
         tenant = namespace.tenant
         settings = self._keys.ring.settings.get(tenant)
-        num_blocks = len(prompt_key) // TOKEN_BYTES // self._cache.config.block_size
+        num_blocks = len(prompt_key) // TOKEN_BYTES // self._limits.block_size
         lacking = num_blocks - self._cache.match(namespace, prompt_key).num_blocks
         if settings is not None and lacking:
             budget = settings.tenant(tenant, self._quotas.granted(tenant)).pin_budget

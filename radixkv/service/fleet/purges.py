@@ -20,7 +20,7 @@ from radixkv.errors import CoordinationError
 if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.coordination.purges import Purge
-    from radixkv.index.cache import PrefixCache
+    from radixkv.engines import EngineCache
     from radixkv.service.fleet.job_table import JobTable
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.fleet.pins import FleetPins
@@ -39,7 +39,7 @@ class TenantPurges:
     def __init__(
         self,
         fleet: Fleet,
-        cache: PrefixCache,
+        cache: EngineCache,
         threads: Threads,
         tenant_sync: TenantSync,
         gate: Gate,

@@ -20,7 +20,6 @@ from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
-    from radixkv.index.cache import PrefixCache
     from radixkv.service.auth import Keyring
     from radixkv.service.schemas.tenants import TenantSettings
     from radixkv.service.tenant_sync import TenantSync
@@ -31,12 +30,17 @@ class Quotas:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        num_blocks: int,
         coordinator: Coordinator,
         ring: Callable[[], Keyring],
         tenant_sync: TenantSync,
     ) -> None:
-        self._cache, self._coordinator, self._ring, self._tenant_sync = cache, coordinator, ring, tenant_sync
+        self._num_blocks, self._coordinator, self._ring, self._tenant_sync = (
+            num_blocks,
+            coordinator,
+            ring,
+            tenant_sync,
+        )
         self._named: dict[str, int | None] = {}
         self._said: set[str] = set()
         self._limits: dict[str, int] = {}
@@ -98,7 +102,7 @@ class Quotas:
         return settings
 
     def _keep(self, tenant: str, limit: int, settings: TenantSettings) -> None:
-        wanted = min(self._equal_share(limit), settings.max_blocks or self._cache.config.num_blocks)
+        wanted = min(self._equal_share(limit), settings.max_blocks or self._num_blocks)
         if wanted < (self._tenant_sync.granted(tenant) or 0) and not self._hold(tenant, wanted):
             return
         grant = self._coordinator.quotas.granted(tenant)

@@ -1,0 +1,309 @@
+"""Engine: what the service needs of an engine, whatever runs the model.
+
+    Engine          names and limits of the model; generate, prefill, publish; health and audit
+    Engine.cache    an EngineCache: lookups, pins, purges, tenants and counts of the engine's cache
+
+``HFEngine`` is an Engine and ``PrefixCache`` an EngineCache, without naming either. An engine says what it can't do
+(``abilities``), and the service refuses such requests by name. An engine is made by a function with the signature of
+``LoadEngine``, which an installed package can register as an entry point of the group ``radixkv.engines``: see
+``find_engine``. This module imports no model, so a process without torch can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+
+from radixkv.config import Namespace, Scrub, Tenant
+from radixkv.errors import CapacityError, ConfigError
+from radixkv.index.bases import BaseInfo
+from radixkv.index.cache import RequestHints
+from radixkv.index.changes import Journal
+from radixkv.index.pins import Pin
+from radixkv.index.snapshot import Snapshot
+from radixkv.index.stats import CacheStats, TenantStats
+from radixkv.index.tokens import TokenIds
+
+Ability: TypeAlias = Literal["beams", "pins", "prefill", "publish", "samples"]
+"""What an engine may lack: beam search, pins, prefill without generation, bases, several samples of one prompt."""
+
+ABILITIES: Final[frozenset[Ability]] = frozenset(("beams", "pins", "prefill", "publish", "samples"))
+"""All abilities."""
+
+WaitForRoom: TypeAlias = Callable[[CapacityError], bool]
+"""Called with the error when a step finds too few blocks. True tries the step again, False raises the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request may need: ids below ``vocab_size``, at most ``max_model_len`` tokens with their answer.
+
+    The cache has ``num_blocks`` blocks of ``block_size`` tokens.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The result of ``Engine.prefill``: tokens of the prompt, cached and computed ones, blocks, and seconds."""
+
+    num_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of ``Engine.generate``.
+
+    - ``token_ids``: the new tokens of each output row, with an end-of-sequence token. The rows of a prompt are
+      adjacent.
+    - ``num_prompt_tokens``, ``num_cached_tokens``: of each prompt.
+    - ``finish_reasons``: of each output row: "length" if it has ``max_new_tokens`` and didn't end by itself, else
+      "stop".
+    - ``time_to_first_token_s``: from the call to the choice of the first new token; ``seconds`` if there was none.
+    """
+
+    token_ids: list[list[int]]
+    num_prompt_tokens: list[int]
+    num_cached_tokens: list[int]
+    finish_reasons: list[Literal["stop", "length"]]
+    time_to_first_token_s: float
+    seconds: float
+
+
+class Resident(Protocol):
+    """The result of a lookup."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens that are resident."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Their blocks."""
+
+
+class EngineCache(Protocol):
+    """The engine's cache, from any thread. The methods are those of ``PrefixCache``, with its errors.
+
+    Arguments are positional unless they have defaults. An engine without the ability ``pins`` or ``publish`` is never
+    asked for pins or bases, except for lists, which are empty.
+    """
+
+    def match(self, namespace: Namespace, ids: TokenIds, /) -> Resident:
+        """Return how much of a prefix is resident. Changes nothing."""
+
+    def touch(self, namespace: Namespace, ids: TokenIds, /) -> int:
+        """Count a use of what is resident. Returns its tokens."""
+
+    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /) -> Pin:
+        """Keep a resident prefix for some seconds."""
+
+    def unpin(self, pin: Pin, /) -> None:
+        """End a pin."""
+
+    def pins(self, tenant: str | None = None, *, after: int = 0, limit: int | None = None) -> list[Pin]:
+        """Return active pins, by id."""
+
+    def clear(self, namespace: Namespace, /) -> int:
+        """Forget a namespace. Returns how many blocks were resident."""
+
+    def purge(self, tenant: str, /) -> int:
+        """Forget a tenant, and raise its generation. Returns how many blocks were resident."""
+
+    def generation(self, tenant: str, /) -> int:
+        """Return how often a tenant was purged."""
+
+    def namespaces(self, tenant: str | None = None, /) -> list[Namespace]:
+        """Return the namespaces that hold something."""
+
+    def add_tenant(self, tenant: Tenant, /) -> None:
+        """Set a tenant's guarantee and limit."""
+
+    def remove_tenant(self, tenant: str, /) -> None:
+        """Forget a tenant and its settings."""
+
+    def bases(self) -> list[BaseInfo]:
+        """Return all bases."""
+
+    def set_readers(self, base_id: str, readers: Iterable[str], /) -> None:
+        """Replace the readers of a base."""
+
+    def unpublish(self, base_id: str, /) -> None:
+        """Withdraw a base."""
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that the cache has seen."""
+
+    def stats(self) -> CacheStats:
+        """Return counts of the whole cache."""
+
+    def tenant_stats(self, tenant: str, /) -> TenantStats:
+        """Return counts of one tenant."""
+
+    def snapshot(self) -> Snapshot:
+        """Return everything resident, so that the fleet's view of it can be rebuilt."""
+
+
+class Engine(Protocol):
+    """An engine that serves one model. ``generate``, ``prefill`` and ``publish`` run in one thread, one at a time.
+
+    While such a call is in one of its callbacks, another call may run. To cancel a request, return True from ``stop``
+    or raise from any callback: nothing of the request stays open then.
+    """
+
+    @property
+    def abilities(self) -> Collection[Ability]:
+        """What it can do, beyond one answer to each prompt."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request may need."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of model, tokenizer and block size: the ``model`` of its namespaces."""
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights now."""
+
+    @property
+    def cache(self) -> EngineCache:
+        """Its cache."""
+
+    def namespace(self, tenant: str, adapter: str | None = None, salt: str = "") -> Namespace:
+        """Return a tenant's namespace for the model and its present weights."""
+
+    def generate(
+        self,
+        ns: Namespace,
+        ids: Any,
+        max_new_tokens: int,
+        *,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        num_beams: int = 1,
+        num_return_sequences: int = 1,
+        eos_token_id: int | Iterable[int] | None = None,
+        on_step: Callable[[list[list[int]]], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+        on_no_room: WaitForRoom | None = None,
+        hints: RequestHints | None = None,
+    ) -> Generation:
+        """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
+
+        See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.
+        """
+
+    def prefill(
+        self,
+        ns: Namespace,
+        ids: TokenIds,
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+        on_no_room: WaitForRoom | None = None,
+        hints: RequestHints | None = None,
+    ) -> Prefill:
+        """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``."""
+
+    def publish(
+        self,
+        base_id: str,
+        ns: Namespace,
+        ids: TokenIds,
+        readers: Iterable[str],
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+        on_no_room: WaitForRoom | None = None,
+    ) -> Prefill:
+        """Compute a base, and make it readable. Needs ``publish``."""
+
+    def health(self) -> list[str]:
+        """Return the reasons to replace the process; empty if it is healthy. Repairs what it can first. O(1).
+
+        Raises IntegrityError if an invariant of its cache is broken.
+        """
+
+    def audit(self) -> list[str]:
+        """Return which laws its cache breaks now; empty if it is sound. O(resident blocks), in slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What ``radixkv serve`` knows when it loads an engine.
+
+    - ``model``: folder of the model; None for a small demo model.
+    - ``tokenizer_digest``: SHA-256 of the tokenizer's files, a part of the fingerprint.
+    - ``vocab_size``: of the tokenizer, for the demo model.
+    - ``threads``: compute threads; 0 for the library's own choice.
+    - ``default_tenant``: settings of tenants that weren't added; None refuses them.
+    """
+
+    model: Path | None
+    tokenizer_digest: str
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    policy: str = "learned"
+    scrub: Scrub = "cross-tenant"
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 0
+    default_tenant: Tenant | None = field(default=None)
+
+
+class LoadedEngine(Protocol):
+    """A loaded model. The fleet needs its fingerprint before there is a cache, since the cache reports to the fleet."""
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the engine."""
+
+    def start(self, journal: Journal | None) -> Engine:
+        """Make the engine and its cache, which reports to the journal. Called once."""
+
+
+LoadEngine: TypeAlias = Callable[[EngineSettings], LoadedEngine]
+"""Loads a model. Takes seconds, and the model's memory. Raises ConfigError."""
+
+ENTRY_POINTS: Final = "radixkv.engines"
+"""The group of entry points by which other packages bring engines: a name, and a ``LoadEngine``."""
+
+_BUILT_IN: Mapping[str, str] = {"hf": "radixkv.engines.hf_load"}
+
+
+def find_engine(name: str) -> LoadEngine:
+    """Return the function that loads an engine: a built-in one, or one that an installed package registers.
+
+    Raises ConfigError for an unknown name.
+    """
+    if name in _BUILT_IN:
+        return cast(LoadEngine, import_module(_BUILT_IN[name]).load_engine)
+    found = entry_points(group=ENTRY_POINTS)
+    if name in found.names:
+        try:
+            return cast(LoadEngine, found[name].load())
+        except (ImportError, AttributeError) as error:
+            raise ConfigError("--engine", name, f"an engine that can be imported: {error}") from None
+    known = ", ".join(sorted({*_BUILT_IN, *found.names}))
+    raise ConfigError("--engine", name, f"an engine that is installed: {known}")
