@@ -74,7 +74,10 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "radixkv": ("The cache", ("radixkv",)),
     "policies": ("Eviction policies", ("radixkv_policies", "radixkv_policies.leaves")),
     "storage": ("Storage", ("radixkv.storage",)),
-    "engines": ("Engines", ("radixkv.engines.hf", "radixkv.engines.salt", "radixkv.signing")),
+    "engines": (
+        "Engines",
+        ("radixkv.engines.engine_protocol", "radixkv.engines.hf", "radixkv.engines.salt", "radixkv.signing"),
+    ),
     "coordination": ("Coordination", ("radixkv.coordination",)),
     "audit": ("Audit", ("radixkv.audit", "radixkv.audit.properties")),
     "tokenizer": ("Tokenizer", ("radixkv.tokenizer",)),
