@@ -96,6 +96,8 @@ class Identity:
             return not_checked(3, NAMED, "A finds B's prompts without naming a tenant")
         leaks, tried, refused = [], 0, []
         for claim in claims(shared, self._b_names):
+            if self._a.principal.fields.keys() & claim.a.fields.keys():
+                continue  # it is how this server tells tenants apart
             accepted, leaking = self._claimed(claim, readers)
             leaks += [f"{claim.name}, by {name}" for name in leaking]
             tried += accepted
@@ -160,20 +162,20 @@ class Identity:
     # keys
 
     def almost(self) -> Check:
-        """Whether a key that differs slightly from A's, or no key, reads what A wrote."""
-        readers = self._telling()
-        if not readers or self._a.principal.key is None:
+        """Whether a key or a salt that differs slightly from A's, or none, reads what A wrote."""
+        readers, own = self._telling(), self._a.principal
+        kind, secret = ("key", own.key) if own.salt is None else ("salt", own.salt)
+        if not readers or secret is None:
             return not_checked(3, ALMOST, "A's own prompts aren't reported as cached, or A has no key")
-        found = {name: self._as(key, readers) for name, key in almost(self._a.principal.key).items()}
+        found = {name: self._as(_with(own, near), readers) for name, near in almost(secret, kind).items()}
         leaks = [name for name, what in found.items() if what == "reads A's prompts"]
         if leaks:
             return Check(3, ALMOST, Verdict.LEAKS, f"A's prompts are found with {', '.join(leaks)}", found)
-        return Check(
-            3, ALMOST, Verdict.ISOLATED, f"{len(found)} keys that are almost A's find nothing", found
-        )
+        detail = f"{len(found)} {kind}s that are almost A's find nothing"
+        return Check(3, ALMOST, Verdict.ISOLATED, detail, found)
 
-    def _as(self, key: str | None, readers: list[tuple[Surface, int]]) -> str:
-        with Target(self._a.url, Principal(key), model=self._a.model) as other:
+    def _as(self, principal: Principal, readers: list[tuple[Surface, int]]) -> str:
+        with Target(self._a.url, principal, model=self._a.model) as other:
             answered = False
             for surface, fresh in readers:
                 own = self._tried(surface, other, Extra(), by=self._a)
@@ -183,12 +185,19 @@ class Identity:
         return "finds nothing" if answered else "is refused"
 
 
-def almost(key: str) -> Mapping[str, str | None]:
-    """Return keys that the server must not accept as this one."""
+def _with(own: Principal, near: str | None) -> Principal:
+    """Return a side like this one, with another salt if it has one, otherwise with another key."""
+    if own.salt is None:
+        return Principal(near)
+    return Principal(own.key) if near is None else Principal.salted(near, own.key)
+
+
+def almost(secret: str, kind: str = "key") -> Mapping[str, str | None]:
+    """Return keys, or salts, that the server must not accept as this one."""
     near: dict[str, str | None] = {
-        "A's key in another case": key.swapcase(),
-        "A's key without its end": key[:-1],
-        "A's key with more characters at its end": f"{key}x",
-        "no key": None,
+        f"A's {kind} in another case": secret.swapcase(),
+        f"A's {kind} without its end": secret[:-1],
+        f"A's {kind} with more characters at its end": f"{secret}x",
+        f"no {kind}": None,
     }
-    return {name: each for name, each in near.items() if each != key and each != ""}
+    return {name: each for name, each in near.items() if each != secret and each != ""}

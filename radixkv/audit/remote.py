@@ -1,5 +1,7 @@
 """The audit of a server over HTTP with the keys of two tenants: radixkv's service or any OpenAI-compatible one.
 
+An engine without keys is audited with two salts (``Principal.salted``): each request carries one as ``cache_salt``.
+
 A, the first key, observes. B, the second, must stay invisible to A. Checks 3, 7 and 8 of the table in
 docs/guides/security.md use what answers contain; 9, 10 and 12 use how long they take:
 
@@ -79,7 +81,7 @@ def run(
     until it is evicted.
     """
     if keys[0] == keys[1]:
-        raise ArgumentError("keys", "the same key twice", "the keys of two tenants")
+        raise ArgumentError("keys", "the same twice", "the keys, or the salts, of two tenants")
     known = options or Options(model)
     with _targets(url, keys, replace(known, model=model or known.model)) as sides:
         checks = sides.content(plan, probes, progress)

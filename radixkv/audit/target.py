@@ -39,12 +39,27 @@ class TargetError(RadixKVError):
     hint: ClassVar[str] = "Check --url, --key and --model, and that the server is up."
 
 
+SALT_FIELD = "cache_salt"
+"""The field in which engines take a salt: requests with other salts share no cache (vLLM, SGLang)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """One side of an audit: its key, and the ``fields`` that every JSON body of its requests carries."""
 
     key: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def salted(cls, salt: str, key: str | None = None) -> Principal:
+        """Return a side that differs from the other by its salt, for engines without keys of tenants."""
+        return cls(key, {SALT_FIELD: salt})
+
+    @property
+    def salt(self) -> str | None:
+        """The salt in its requests; None if it has none."""
+        found = self.fields.get(SALT_FIELD)
+        return found if isinstance(found, str) else None
 
     @property
     def headers(self) -> dict[str, str]:

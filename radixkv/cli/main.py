@@ -260,6 +260,7 @@ def audit() -> None:
         "radixkv audit run --html report.html",
         "radixkv audit run --cache mycache:Cache --examples 1000",
         "radixkv audit run --url http://127.0.0.1:8400 --key KEY_OF_A --key KEY_OF_B --no-timing",
+        "radixkv audit run --url http://127.0.0.1:8000 --salt SALT_OF_A --salt SALT_OF_B",
     ),
 )
 @click.option(
@@ -269,6 +270,12 @@ def audit() -> None:
 )
 @click.option("--url", help="Audit the server at this base URL: radixkv, or an OpenAI-compatible one.")
 @click.option("--key", "keys", multiple=True, help="With --url: the keys of two tenants, --key A --key B.")
+@click.option(
+    "--salt",
+    "salts",
+    multiple=True,
+    help="With --url, for engines without keys: two salts, sent as cache_salt, --salt A --salt B.",
+)
 @click.option("--model", help="With --url: the model in requests.  [the first that the server lists]")
 @click.option(
     "--examples",
@@ -366,9 +373,10 @@ class _NoVerdict(click.ClickException):
 
 
 def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
-    for name in ("keys", "operator_key", "adapter", "tenants"):
+    for name in ("keys", "salts", "operator_key", "adapter", "tenants"):
         if options[name]:
-            option = {"keys": "--key", "tenants": "--tenant"}.get(name, f"--{name.replace('_', '-')}")
+            singular = {"keys": "key", "salts": "salt", "tenants": "tenant"}.get(name, name)
+            option = f"--{singular.replace('_', '-')}"
             raise ConfigError(option, "given", f"{option} only with --url")
     name = options["cache"] or "radixkv:PrefixCache"
     factory = _factory(name)
@@ -406,11 +414,9 @@ def _require_makes_caches(factory: Callable[..., Any], name: str) -> None:
 
 
 def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
-    keys = options["keys"]
     if options["cache"]:
         raise ConfigError("--cache", options["cache"], "either --cache or --url")
-    if len(keys) != 2 or keys[0] == keys[1]:
-        raise ConfigError("--key", len(keys), "the keys of two tenants, --key A --key B")
+    _require_two_sides(options["keys"], options["salts"])
     tenants = options["tenants"]
     if len(tenants) not in (0, 2):
         raise ConfigError(
@@ -419,11 +425,16 @@ def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
     from radixkv.audit import remote
     from radixkv.audit.timing import TimingPlan
 
+    sides: Any = options["keys"]
+    if options["salts"]:
+        from radixkv.audit.target import Principal
+
+        sides = tuple(Principal.salted(salt, next(iter(options["keys"]), None)) for salt in options["salts"])
     plan = TimingPlan(**{each: options[each] for each in ("samples", "control", "prompt_words", "seed")})
     with _phases() as progress:
         return remote.run(
             url,
-            keys,
+            sides,
             plan,
             version=__version__,
             probes=options["probes"],
@@ -433,6 +444,18 @@ def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
             ),
             progress=progress,
         )
+
+
+def _require_two_sides(keys: tuple[str, ...], salts: tuple[str, ...]) -> None:
+    """Raise ConfigError unless there are the keys of two tenants, or two salts with at most one key for both."""
+    if not salts:
+        if len(keys) != 2 or keys[0] == keys[1]:
+            raise ConfigError("--key", len(keys), "the keys of two tenants, --key A --key B")
+        return
+    if len(salts) != 2 or salts[0] == salts[1] or not all(salts):
+        raise ConfigError("--salt", len(salts), "two different salts, --salt A --salt B")
+    if len(keys) > 1:
+        raise ConfigError("--key", len(keys), "with --salt at most one key, which both sides send")
 
 
 @contextmanager

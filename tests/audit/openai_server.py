@@ -31,6 +31,8 @@ class Behaviour:
     global_metrics: bool = False
     counts_in_ids: bool = False
     chat_only: bool = False
+    salt_chars: int | None = None
+    """Tenants are told apart by this many characters of ``cache_salt``, not by keys."""
     busy_every: int = 0
     known: set[tuple[str, str]] = field(default_factory=set)
     served: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -81,10 +83,12 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             if behaviour.busy_every and number % behaviour.busy_every == 0:
                 self._json({"error": "busy"}, 429, {"Retry-After": "0"})
                 return
-            self._complete(number, prompt, bool(request.get("stream")))
+            who = "" if behaviour.shares else self.headers.get("Authorization", "")
+            if behaviour.salt_chars is not None:
+                who = str(request.get("cache_salt", ""))[: behaviour.salt_chars]
+            self._complete(number, prompt, who, bool(request.get("stream")))
 
-        def _complete(self, number: int, prompt: str, stream: bool) -> None:
-            who = "" if behaviour.shares else self.headers["Authorization"]
+        def _complete(self, number: int, prompt: str, who: str, stream: bool) -> None:
             cached = (who, prompt) in behaviour.known
             behaviour.clock.advance(behaviour.noise.expovariate(4 / COMPUTE_S) + (0 if cached else COMPUTE_S))
             if behaviour.caches:

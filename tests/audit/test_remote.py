@@ -9,7 +9,8 @@ import pytest
 
 from radixkv.audit import remote
 from radixkv.audit import target as target_module
-from radixkv.audit.target import Target, TargetError
+from radixkv.audit.identity import ALMOST, NAMED
+from radixkv.audit.target import Principal, Target, TargetError
 from radixkv.audit.timing import TimingPlan
 from radixkv.audit.verdict import AuditReport, Verdict
 from radixkv.errors import ArgumentError, ConfigError
@@ -18,7 +19,7 @@ from tests.audit.openai_server import Behaviour, openai_server
 PLAN = TimingPlan(samples=40, control=30, prompt_words=4)
 
 
-def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
+def audited(behaviour: Behaviour, sides: Any = ("key-a", "key-b"), **named: Any) -> AuditReport:
     """The audit's report about a server, measured with that server's clock."""
     with openai_server(behaviour) as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -26,7 +27,7 @@ def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
             "time",
             SimpleNamespace(perf_counter=behaviour.clock, sleep=behaviour.clock.advance),
         )
-        return remote.run(url, ("key-a", "key-b"), PLAN, probes=3, **named)
+        return remote.run(url, sides, PLAN, probes=3, **named)
 
 
 @pytest.mark.slow
@@ -87,6 +88,29 @@ def test_chat_only_servers_and_busy_ones() -> None:
     report = audited(Behaviour(chat_only=True, shares=True, busy_every=7))
     assert report.check(3).verdict is report.check(10).verdict is Verdict.LEAKS
     assert report.check(10).figures["num_busy_retries"] > 0
+
+
+SALTS = (Principal.salted("rks1.salt-of-a"), Principal.salted("rks1.salt-of-b"))
+
+
+def test_an_engine_without_keys_is_audited_with_two_salts() -> None:
+    report = audited(Behaviour(salt_chars=64), sides=SALTS, timing=False)
+    found = {check.name: check for check in report.checks if check.number == 3}
+    assert {check.verdict for check in found.values()} <= {Verdict.ISOLATED, Verdict.NOT_CHECKED}
+    assert found[ALMOST].verdict is Verdict.ISOLATED
+    assert found[ALMOST].figures.keys() == {
+        "A's salt in another case", "A's salt without its end", "A's salt with more characters at its end", "no salt",
+    }  # fmt: skip
+    assert "the field cache_salt" not in found[NAMED].figures["refused"]
+    assert report.verdict is Verdict.PARTIAL, "there are no pins, jobs and timings to check"
+
+
+@pytest.mark.parametrize(("chars", "name"), [(0, "cross-tenant probe"), (12, ALMOST)])
+def test_an_engine_that_reads_only_part_of_a_salt_leaks(chars: int, name: str) -> None:
+    salts = SALTS if not chars else tuple(Principal.salted(f"{who}1.salt-of-{who}") for who in "ab")
+    report = audited(Behaviour(salt_chars=chars), sides=salts, timing=False)
+    assert report.verdict is Verdict.LEAKS
+    assert name in {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
 
 
 def test_the_audit_ignores_proxy_settings(monkeypatch: pytest.MonkeyPatch) -> None:

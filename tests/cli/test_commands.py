@@ -105,6 +105,13 @@ def test_version() -> None:
             ["audit", "run", "--url", "http://127.0.0.1:9", "--key", "a", "--key", "a"],
             ["--key", "two tenants"],
         ),
+        (["audit", "run", "--salt", "a"], ["--salt", "--url"]),
+        (["audit", "run", "--url", "http://127.0.0.1:9", "--salt", "a"], ["--salt", "two different salts"]),
+        (["audit", "run", "--url", "http://x", "--salt", "a", "--salt", "a"], ["--salt", "two different"]),
+        (
+            ["audit", "run", "--url", "http://x", "--salt", "a", "--salt", "b", "--key", "a", "--key", "b"],
+            ["--key", "at most one"],
+        ),
         (["audit", "run", "--url", "localhost", "--key", "a", "--key", "b"], ["--url", "'localhost'"]),
         (["audit", "run", "--url", "http://x", "--cache", "radixkv:PrefixCache"], ["--cache", "--url"]),
         (["audit", "run", "--samples", "3"], ["--samples", "3"]),
