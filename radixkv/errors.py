@@ -21,6 +21,7 @@
     │   │   └── UnreadableRecord the store's record of a tenant was written by no replica
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
+    ├── ControlError          an engine's control channel: no proof, no message, or a refused command
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
     └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
@@ -253,6 +254,12 @@ class UnverifiedRequest(CoordinationError):
     """A request claims to come from a replica of the fleet, but its proof is missing, wrong or too old."""
 
     hint: ClassVar[str] = "Check that all replicas have the same fleet secret, and that their clocks agree."
+
+
+class ControlError(RadixKVError):
+    """The control channel of an engine: a side doesn't prove its key or sends no message, or a command was refused."""
+
+    hint: ClassVar[str] = "Check the path of the socket, and that both sides have keys of one fleet."
 
 
 class KernelError(RadixKVError):

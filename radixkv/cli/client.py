@@ -1,4 +1,4 @@
-"""``radixkv warm``, ``stats``, ``keys`` and ``purge``: requests to a running service."""
+"""``radixkv warm``, ``stats``, ``keys`` and ``purge``: requests to a running service, some of them to an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from radixkv.cli.engine import derive_keys
+from radixkv.cli.engine import connect, derive_keys, purge_of, reload_keys, show_keys, stats_of
 from radixkv.cli.output import (
     Number,
     client_options,
@@ -18,8 +18,10 @@ from radixkv.cli.output import (
     needs_extra,
     print_json,
     progress_bar,
+    socket_options,
     table,
 )
+from radixkv.errors import ConfigError
 from radixkv.index.pins import MAX_TTL_S
 
 _LOOK_AGAIN_S = 0.2
@@ -126,22 +128,31 @@ def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
 
 @click.command(
     short_help="Print the statistics of tenants.",
-    epilog=examples("radixkv stats", "radixkv stats --key demo-operator --json"),
+    epilog=examples(
+        "radixkv stats",
+        "radixkv stats --key demo-operator --json",
+        "radixkv stats --socket /run/radixkv/control.sock --engine-keys engine.keys",
+    ),
 )
 @client_options
+@socket_options()
 @json_option
-@needs_extra("http")
-def stats(url: str, key: str | None, as_json: bool) -> None:
-    """Print the statistics of the key's tenant; with the operator's key those of all tenants."""
-    from radixkv.service.api_client import Client
+@needs_extra("http", unless="socket")
+def stats(url: str, key: str | None, socket: str | None, engine_keys: str | None, as_json: bool) -> None:
+    """Print the statistics of the key's tenant; with the operator's key or a socket those of all tenants."""
+    if socket is not None:
+        document = stats_of(socket, engine_keys)
+    else:
+        from radixkv.service.api_client import Client
 
-    with Client(url, key) as client:
-        document = client.call("GET", "/v1/stats")
+        with Client(url, key) as client:
+            document = client.call("GET", "/v1/stats")
     if as_json:
         print_json(document)
         return
     tenants = document.get("tenants", [document])
-    click.echo(table(tenants, tuple(tenants[0])))
+    if tenants:
+        click.echo(table(tenants, tuple(tenants[0])))
     if "cache" in document:
         click.echo()
         click.echo(
@@ -158,6 +169,7 @@ def keys() -> None:
 
 
 keys.add_command(derive_keys)
+keys.add_command(reload_keys)
 
 
 @keys.command(
@@ -166,10 +178,14 @@ keys.add_command(derive_keys)
     epilog=examples("radixkv keys list", "radixkv keys list --url http://10.0.0.7:8400 --key KEY --json"),
 )
 @client_options
+@socket_options()
 @json_option
-@needs_extra("http")
-def list_keys(url: str, key: str | None, as_json: bool) -> None:
-    """List the id, prefix, owner and date of each key."""
+@needs_extra("http", unless="socket")
+def list_keys(url: str, key: str | None, socket: str | None, engine_keys: str | None, as_json: bool) -> None:
+    """List the id, prefix, owner and date of each key. Of an engine: the id, purpose and place of each of its keys."""
+    if socket is not None:
+        with connect(socket, engine_keys) as client:
+            return show_keys(client.call("keys")["keys"], as_json)
     found = _asked(url, key, "GET", "/v1/keys")["keys"]
     if as_json:
         print_json(found)
@@ -227,6 +243,12 @@ def revoke_key(key_id: str, url: str, key: str | None) -> None:
 )
 @click.argument("tenant")
 @client_options
+@socket_options()
+@click.option(
+    "--generation",
+    type=click.IntRange(0),
+    help="With --socket: refuse cache salts of earlier generations from now on.  [refuse none]",
+)
 @click.option(
     "--timeout",
     type=Number(0),
@@ -235,13 +257,40 @@ def revoke_key(key_id: str, url: str, key: str | None) -> None:
     help="Seconds to wait for the replicas.",
 )
 @json_option
-@needs_extra("http")
-def purge(tenant: str, url: str, key: str | None, timeout: float, as_json: bool) -> None:
+@needs_extra("http", unless="socket")
+def purge(
+    tenant: str,
+    url: str,
+    key: str | None,
+    socket: str | None,
+    engine_keys: str | None,
+    generation: int | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
     """Remove all cached prefixes, pins and jobs of TENANT on all replicas, and wait until each live one has confirmed.
 
     Replicas whose lease has expired are listed as unconfirmed. The exit code is 1 if a live replica didn't confirm in
-    time.
+    time. With --socket: of one engine, where TENANT is the fleet's name of the tenant, or the id that `stats` shows.
     """
+    if socket is not None:
+        state = purge_of(tenant, socket, engine_keys, generation, timeout)
+    elif generation is not None:
+        raise ConfigError("--generation", generation, "none without --socket")
+    else:
+        state = _purged(tenant, url, key, timeout)
+    if as_json:
+        print_json(state)
+    else:
+        names = {name: ", ".join(state[name]) or "-" for name in ("confirmed", "pending", "unconfirmed")}
+        row = {"tenant": tenant, "generation": state["generation"], **names}
+        click.echo(table([row], tuple(row)))
+    if not state["complete"]:
+        raise click.ClickException(f"not confirmed by {', '.join(state['pending'])} within {timeout:g} s")
+
+
+def _purged(tenant: str, url: str, key: str | None, timeout: float) -> dict[str, Any]:
+    """Purge a tenant of a service and its fleet. Returns the state when it is complete, or when the time is over."""
     from radixkv.service.api_client import Client
 
     path = f"/v1/tenants/{quote(tenant, safe='')}/purge"
@@ -251,14 +300,7 @@ def purge(tenant: str, url: str, key: str | None, timeout: float, as_json: bool)
         while not state["complete"] and time.monotonic() < until:
             time.sleep(_LOOK_AGAIN_S)
             state = {**state, **client.call("GET", path)}
-    if as_json:
-        print_json(state)
-    else:
-        names = {name: ", ".join(state[name]) or "-" for name in ("confirmed", "pending", "unconfirmed")}
-        row = {"tenant": tenant, "generation": state["generation"], **names}
-        click.echo(table([row], tuple(row)))
-    if not state["complete"]:
-        raise click.ClickException(f"not confirmed by {', '.join(state['pending'])} within {timeout:g} s")
+    return state
 
 
 def _asked(url: str, key: str | None, method: str, path: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from click.core import ParameterSource
 from radixkv import COMPILED, __version__
 from radixkv.cli.bench import bench
 from radixkv.cli.client import keys, purge, stats, warm
+from radixkv.cli.engine import audit_of
 from radixkv.cli.output import (
     NewFile,
     Number,
@@ -33,6 +34,7 @@ from radixkv.cli.output import (
     print_json,
     print_result,
     progress_bar,
+    socket_options,
     table,
 )
 from radixkv.clock import monotonic
@@ -261,8 +263,10 @@ def audit() -> None:
         "radixkv audit run --cache mycache:Cache --examples 1000",
         "radixkv audit run --url http://127.0.0.1:8400 --key KEY_OF_A --key KEY_OF_B --no-timing",
         "radixkv audit run --url http://127.0.0.1:8000 --salt SALT_OF_A --salt SALT_OF_B",
+        "radixkv audit run --socket /run/radixkv/control.sock --engine-keys engine.keys",
     ),
 )
+@socket_options()
 @click.option(
     "--cache",
     metavar="MODULE:FACTORY",
@@ -333,9 +337,18 @@ def audit() -> None:
 )
 @click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
 @json_option
-@needs_extra("audit")
-def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
+@needs_extra("audit", unless="socket")
+def audit_run(
+    url: str | None,
+    socket: str | None,
+    engine_keys: str | None,
+    html: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
+
+    With --socket: check the laws of an engine's live cache, and nothing else. The exit code is 1 if one is broken.
 
     Use tenants made for the audit: it clears their caches. If a tenant has cached prefixes before, they stay, and the
     checks that would clear them are not done.
@@ -343,6 +356,10 @@ def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) 
     Exit codes: 0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind, 5 no verdict (the audit failed), 6 isolated in
     what was checked (some checks were not done; the report names them).
     """
+    if socket is not None:
+        if url is not None or options["cache"] is not None or html is not None:
+            raise ConfigError("--socket", socket, "--socket without --url, --cache and --html")
+        raise click.exceptions.Exit(0 if audit_of(socket, engine_keys, as_json) else 1)
     try:
         report = _audit_cache(options) if url is None else _audit_server(url, options)
     except (ConfigError, ArgumentError):

@@ -58,13 +58,17 @@ class Number(click.FloatRange):
         return number
 
 
-def needs_extra(extra: str) -> Callable[[Command], Command]:
-    """If the extra isn't installed, end the command with one line before it does anything."""
+def needs_extra(extra: str, *, unless: str | None = None) -> Callable[[Command], Command]:
+    """If the extra isn't installed, end the command with one line before it does anything.
+
+    ``unless``: an option with which the command doesn't need it.
+    """
 
     def add(command: Command) -> Command:
         @wraps(command)
         def checked(*arguments: Any, **options: Any) -> Any:
-            require_extra(click.get_current_context().command_path, extra)
+            if unless is None or options.get(unless) is None:
+                require_extra(click.get_current_context().command_path, extra)
             return command(*arguments, **options)
 
         return checked
@@ -91,6 +95,32 @@ def client_options(command: Command) -> Command:
     for option in options:
         command = option(command)
     return command
+
+
+def socket_options(*, required: bool = False) -> Callable[[Command], Command]:
+    """``--socket`` and ``--engine-keys``: an engine's control channel in place of a service."""
+
+    def add(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--engine-keys",
+                envvar="RADIXKV_ENGINE_KEYS",
+                metavar="FILE",
+                required=required,
+                help="With --socket: keys that `radixkv keys derive` wrote.",
+            ),
+            click.option(
+                "--socket",
+                envvar="RADIXKV_SOCKET",
+                metavar="PATH",
+                required=required,
+                help="Control socket of an engine, in place of --url.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
 
 
 def print_json(document: object) -> None:

@@ -41,6 +41,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from radixkv.audit.invariants import inspect as inspect_laws
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
+from radixkv.engines.control import ControlServer
 from radixkv.engines.engine_protocol import ABILITIES, Ability, EngineLimits, Generation, Prefill, WaitForRoom
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
@@ -127,6 +128,7 @@ class HFEngine:
     - ``chunk_tokens``: prefill runs in chunks of this many tokens. Each is committed after it is computed.
     - ``lends_beams``: whether the device makes the steps of beam searches by itself (``PrefixCache.lend``). None: only
       if it is a GPU.
+    - ``control``: the cache's control channel. Its commands run between steps of prefill and generation.
 
     Raises ConfigError if the cache has no storage or another layout or device, and if the model can't be served (see
     ``layout_of``).
@@ -144,6 +146,7 @@ class HFEngine:
         chunk_tokens: int = 512,
         clock: Clock = monotonic,
         lends_beams: bool | None = None,
+        control: ControlServer | None = None,
     ) -> None:
         if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
             raise ConfigError("chunk_tokens", chunk_tokens, "an integer ≥ 1")
@@ -156,7 +159,7 @@ class HFEngine:
         if storage.device != model.device:
             raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
         self._lends_beams = storage.device.type == "cuda" if lends_beams is None else bool(lends_beams)
-        self.model, self.cache = model, cache
+        self.model, self.cache, self._control = model, cache, control
         self._storage, self._chunk_tokens, self._clock = storage, chunk_tokens, clock
         self.fingerprint = fingerprint(model, tokenizer_digest, cache.config.block_size)
         self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
@@ -297,6 +300,8 @@ class HFEngine:
             input_ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
             self.model(input_ids=input_ids, past_key_values=paged, use_cache=True, **extra)
             paged.commit()
+            if self._control is not None:
+                self._control.run_pending()
             yield paged.width
 
     def _paged(
@@ -378,7 +383,7 @@ class HFEngine:
             on_no_room=on_no_room,
             hints=hints,
         )
-        watcher = _Watcher(request, self._clock, _Random(request.seed, self.model.device))
+        watcher = _Watcher(request, self._clock, _Random(request.seed, self.model.device), self._control)
         with ExitStack() as stack:
             pages = self._prefill_rows(request, watcher, stack)
             cached = [page.sequences[0].num_cached_tokens for page in pages]
@@ -512,8 +517,10 @@ class HFEngine:
 class _Watcher(StoppingCriteria):
     """A hook in transformers' loop: records the first token's time, reports steps, and asks whether to stop."""
 
-    def __init__(self, request: _Request, clock: Clock, random: _Random) -> None:
-        self._request, self._clock, self.random = request, clock, random
+    def __init__(
+        self, request: _Request, clock: Clock, random: _Random, control: ControlServer | None
+    ) -> None:
+        self._request, self._clock, self.random, self._control = request, clock, random, control
         self._ended = [False] * request.num_rows
         self.first_token_at: float | None = None
         self.stopped = False
@@ -526,6 +533,8 @@ class _Watcher(StoppingCriteria):
             step = self._step(input_ids[:, -1].tolist())
             with self.random.outside():
                 self._request.on_step(step)
+        if self._control is not None:
+            self._control.run_pending()
         self.ask_to_stop()
         return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
 

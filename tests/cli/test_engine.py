@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.cli.main import commands
+from radixkv.engines.control import ControlServer
 from radixkv.engines.salt import SaltReader, make_salt
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, ControlError, RadixKVError
 from radixkv.signing import PURPOSES, KeySet, derived
 
 SECRET, OLD = b"the fleet's secret" * 2, b"the fleet's previous secret"
@@ -58,3 +62,108 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes | Non
     done = invoke("keys", "derive", "--fleet-secret", str(path), "--output", str(output))
     assert isinstance(done.exception, ConfigError) and "--fleet-secret" in str(done.exception)
     assert not output.exists()
+
+
+class Engine:
+    """A cache whose tenants come from salts, and its control channel."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys_file = folder / "engine.keys"
+        KeySet.derive([SECRET]).write(self.keys_file)
+        self.keys = KeySet.load(self.keys_file)
+        self.cache, self.reader = PrefixCache(CacheConfig(64, block_size=4)), SaltReader(self.keys)
+        self.control = ControlServer(
+            self.cache, folder / "control", self.keys_file, salts=self.reader, patience_s=0.0
+        )
+
+    def compute(self, salt: str) -> Namespace:
+        namespace = self.reader.read(salt).namespace("m")
+        with self.cache.open(namespace, range(8)) as sequence:
+            sequence.commit(8)
+        return namespace
+
+    def run(self, *command: str) -> Result:
+        return invoke(*command, "--socket", str(self.control.path), "--engine-keys", str(self.keys_file))
+
+    def complaint(self, *command: str) -> RadixKVError:
+        done = self.run(*command)
+        assert isinstance(done.exception, RadixKVError), done.output
+        return done.exception
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path)
+    with made.control:
+        yield made
+
+
+def test_statistics_of_an_engine(engine: Engine) -> None:
+    assert "num_blocks" in engine.run("stats").stdout, "before the first request"
+    acme = engine.compute(make_salt(engine.keys, "acme"))
+    engine.compute("a client's own salt")
+    done = json.loads(engine.run("stats", "--json").stdout)
+    assert [each["tenant"] for each in done["tenants"]] == [acme.tenant, "anonymous"]
+    assert [each["resident_blocks"] for each in done["tenants"]] == [2, 2]
+    assert done["cache"]["resident_blocks"] == 4
+    shown = engine.run("stats").stdout
+    assert acme.tenant in shown and "evicted_blocks" in shown and "resident_blocks" in shown
+
+
+def test_a_tenant_of_an_engine_is_purged(engine: Engine) -> None:
+    salt = make_salt(engine.keys, "acme")
+    namespace = engine.compute(salt)
+    done = json.loads(engine.run("purge", "acme", "--generation", "2", "--json").stdout)
+    assert done["blocks"] == 2 and done["generation"] == 2 and done["complete"]
+    assert done["confirmed"] == [str(engine.control.path)] and done["pending"] == done["unconfirmed"] == []
+    assert engine.cache.match(namespace, range(8)).num_tokens == 0
+    with pytest.raises(ValueError, match="older"):
+        engine.reader.read(salt)
+    shown = engine.run("purge", namespace.tenant)
+    assert shown.exit_code == 0 and namespace.tenant in shown.stdout, shown.output
+    assert isinstance(engine.complaint("purge", "a/b"), ControlError)
+
+
+def test_an_engines_live_cache_is_audited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = engine.run("audit", "run")
+    assert done.exit_code == 0 and done.stdout.startswith("all laws hold: 64 blocks"), done.output
+    assert json.loads(engine.run("audit", "run", "--json").stdout)["ok"]
+    broken = audit.Report((audit.Violation("labels", "node 3"),), {"blocks": 64}, 0.001)
+    monkeypatch.setattr("radixkv.engines.control.inspect", lambda cache, pause: broken)
+    done = engine.run("audit", "run")
+    assert done.exit_code == 1 and "labels: node 3" in done.stdout and "1 violations" in done.stdout
+    for other in (
+        ["--url", "http://127.0.0.1:8400"],
+        ["--cache", "radixkv:PrefixCache"],
+        ["--html", "r.html"],
+    ):
+        assert isinstance(engine.complaint("audit", "run", *other), ConfigError)
+
+
+def test_keys_of_an_engine_rotate(engine: Engine, secrets: tuple[str, str]) -> None:
+    before = json.loads(engine.run("keys", "list", "--json").stdout)
+    assert {each["purpose"] for each in before} == set(PURPOSES)
+    derive = ["keys", "derive", "--fleet-secret", secrets[1], "--previous", secrets[0]]
+    assert invoke(*derive, "--output", str(engine.keys_file)).exit_code == 0
+    after = json.loads(engine.run("keys", "reload", "--json").stdout)
+    assert len(after) == 2 * len(before) and {each["id"] for each in before} < {each["id"] for each in after}
+    shown = engine.run("keys", "list").stdout
+    assert "current" in shown and "previous" in shown
+    assert engine.reader.read(make_salt(KeySet.derive([OLD]), "acme"))
+    for key in KeySet.load(engine.keys_file).accepted("control"):
+        assert key.hex() not in shown
+
+
+def test_what_a_command_over_a_socket_needs(engine: Engine, tmp_path: Path) -> None:
+    path, keys = str(engine.control.path), str(engine.keys_file)
+    for command in (["stats"], ["keys", "list"], ["purge", "acme"], ["audit", "run"]):
+        done = invoke(*command, "--socket", path)
+        assert isinstance(done.exception, ConfigError) and "--engine-keys" in str(done.exception)
+        done = invoke(*command, "--socket", str(tmp_path / "none.sock"), "--engine-keys", keys)
+        assert isinstance(done.exception, ControlError) and "No such file" in str(done.exception)
+        done = invoke(*command, "--socket", keys, "--engine-keys", keys)
+        assert isinstance(done.exception, ControlError) and "not a socket" in str(done.exception)
+    done = invoke("purge", "acme", "--generation", "1")
+    assert isinstance(done.exception, ConfigError) and "--generation" in str(done.exception)
+    KeySet.derive([OLD]).write(engine.keys_file)
+    assert "keys" in str(engine.complaint("stats")), "the engine still has the other fleet's"

@@ -1,0 +1,178 @@
+"""The control channel between two processes: a handshake that proves the key on both sides, then signed messages.
+
+    client → server   RKC1, nonce (32), the ids of up to 4 keys that the client has (16 each, the rest zeros)
+    server → client   RKC1, nonce (32), id of the key that both have (16), proof of the server (32)
+    client → server   proof of the client (32)
+
+    message           length of the head (4), length of the tail (4), MAC (32), head (JSON object), tail (bytes)
+
+Proofs are MACs of all bytes before them, each side's with its own label. Messages are signed with a key of this
+connection and this direction, and with their number. So a recorded handshake or message is useless, in the same
+connection and in any other. Lengths are checked before anything of that length is read. Only fields of a fixed length
+are read before a MAC was checked. Every read has a deadline for the whole of what is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from radixkv.errors import ControlError
+from radixkv.signing import MAX_KEYS, key_id, mac
+
+MAX_HEAD_BYTES: Final = 65_536
+"""Most bytes of a message's head."""
+MAX_REQUEST_BYTES: Final = 16_384
+"""Most bytes of a request's head. Parsing them takes less than a millisecond, whatever they are."""
+MAX_TAIL_BYTES: Final = 1 << 19
+"""Most bytes of a message's tail: a key of 131,072 token ids."""
+HANDSHAKE_S: Final = 1.0
+"""Seconds for the whole handshake, once the server has accepted the connection."""
+MESSAGE_S: Final = 5.0
+"""Seconds for a message, from its first byte to its last."""
+
+_MARK = b"RKC1"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_ID_BYTES = 16
+_HELLO_BYTES = len(_MARK) + _NONCE_BYTES + MAX_KEYS * _ID_BYTES
+_ANSWER_BYTES = len(_MARK) + _NONCE_BYTES + _ID_BYTES + _MAC_BYTES
+_LENGTHS = struct.Struct(">II")
+_CREDENTIALS = struct.Struct("3i")
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user of the process that made the other end of a Unix socket, as the kernel recorded it."""
+    content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(content)[1])
+
+
+class Channel:
+    """One side of a connection after the handshake. One thread sends and receives, in turn."""
+
+    def __init__(self, connection: socket.socket, sends: bytes, receives: bytes) -> None:
+        self._connection, self._sends, self._receives = connection, sends, receives
+        self._num_sent = self._num_received = 0
+
+    @classmethod
+    def accept(cls, connection: socket.socket, keys: Sequence[bytes]) -> Channel:
+        """Prove and check the key as the server, which accepts ``keys``. Raises ControlError, OSError."""
+        until = time.monotonic() + HANDSHAKE_S
+        hello = _read(connection, _HELLO_BYTES, until)
+        offered = hello[len(_MARK) + _NONCE_BYTES :]
+        ids = {offered[at : at + _ID_BYTES] for at in range(0, len(offered), _ID_BYTES)}
+        key = next((key for key in keys if key_id(key) in ids), None)
+        if not hello.startswith(_MARK) or key is None:
+            raise ControlError("the client has none of the accepted keys")
+        answer = _MARK + secrets.token_bytes(_NONCE_BYTES) + key_id(key)
+        proof = mac(key, "control server", hello, answer)
+        _write(connection, answer + proof, until)
+        found = _read(connection, _MAC_BYTES, until)
+        if not hmac.compare_digest(found, mac(key, "control client", hello, answer, proof)):
+            raise ControlError("the client has not proven that it has the key")
+        client, server = _session(key, hello, answer)
+        return cls(connection, sends=server, receives=client)
+
+    @classmethod
+    def connect(cls, connection: socket.socket, keys: Sequence[bytes], until: float) -> Channel:
+        """Prove and check the key as the client, which accepts ``keys``. Raises ControlError, OSError.
+
+        ``until``: the deadline, on ``time.monotonic``. The server may have to accept others first.
+        """
+        ids = b"".join(key_id(key) for key in keys[:MAX_KEYS])
+        hello = (_MARK + secrets.token_bytes(_NONCE_BYTES) + ids).ljust(_HELLO_BYTES, b"\0")
+        _write(connection, hello, until)
+        try:
+            content = _read(connection, _ANSWER_BYTES, until)
+        except (ControlError, ConnectionError):
+            raise ControlError("the engine closes the connection: it may have other keys") from None
+        answer, proof = content[:-_MAC_BYTES], content[-_MAC_BYTES:]
+        key = next((key for key in keys if key_id(key) == answer[-_ID_BYTES:]), None)
+        if not answer.startswith(_MARK) or key is None:
+            raise ControlError("the engine has none of these keys")
+        if not hmac.compare_digest(proof, mac(key, "control server", hello, answer)):
+            raise ControlError("the engine has not proven that it has the key")
+        _write(connection, mac(key, "control client", hello, answer, proof), until)
+        client, server = _session(key, hello, answer)
+        return cls(connection, sends=client, receives=server)
+
+    def send(self, head: Mapping[str, Any], tail: bytes = b"") -> None:
+        """Send a message. Raises ControlError if it is too long, OSError."""
+        content = json.dumps(head, separators=(",", ":")).encode()
+        if len(content) > MAX_HEAD_BYTES or len(tail) > MAX_TAIL_BYTES:
+            raise _too_long(len(content), len(tail), MAX_HEAD_BYTES, MAX_TAIL_BYTES)
+        proof = mac(self._sends, "message", self._num_sent, content, tail)
+        self._num_sent += 1
+        message = b"".join((_LENGTHS.pack(len(content), len(tail)), proof, content, tail))
+        _write(self._connection, message, time.monotonic() + MESSAGE_S)
+
+    def receive(
+        self, idle_s: float, *, max_head: int = MAX_HEAD_BYTES, max_tail: int = 0
+    ) -> tuple[dict[str, Any], bytes] | None:
+        """Return the next message, or None if the other side has closed the connection between two messages.
+
+        Waits ``idle_s`` for its first byte and MESSAGE_S for the rest. Raises ControlError, OSError.
+        """
+        first = _read_some(self._connection, 1, time.monotonic() + idle_s)
+        if not first:
+            return None
+        until = time.monotonic() + MESSAGE_S
+        start = first + _read(self._connection, _LENGTHS.size + _MAC_BYTES - 1, until)
+        head_bytes, tail_bytes = _LENGTHS.unpack_from(start)
+        if head_bytes > max_head or tail_bytes > max_tail:
+            raise _too_long(head_bytes, tail_bytes, max_head, max_tail)
+        content = _read(self._connection, head_bytes + tail_bytes, until)
+        head, tail = content[:head_bytes], content[head_bytes:]
+        expected = mac(self._receives, "message", self._num_received, head, tail)
+        if not hmac.compare_digest(start[_LENGTHS.size :], expected):
+            raise ControlError("a message without the signature of this connection")
+        self._num_received += 1
+        try:
+            document = json.loads(head)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise ControlError("a message that is not a JSON object")
+        return document, tail
+
+
+def _too_long(head: int, tail: int, max_head: int, max_tail: int) -> ControlError:
+    allowed = f"at most {max_head:,} and {max_tail:,} bytes"
+    return ControlError(f"a message of {head:,} bytes with {tail:,} bytes of ids; allowed: {allowed}")
+
+
+def _session(key: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of one connection: the client's messages, the server's messages."""
+    return mac(key, "control messages", "client", hello, answer), mac(
+        key, "control messages", "server", hello, answer
+    )
+
+
+def _read_some(connection: socket.socket, size: int, until: float) -> bytes:
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the other side sent too slowly")
+    connection.settimeout(left_s)
+    return connection.recv(size)
+
+
+def _read(connection: socket.socket, size: int, until: float) -> bytes:
+    pieces, left = [], size
+    while left:
+        piece = _read_some(connection, min(left, 65_536), until)
+        if not piece:
+            raise ControlError("the other side closed the connection")
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def _write(connection: socket.socket, content: bytes, until: float) -> None:
+    connection.settimeout(max(until - time.monotonic(), 1e-3))
+    connection.sendall(content)
