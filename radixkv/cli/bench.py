@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from radixkv.cli.output import (
+    Number,
     counter,
     examples,
     json_option,
@@ -341,6 +342,27 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
     with progress_bar(hostile.num_steps(options["rounds"], names), "attacking") as advance:
         result = hostile.run(names=names, progress=advance, **options)
     print_result(result, hostile.table, as_json)
+
+
+@bench.command(
+    "control",
+    short_help="Measure the price of a control client.",
+    epilog=examples("radixkv bench control", "radixkv bench control --pairs 3 --steps 500 --polls-per-s 50"),
+)
+@click.option("--pairs", type=click.IntRange(1), default=7, show_default=True, help="Pairs of generations.")
+@click.option("--steps", type=click.IntRange(1), default=1_000, show_default=True, help="Steps of each.")
+@click.option(
+    "--polls-per-s", type=Number(0.1, 1_000), default=10.0, show_default=True, help="Polls of the client."
+)
+@json_option
+@needs_extra("hf")
+def bench_control(as_json: bool, **options: Any) -> None:
+    """Compare an engine's decode steps with and without a client that polls its control channel."""
+    from radixkv.bench import polling
+
+    with progress_bar(options["pairs"], "measuring") as advance:
+        result = polling.run(progress=advance, **options)
+    print_result(result, polling.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:

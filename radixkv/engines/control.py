@@ -26,8 +26,8 @@ are. ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the me
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
 ``patience_s``, because it is idle, the connection's thread runs the command itself; the cache allows that. Commands
 whose work grows with the cache (``purge``, ``audit``) run in the connection's thread, in slices, as they do over HTTP.
-A stranger costs an engine little: it gets no further than the handshake, no more than 200 connections a second are
-accepted, and each wait for bytes is without the interpreter's lock.
+A stranger costs an engine little: it gets no further than the handshake, and no more than 200 connections a second are
+accepted. Of all clients together, 250 commands a second are begun.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ IDLE_S: Final = 60.0
 """Seconds after which a connection without a command is closed."""
 
 _ACCEPT_EVERY_S = 0.005
+_COMMAND_EVERY_S = 0.004
 _MAX_HANDSHAKES = 32
 """Most connections that haven't proven the key yet. It takes 160 ms to accept as many: each has at least this time."""
 _BACKLOG = 128
@@ -132,6 +133,7 @@ class ControlServer:
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._meeting: list[socket.socket] = []  # connections in the handshake, the oldest first
+        self._next_command_at = 0.0
         self._auditing = threading.Lock()
         self._commands: dict[str, tuple[Callable[[Fields, bytes], Answer], frozenset[str], bool]] = {
             "stats": (self._stats, frozenset(), True),
@@ -260,6 +262,7 @@ class ControlServer:
         received = channel.receive(IDLE_S, max_head=MAX_REQUEST_BYTES, max_tail=MAX_TAIL_BYTES)
         if received is None:
             return False
+        self._pace()
         try:
             answer: Answer = {"answer": self._done(*received)}
         except RadixKVError as error:
@@ -267,11 +270,23 @@ class ControlServer:
         channel.send(answer)
         return True
 
+    def _pace(self) -> None:
+        """Wait until the next command may begin: a thread that never pauses would keep the interpreter's lock busy."""
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._next_command_at)
+            self._next_command_at = begin + _COMMAND_EVERY_S
+        if begin > now:
+            self._stopping.wait(begin - now)
+
     def _done(self, request: Answer, ids: bytes) -> Answer:
         name = request.pop("command", None)
         known = self._commands.get(name) if isinstance(name, str) else None
         if known is None:
-            raise ArgumentError("command", name, ", ".join(self._commands))
+            raise ArgumentError("command", name if isinstance(name, str) else "…", ", ".join(self._commands))
+        nested = [field for field, value in request.items() if isinstance(value, (list, dict))]
+        if nested:
+            raise ArgumentError("field", nested[0], "fields whose values are texts, numbers or null")
         command, fields, is_short = known
         unknown = request.keys() - fields
         if unknown:

@@ -1,0 +1,162 @@
+"""The price of a control client: HFEngine's decode steps while a client polls the engine ten times a second.
+
+A pair is two generations of the demo model: one with the client, one with the client connected but silent. Which of
+them comes first alternates. The client is a process of its own. Times are those of the clock on the wall, from one
+step's end to the next. Results are medians over pairs of the ratio of percentiles.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import numpy as np
+
+from radixkv.bench.measure import columns, frozen_heap, number, surroundings
+from radixkv.config import CacheConfig
+from radixkv.engines.control import ControlServer
+from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.errors import ArgumentError
+from radixkv.index.cache import PrefixCache
+from radixkv.signing import KeySet
+
+_PROMPT_TOKENS = 64
+_POLLS_A_S = 10
+_POLLER = """
+import select, sys
+from radixkv.engines.control_client import ControlClient
+from radixkv.signing import KeySet
+is_polling, num_polls = False, 0
+with ControlClient(sys.argv[1], KeySet.load(sys.argv[2])) as client:
+    print("ready", flush=True)
+    while True:
+        if select.select([sys.stdin], [], [], float(sys.argv[3]))[0]:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            is_polling = line == "poll\\n"
+            print(num_polls, flush=True)
+        if is_polling:
+            client.call("stats")
+            num_polls += 1
+"""
+
+
+def run(
+    *,
+    pairs: int = 7,
+    steps: int = 1_000,
+    polls_per_s: float = _POLLS_A_S,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """Measure ``pairs`` pairs of ``steps`` decode steps. Returns a dict that JSON can encode.
+
+    ``progress`` is called with the number of pairs that are done. Raises ArgumentError.
+    """
+    model = demo_model()
+    most = 8_192 - _PROMPT_TOKENS
+    for name, value, limit in (("pairs", pairs, 1_000), ("steps", steps, most)):
+        if not 1 <= value <= limit:
+            raise ArgumentError(name, value, f"an integer from 1 to {limit}")
+    if not 0.1 <= polls_per_s <= 1_000:
+        raise ArgumentError("polls_per_s", polls_per_s, "0.1 to 1,000")
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "engine.keys")
+        KeySet.derive([b"the secret of a benchmark"]).write(keys)
+        cache = PrefixCache(CacheConfig(1_024, 16, layout_of(model)))
+        with ControlServer(cache, Path(folder, "control"), keys) as control:
+            engine = HFEngine(model, cache, control=control)
+            _steps_s(engine, min(steps, 100))  # one-time costs
+            with _poller(control.path, keys, 1 / polls_per_s) as poll, frozen_heap():
+                measured = []
+                for done in range(pairs):
+                    measured.append(_pair(engine, steps, poll, polls_first=done % 2 == 0))
+                    progress(done + 1)
+    return _result(measured, steps, polls_per_s)
+
+
+@contextmanager
+def _poller(socket: Path, keys: Path, every_s: float) -> Iterator[Callable[[bool], int]]:
+    """Yield a function that starts or stops the polls, and returns how many there were until then."""
+    command = [sys.executable, "-c", _POLLER, str(socket), str(keys), str(every_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        _line(process.stdout)
+
+        def poll(is_polling: bool) -> int:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("poll\n" if is_polling else "rest\n")
+            process.stdin.flush()
+            return int(_line(process.stdout))
+
+        yield poll
+        process.stdin.close()
+
+
+def _line(stream: IO[str]) -> str:
+    line = stream.readline()
+    if not line:
+        raise RuntimeError("the polling process has ended")
+    return line
+
+
+def _pair(engine: HFEngine, steps: int, poll: Callable[[bool], int], *, polls_first: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for is_polling in (polls_first, not polls_first):
+        before = poll(is_polling)
+        taken = _steps_s(engine, steps)
+        found["polled" if is_polling else "silent"] = taken
+        num_polls = poll(False) - before
+        if is_polling:
+            found["polls"] = num_polls
+    return found
+
+
+def _steps_s(engine: HFEngine, steps: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    ends = [time.perf_counter()]
+    engine.generate(
+        engine.namespace("bench"),
+        range(3, 3 + _PROMPT_TOKENS),
+        steps + 1,
+        eos_token_id=-1,
+        on_step=lambda step: ends.append(time.perf_counter()),
+    )
+    return np.diff(ends)[1:]
+
+
+def _result(measured: list[dict[str, Any]], steps: int, polls_per_s: float) -> dict[str, Any]:
+    pairs = []
+    for pair in measured:
+        row: dict[str, Any] = {"polls": pair["polls"]}
+        for name, percent in (("p50", 50), ("p99", 99)):
+            silent, polled = (1e3 * float(np.percentile(pair[arm], percent)) for arm in ("silent", "polled"))
+            row |= {
+                f"silent_{name}_ms": silent,
+                f"polled_{name}_ms": polled,
+                f"{name}_ratio": polled / silent,
+            }
+        pairs.append(row)
+    return {
+        "benchmark": "control",
+        **surroundings(),
+        "steps": steps,
+        "polls_per_s": polls_per_s,
+        "p50_ratio": median(row["p50_ratio"] for row in pairs),
+        "p99_ratio": median(row["p99_ratio"] for row in pairs),
+        "pairs": pairs,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format a result as text."""
+    names = ("silent_p50_ms", "polled_p50_ms", "silent_p99_ms", "polled_p99_ms", "p99_ratio", "polls")
+    rows = [[number(row[name]) for name in names] for row in result["pairs"]]
+    told = f"with polls, a step's p50 is {result['p50_ratio']:.3f} and its p99 {result['p99_ratio']:.3f} times as long"
+    return "\n".join([result["machine"], columns([names, *rows]), f"{told} (median of the pairs)"])
