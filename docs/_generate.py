@@ -76,7 +76,14 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "storage": ("Storage", ("radixkv.storage",)),
     "engines": (
         "Engines",
-        ("radixkv.engines.engine_protocol", "radixkv.engines.hf", "radixkv.engines.salt", "radixkv.signing"),
+        (
+            "radixkv.engines.engine_protocol",
+            "radixkv.engines.hf",
+            "radixkv.engines.salt",
+            "radixkv.engines.control",
+            "radixkv.engines.control_client",
+            "radixkv.signing",
+        ),
     ),
     "coordination": ("Coordination", ("radixkv.coordination",)),
     "audit": ("Audit", ("radixkv.audit", "radixkv.audit.properties")),
