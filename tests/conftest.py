@@ -50,12 +50,16 @@ def _must_release(path: Path) -> bool:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Collect garbage of earlier modules before a module in which an unreleased sequence is an error."""
+    """Collect the garbage of a module before the next one, in which an unreleased sequence may be an error.
+
+    What is left stays: later collections skip it. Otherwise each would take half a second.
+    """
     done = yield
-    if nextitem is not None and nextitem.path != item.path and _must_release(nextitem.path):
+    if nextitem is not None and nextitem.path != item.path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
+        gc.freeze()
     return done
 
 
