@@ -36,21 +36,20 @@ _POLL_S = 0.02
 
 
 @contextmanager
-def small_demo_model(num_layers: int = 2) -> Iterator[None]:
-    """The demo model has 2 layers, a third of its own, during the ``with``: most tests don't depend on their number.
+def small_demo_model(num_layers: int = 2, hidden_size: int = 64) -> Iterator[None]:
+    """The demo model is smaller during the ``with``: most tests don't depend on its size, 6 layers of 256.
 
     The services of a process share its weights and the shipped tokenizer. Neither ever changes.
     """
     from radixkv.engines import hf, hf_load
     from radixkv.service import build
 
-    make, load = (
-        functools.cache(functools.partial(hf.demo_model, num_layers=2)),
-        functools.cache(load_tokenizer),
-    )
+    sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+    make = functools.cache(functools.partial(hf.demo_model, **sizes))
+    load = functools.cache(load_tokenizer)
 
-    def model(**sizes: int) -> Model:
-        made = make(**sizes)
+    def model(**others: int) -> Model:
+        made = make(**others)
         return copy.deepcopy(made, {id(each): each for each in made.parameters()})
 
     with pytest.MonkeyPatch.context() as patch:

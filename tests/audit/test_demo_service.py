@@ -42,7 +42,7 @@ def _by_computing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _small_model() -> Iterator[None]:
     """These audits ask for a thousand completions each. One layer shows a hit in the time as plainly as two."""
-    with small_demo_model(num_layers=1):
+    with small_demo_model(num_layers=1, hidden_size=256):
         yield
 
 
@@ -111,6 +111,7 @@ def test_a_build_without_the_tenant_in_the_lookup_leaks(
             return original(self, namespace._replace(tenant="acme"), *args, **named)
 
         monkeypatch.setattr(PrefixCache, name, blended)
+    monkeypatch.setattr(remote, "_each", lambda *_: [])  # of the checks by counts, the first is enough
     report = remote.run(live.url, PAIR, PLAN, probes=1)
     timing = report.check(10)
     assert timing.verdict is Verdict.LEAKS and timing.figures["auc"]["low"] > 0.52
