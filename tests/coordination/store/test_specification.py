@@ -414,14 +414,15 @@ class Machine(RuleBasedStateMachine):
             assert readable(self.direct) == readable(self.memory)
 
 
-def attack(server: Servers, url: str, proxy: TcpProxy | None) -> None:
+def attack(server: Servers, url: str, proxy: TcpProxy | None, lives: int = 20) -> None:
+    """The lives of a cluster and of a master under Sentinel show keys in wrong slots and missing copies: a few do."""
     nodes = [server] if isinstance(server, RedisServer) else server.data_nodes
     stores = RedisStore(url, PATIENCE_S), RedisStore(server.url, PATIENCE_S)
     clients = [redis.Redis.from_url(node.url, protocol=2) for node in nodes]
     members = {"server": server, "proxy": proxy, "clients": clients, "tested": stores[0], "direct": stores[1]}
     try:
         run_state_machine_as_test(
-            type("Attack", (Machine,), members), settings=settings(stateful_step_count=60, max_examples=60)
+            type("Attack", (Machine,), members), settings=settings(stateful_step_count=60, max_examples=lives)
         )
     finally:
         for each in (*stores, *clients):
@@ -432,7 +433,7 @@ def attack(server: Servers, url: str, proxy: TcpProxy | None) -> None:
 def test_a_server_behaves_as_the_specification(redis_server: RedisServer) -> None:
     proxy = TcpProxy(redis_server.host, redis_server.port)
     try:
-        attack(redis_server, f"redis://{redis_server.host}:{proxy.port}/0", proxy)
+        attack(redis_server, f"redis://{redis_server.host}:{proxy.port}/0", proxy, lives=60)
     finally:
         proxy.close()
     assert proxy.num_cut > 0, "no fault has struck"
