@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent
 SUITES = ["test_fork.py", "test_copies.py", "test_quantize.py", "test_reorder.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(340)
 def test_the_suites_pass_in_an_interpreting_process() -> None:
     files = [str(FOLDER / suite) for suite in SUITES]
