@@ -21,6 +21,7 @@ def small(**options: object) -> replicas.Options:
     return replicas.Options(**{**defaults, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_every_figure_is_present_and_is_json(redis_server: RedisServer) -> None:
     done: list[str] = []
     result = replicas.run(small(redis=redis_server.url, progress=done.append))
@@ -56,6 +57,7 @@ def simulated(cost: str, requests: int = 700) -> fleet.Outcome:
     return fleet.Simulation(4, 2_000, cost=cost, seed=1).run(fleet.trace_like(1, requests, requests_s=0.7))
 
 
+@pytest.mark.slow
 def test_linear_routing_hits_more_than_turns_and_keeps_the_balance() -> None:
     linear, turns = simulated("linear"), simulated("round_robin")
     assert linear.num_requests == turns.num_requests == 700

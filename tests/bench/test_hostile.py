@@ -8,6 +8,7 @@ from radixkv.bench import attacks, hostile
 from radixkv.errors import ArgumentError
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_short_run_measures_every_call_idle_and_under_attack() -> None:
     steps: list[int] = []
@@ -41,6 +42,7 @@ def test_an_unknown_attack_is_refused_by_name() -> None:
         hostile.run(names=["rain"])
 
 
+@pytest.mark.slow
 def test_attacks_stay_within_the_limit_of_bodies() -> None:
     for attack in attacks.attacks("127.0.0.1:1", "key"):
         for request in attack.requests:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> None:
     done = subprocess.run(
@@ -13,6 +15,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_neither_the_import_nor_the_torch_path_loads_triton() -> None:
     run(
         "import sys, torch, radixkv_kernels\n"
@@ -23,6 +26,7 @@ def test_neither_the_import_nor_the_torch_path_loads_triton() -> None:
     )
 
 
+@pytest.mark.slow
 def test_only_the_reference_can_be_forced() -> None:
     run(
         "import os\n"
@@ -42,6 +46,7 @@ def test_only_the_reference_can_be_forced() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_device_without_triton_warns_once() -> None:
     run(
         "import warnings, torch, radixkv_kernels\n"

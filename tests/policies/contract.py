@@ -25,10 +25,8 @@ from radixkv.clock import ManualClock
 from radixkv.errors import CapacityError
 from radixkv_policies import POLICIES, Policy, RequestHints, TokenRange
 
-# Each policy inherits these tests on purpose: one test, several executors.
-_inherited = settings(
-    max_examples=100, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
-)
+NUM_LIVES = min(100, 2 * settings().max_examples)
+"""The number of lives: 20 in `make quick`."""
 
 CAPACITY = 24
 
@@ -401,16 +399,13 @@ class PolicyContract:
         life.end_all()
         return life
 
-    @_inherited
+    # Each policy inherits these tests on purpose: one test, several executors.
+    @settings(
+        max_examples=NUM_LIVES, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
+    )
     @given(lives)
     def test_random_lives_keep_the_contract(self, ops: list[_Op]) -> None:
-        """Every promise holds at every step, and at the end everything can be evicted."""
-        self.live(ops)
-
-    @_inherited
-    @given(lives)
-    def test_the_same_life_gives_the_same_victims(self, ops: list[_Op]) -> None:
-        """The same history and seed give the same victims."""
+        """Every promise holds at every step, at the end everything can be evicted, and a second time it goes alike."""
         assert self.live(ops).victims == self.live(ops).victims
 
     def test_a_new_policy_has_no_victim(self) -> None:
@@ -418,7 +413,10 @@ class PolicyContract:
         policy = self.make()
         assert policy.victim() is None and len(policy) == 0
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
+    @settings(
+        max_examples=NUM_LIVES // 4,
+        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+    )
     @given(st.data())
     def test_random_calls_of_a_whole_cache(self, data: st.DataObject) -> None:
         """A real cache with running requests, forks, growth, leases, pins and evictions.

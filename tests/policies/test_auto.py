@@ -29,6 +29,7 @@ def _drive(policy: str, asks: list[int]) -> tuple[int, str]:
     return cache.stats().hit_tokens, chosen.in_charge if isinstance(chosen, Auto) else policy
 
 
+@pytest.mark.slow
 def test_auto_withstands_a_scan() -> None:
     """Popular prompts under a flood of prompts that never return.
 
@@ -40,6 +41,7 @@ def test_auto_withstands_a_scan() -> None:
     assert hits["auto"] > 1.2 * hits["lru"] and hits["auto"] > 0.8 * hits["lrfu"]
 
 
+@pytest.mark.slow
 def test_auto_follows_a_changing_mix() -> None:
     """Popular prompts and a shifting window alternate every 15 minutes.
 

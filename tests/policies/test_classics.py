@@ -19,7 +19,7 @@ from radixkv_policies.hazard import EDGES_S, ranks_at
 from radixkv_policies.hints import DEFAULT_PRIORITY
 from radixkv_policies.slru import PROTECTED_SHARE
 from radixkv_policies.tail_lru import MEAN_STEP
-from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference, lives
+from tests.policies.contract import CAPACITY, NUM_LIVES, Block, Life, PolicyContract, Reference, lives
 from tests.policies.test_lru import LastUseEndedFirst
 
 Hints = RequestHints | None
@@ -586,7 +586,7 @@ class UnderLRFU(SmallestSumFirst):
 @pytest.mark.parametrize(
     ("name", "reference"), [("learned", UnderLearned), ("lrfu", UnderLRFU), ("lru", LastUseEndedFirst)]
 )
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=NUM_LIVES, suppress_health_check=[HealthCheck.too_slow])
 @given(ops=lives)
 def test_auto_evicts_in_the_order_of_its_active_candidate(
     name: str, reference: type[Reference], ops: list[tuple[int, int, int]]

@@ -375,6 +375,7 @@ def test_a_session_that_continues_elsewhere_supersedes_its_last_request() -> Non
     ]
 
 
+@pytest.mark.slow
 def test_superseded_requests_are_learned_to_rank_low() -> None:
     """Sessions always continue from their first block. The blocks that they leave behind get the lowest rank."""
     clock = ManualClock()

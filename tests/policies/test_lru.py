@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from tests.model import Blocks, resident_prefixes
-from tests.policies.contract import Block, PolicyContract, Reference
+from tests.policies.contract import NUM_LIVES, Block, PolicyContract, Reference
 
 NS = Namespace("a", "m")
 requests = st.lists(
@@ -34,7 +34,7 @@ class TestLRU(PolicyContract):
     reference = LastUseEndedFirst
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * NUM_LIVES)
 @given(requests, st.sampled_from([1, 2, 3]), st.integers(8, 20))
 def test_a_cache_evicts_like_an_lru_of_blocks(
     lives: list[tuple[int, list[int]]], block_size: int, num_blocks: int

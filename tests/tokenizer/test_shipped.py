@@ -100,6 +100,7 @@ def test_training_the_same_text_gives_the_same_bytes() -> None:
     assert train(sentences, vocab_size=1000) == train(list(sentences), vocab_size=1000)
 
 
+@pytest.mark.slow
 def test_the_script_trains_a_model_like_the_shipped_one(tmp_path: Path) -> None:
     """The script reads the documentation of this Python, which may differ from the text of the shipped model."""
     made = tmp_path / "made.model"
