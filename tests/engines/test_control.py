@@ -157,12 +157,10 @@ def test_wrong_commands_and_fields_are_named(client: ControlClient) -> None:
     assert "command='reboot'" in refused(client, "reboot")
     assert "field='colour'" in refused(client, "stats", {"colour": 1})
     assert "field='model'" in refused(client, "purge", {"tenant": "acme", "model": "m"})
-    for fields in (
-        {},
-        {"tenant": "acme"},
-        {"tenant": 7, "model": "m"},
-        {"tenant": "acme", "model": "m", "weights": 1.5},
-    ):
+    right: dict[str, Any] = {"tenant": "acme", "model": "m"}
+    for fields in ({}, {"tenant": "acme"}, {"model": "m"}, right | {"tenant": 7}):
+        assert "ArgumentError" in refused(client, "lookup", fields, IDS)
+    for fields in (right | {"weights": 1.5}, right | {"tenant": "a/b"}, right | {"adapter": ""}):
         assert "NamespaceError" in refused(client, "lookup", fields, IDS)
     assert "cache_salt" in refused(client, "lookup", {"cache_salt": "rks1.", "model": "m"}, IDS)
     assert client.call("stats"), "the connection goes on"
