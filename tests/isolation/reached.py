@@ -49,6 +49,16 @@ class Reached(properties.CacheMachine):
                 "reserved blocks": any(
                     run.sequence.num_blocks > self._blocks(run.num_tokens) for run in self.runs
                 ),
+                "computing ahead": any(run.ahead and not run.leaned_end for run in self.runs),
+                "leaning": any(run.num_ahead for run in self.runs),
+                "leaning on a step that will fail": any(
+                    each.is_leaned and self.steps.get(each.step) for run in self.runs for each in run.ahead
+                ),
+                "leaning and computing": any(
+                    run.num_ahead and not run.ahead[-1].is_leaned for run in self.runs
+                ),
+                "done before an earlier step": any(each.is_done for run in self.runs for each in run.ahead),
+                "behind a fence": len(self.fenced) > 0,
                 "copies that wait": self.engine.is_behind,
                 "waiting plans hold blocks": len(snapshot.held_ids) > 0,
                 "committed and private": any(

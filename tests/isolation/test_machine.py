@@ -95,4 +95,4 @@ def test_lives_reach_all_states() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
     seen = json.loads(done.stdout)
-    assert len(seen) == 16 and not {what: count for what, count in seen.items() if count < 10}, seen
+    assert len(seen) == 22 and not {what: count for what, count in seen.items() if count < 10}, seen

@@ -20,7 +20,8 @@ import pytest
 from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
-from radixkv.index import bases, device_beams, requests
+from radixkv.index import ahead, bases, device_beams, requests
+from radixkv.index import cache as cache_module
 from radixkv.index import registry as registry_module
 from radixkv.index import tree as tree_module
 from radixkv.index.blocks import BlockPool, WaitingCopies
@@ -805,10 +806,55 @@ def evictions_of_an_insert_kept(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def failed_step_matched(patch: pytest.MonkeyPatch) -> None:
+    """A step that failed commits like one that is done."""
+    patch.setattr(cache_module, "step_failed", lambda cache, step: ahead.step_done(cache, step) and 0)
+
+
+def leaning_not_cut(patch: pytest.MonkeyPatch) -> None:
+    """Sequences keep the blocks that a failed step was to compute for them."""
+
+    def failed(cache: Any, step: int) -> int:
+        for sequence in cache._steps.pop(step, {}):
+            requests.keep_ahead(cache, sequence, [])
+        return 0
+
+    patch.setattr(cache_module, "step_failed", failed)
+
+
+def offered_and_matched(patch: pytest.MonkeyPatch) -> None:
+    """What a step computes is committed when the step is scheduled."""
+    patch.setattr(
+        ahead, "computing", lambda cache, sequence, end, step: requests.commit(cache, sequence, end)
+    )
+
+
+def offered_to_other_prompts(patch: pytest.MonkeyPatch) -> None:
+    """An offer isn't compared with the prompt that leans on it."""
+    patch.setattr(ahead, "num_common_bytes", lambda offered, key, at, stop, size: len(offered))
+
+
+def committed_before_its_step(patch: pytest.MonkeyPatch) -> None:
+    """A sequence may commit what another one's step has yet to compute."""
+
+    def passed(cache: Any, sequence: Any, num_tokens: int) -> None:
+        requests.keep_ahead(cache, sequence, [each for each in sequence._ahead if each.end > num_tokens])
+
+    patch.setattr(requests, "_pass_ahead", passed)
+
+
+def fence_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A sequence that waits for a fence gives up its private blocks at once."""
+
+    def released(original: Any, cache: Any, sequence: Any, fence: Any) -> None:
+        original(cache, sequence, fence)
+        cache._runs.let_go(sequence)
+
+    _wrap(patch, requests, "release_after", released)
+
+
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
-_WRONG_LOOKUP = (
-    "another namespace|never committed|nobody computes|forgotten|wrong KV|cleared|free and evictable are"
-)
+_WRONG_LOOKUP = "another namespace|never committed|forgotten|wrong KV|cleared|free and evictable are"
 
 BUGS = {
     "base for everybody": Bug(base_for_everybody, _WRONG, ObservationAlone),
@@ -855,13 +901,11 @@ BUGS = {
     "commit before compute": Bug(committed_when_opened, "committed"),
     "commit before compute, oracle alone": Bug(
         committed_when_opened,
-        "never committed|nobody computes|forgotten",
+        "never committed|forgotten",
         OracleAlone,
     ),
     "commit rounds up": Bug(commit_rounds_up, "committed"),
-    "unframed namespace": Bug(
-        unframed_namespace, "another namespace|never committed|nobody computes|forgotten|cleared"
-    ),
+    "unframed namespace": Bug(unframed_namespace, "another namespace|never committed|forgotten|cleared"),
     "an old weights version matched": Bug(old_weights_matched, _WRONG_LOOKUP),
     "an old weights version matched, oracle alone": Bug(old_weights_matched, _WRONG_LOOKUP, OracleAlone),
     "one row short": Bug(one_row_short, "wrong KV"),
@@ -883,9 +927,7 @@ BUGS = {
     "purge leaves what runs": Bug(
         purge_leaves_what_runs, "never committed|A observes|counts", ObservationAlone
     ),
-    "truncated digest trusted": Bug(
-        compared_by_first_id, "never committed|nobody computes|forgotten|wrong KV"
-    ),
+    "truncated digest trusted": Bug(compared_by_first_id, "never committed|forgotten|wrong KV"),
     "cleared still matches": Bug(cleared_still_matches, "cleared|never committed|usage"),
     "append half done": Bug(append_half_done, "changed by a call|but the facts"),
     "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
@@ -933,6 +975,12 @@ BUGS = {
     "evictions of an insert kept": Bug(
         evictions_of_an_insert_kept, "left them to a reclaim", properties.EngineMachine
     ),
+    "failed step matched": Bug(failed_step_matched, "never committed|wrong KV|leaned on step|of Mirror"),
+    "leaning not cut": Bug(leaning_not_cut, "leaned on step"),
+    "offered and matched": Bug(offered_and_matched, "changed by a call|never committed"),
+    "offered to other prompts": Bug(offered_to_other_prompts, "before they exist|no running step"),
+    "committed before its step": Bug(committed_before_its_step, "ArgumentError was expected|never committed"),
+    "fence ignored": Bug(fence_ignored, "conservation|tables|wrong KV"),
     "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 

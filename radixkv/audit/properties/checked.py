@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from radixkv.audit.oracle import Oracle, cache_with_engine, chain
 from radixkv.audit.properties.material import (
     MAX_PROMPT_BLOCKS,
     NAMESPACES,
+    WITH_MATERIAL,
     CacheFactory,
     Held,
     Mirror,
@@ -27,7 +29,8 @@ from radixkv.audit.properties.material import (
 )
 from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig, Namespace
-from radixkv.errors import FlushRequired, LeaseError, OutOfBlocks
+from radixkv.errors import ArgumentError, FlushRequired, LeaseError, OutOfBlocks
+from radixkv.index.key_material import Material, key_of
 
 
 class CheckedCache(RuleBasedStateMachine):
@@ -45,6 +48,8 @@ class CheckedCache(RuleBasedStateMachine):
         self.oracle = Oracle(config.block_size)
         self.runs: list[Mirror] = []
         self.away: list[Mirror] = []  # running, but lent to the device
+        self.fenced: list[tuple[Any, Mirror, Any]] = []  # the fence that each waits for, and its block table
+        self.num_scheduled = 0  # how often a step computed something of a sequence
         self.held: list[Held] = []
         self.lent: list[int] = []  # what the engine has
         self.ends: list[tuple[Any, tuple[Namespace, tuple[int, ...]]]] = []
@@ -75,6 +80,8 @@ class CheckedCache(RuleBasedStateMachine):
             self._agrees(run, behind)
         for run in self.away:
             self._agrees(run, True)
+        for _, run, table in self.fenced if not behind else ():
+            self._reads(table, run.states[: run.num_computed])
         for held in self.held:
             if held.lease is not None:
                 self._reads(held.lease.block_ids, chain(held.namespace, held.ids[: held.lease.num_tokens]))
@@ -90,7 +97,7 @@ class CheckedCache(RuleBasedStateMachine):
         stats = self.cache.stats()
         parts = (stats.resident_blocks, stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks)
         expect(stats.free_blocks + sum(parts) == stats.num_blocks and min(parts) >= 0, stats)
-        num_running = len(self.runs) + len(self.away)
+        num_running = len(self.runs) + len(self.away) + len(self.fenced)
         expect(stats.num_sequences == num_running, f"{num_running} sequences run: {stats}")
         expect(stats.lent_blocks == len(self.lent), f"the engine has {len(self.lent)} blocks: {stats}")
         cache = self.cache
@@ -115,6 +122,9 @@ class CheckedCache(RuleBasedStateMachine):
         expect(seen == (run.num_tokens, run.num_committed, num_blocks, True), f"{seen} of {run}")
         reserved = sequence.num_reserved_tokens
         expect(reserved == run.num_reserved, f"{reserved} tokens are reserved, not {run.num_reserved}")
+        if run.ahead:
+            told = sequence.num_ahead_tokens
+            expect(told == run.num_ahead, f"{told} tokens are ahead, not {run.num_ahead}")
         expect(sequence.token_ids.tolist() == run.ids, "the sequence has other token ids")
         table = sequence.block_table
         expect(len(table) == sequence.num_blocks, "the block table has another length")
@@ -131,12 +141,17 @@ class CheckedCache(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Release everything: only the trees remain, and can be evicted."""
-        if (
-            not hasattr(self, "cache") or sys.exc_info()[0] is not None
-        ):  # an example that failed, or was cut off
+        if not hasattr(self, "cache"):
+            return
+        if sys.exc_info()[0] is not None:  # the example failed, or was cut off
+            for fence, _, _ in self.fenced:
+                with suppress(Exception):  # the failure that is known matters more
+                    fence.lift()
             return
         for run in (*self.runs, *self.away):
             run.sequence.release()
+        for fence, _, _ in self.fenced:
+            fence.lift()
         for held in self.held:
             if held.lease is not None:
                 held.lease.release()
@@ -193,7 +208,11 @@ class CheckedCache(RuleBasedStateMachine):
 
     def _place(self, where: int, prompt: tuple[int, ...]) -> tuple[Namespace, tuple[int, ...]]:
         limit = MAX_PROMPT_BLOCKS * self.block_size + 1
-        return NAMESPACES[where % len(NAMESPACES)], prompt[:limit]
+        ids = prompt[:limit]
+        if where == WITH_MATERIAL and len(ids) > 1:
+            key = key_of(ids, [Material(1, 2, b"pixels of an image")], block_size=self.block_size)
+            ids = tuple(np.frombuffer(key, np.uint32).tolist())
+        return NAMESPACES[where % len(NAMESPACES)], ids
 
     def _run(self, which: int) -> Mirror:
         return self.runs[which % len(self.runs)]
@@ -222,18 +241,23 @@ class CheckedCache(RuleBasedStateMachine):
         return match
 
     def _compute(self, run: Mirror, stop: int) -> None:
-        if stop > run.num_computed:
+        if stop > run.num_computed >= run.leaned_end:  # otherwise it leans on a step that will fail
             self.engine.write(run.sequence.block_table, run.num_computed, run.states[run.num_computed : stop])
             run.num_computed = stop
 
     def _commit(self, run: Mirror, by: int) -> None:
         stop = min(run.num_tokens, run.num_committed + by)
+        if stop > run.committable:
+            sequence, wrong = run.sequence, stop
+            self._refused(lambda: sequence.commit(wrong), ArgumentError)
+            stop = run.committable
         self._compute(run, stop)
         if not run.forgotten:
             self.oracle.commit(run.namespace, run.ids, stop)
         before = run.sequence.block_table
         run.sequence.commit(stop)
         run.num_committed = stop
+        run.pass_to(stop)
         expect(np.array_equal(before, run.sequence.block_table), "commit changed a block table")
 
     def _append(self, batch: list[Mirror], ids: tuple[int, int]) -> None:
@@ -289,6 +313,8 @@ class CheckedCache(RuleBasedStateMachine):
         owners: Counter[int] = Counter()
         for run in (*self.runs, *self.away):
             owners.update(run.sequence.block_table.tolist())
+        for _, _, table in self.fenced:
+            owners.update(table.tolist())
         for tree in snapshot.trees:
             for node in tree.nodes:
                 owners.update(np.frombuffer(node.block_ids, np.int32).tolist())
@@ -300,9 +326,9 @@ class CheckedCache(RuleBasedStateMachine):
 
     def _owns_tail(self, run: Mirror) -> None:
         tail = int(run.sequence.block_table[(run.num_tokens - 1) // self.block_size])
-        others = [other for other in (*self.runs, *self.away) if other is not run]
+        others = [other.sequence.block_table for other in (*self.runs, *self.away) if other is not run]
         expect(
-            not any(tail in other.sequence.block_table for other in others),
+            not any(tail in table for table in (*others, *[table for _, _, table in self.fenced])),
             f"block {tail} was written and is shared",
         )
 
@@ -315,6 +341,7 @@ class CheckedCache(RuleBasedStateMachine):
             run.num_committed,
             run.num_computed,
             run.forgotten,
+            ahead=run.leaned_to(run.num_tokens),
         )
 
     def _is_consumed(self, sequence: Any) -> None:

@@ -178,14 +178,6 @@ class EngineMachine(Lookups):
         expect(len({*back, *self.lent}) == len(back) + len(self.lent), "reclaimed what the engine has")
         self.lent += back
 
-    @rule(tenant=st.sampled_from(("a", "b")))
-    def purge(self, tenant: str) -> None:
-        """Forget everything of a tenant."""
-        self.cache.purge(tenant)
-        for namespace in NAMESPACES:
-            if namespace.tenant == tenant:
-                self._cleared(namespace)
-
     # Calls that must be refused.
 
     @rule(kind=st.integers(0, 63), which=small)

@@ -27,6 +27,7 @@ from radixkv.errors import (
     OutOfBlocks,
     PinBudgetExceeded,
     PinLimitExceeded,
+    StaleGeneration,
 )
 from radixkv.index.cache import RequestHints
 
@@ -210,6 +211,21 @@ class Lookups(CheckedCache):
         namespace = NAMESPACES[where % len(NAMESPACES)]
         self.cache.clear(namespace)
         self._cleared(namespace)
+
+    @precondition(lambda self: hasattr(self.cache, "purge") and not self.away)
+    @rule(tenant=st.sampled_from(("a", "b")))
+    def purge(self, tenant: str) -> None:
+        """Forget everything of a tenant. Its sequences accept only their release."""
+        self.cache.purge(tenant)
+        for namespace in NAMESPACES:
+            if namespace.tenant == tenant:
+                self._cleared(namespace)
+        for run in [run for run in self.runs if run.namespace.tenant == tenant]:
+            sequence = run.sequence
+            self._refused(lambda sequence=sequence: sequence.commit(0), StaleGeneration)  # type: ignore[misc]
+            self.runs.remove(run)
+            sequence.release()
+            self._is_consumed(sequence)
 
     def _cleared(self, namespace: Namespace) -> None:
         self.oracle.clear(namespace)

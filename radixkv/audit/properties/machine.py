@@ -15,7 +15,6 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from radixkv.audit import invariants
 from radixkv.audit.oracle import chain
-from radixkv.audit.properties.lookups import Lookups
 from radixkv.audit.properties.material import (
     LAYOUT,
     MAX_OPEN,
@@ -28,6 +27,7 @@ from radixkv.audit.properties.material import (
     token_id,
     where_to,
 )
+from radixkv.audit.properties.steps_ahead import StepsAhead
 from radixkv.config import CacheConfig, Tenant
 from radixkv.errors import (
     ArgumentError,
@@ -41,7 +41,7 @@ from radixkv.errors import (
 )
 
 
-class CacheMachine(Lookups):
+class CacheMachine(StepsAhead):
     """One cache under attack. Subclass it with another ``factory`` or ``policies``, or use ``run``."""
 
     @initialize(
@@ -49,17 +49,33 @@ class CacheMachine(Lookups):
         stored=st.booleans(),
         block_size=st.sampled_from((4, 2, 4, 2, 1)),
         num_blocks=st.sampled_from((16, 32, 12, 24, 8, 4)),
+        at_once=st.booleans(),
         first=prompts,
     )
     def make(
-        self, policy: int, stored: bool, block_size: int, num_blocks: int, first: tuple[int, ...]
+        self,
+        policy: int,
+        stored: bool,
+        block_size: int,
+        num_blocks: int,
+        at_once: bool,
+        first: tuple[int, ...],
     ) -> None:
         """Make a tiny cache, its oracle and its engine, and open a first request."""
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
         everybody = Tenant("default", max_pinned_blocks=num_blocks // 3, max_pins=MAX_PINS)
-        self.start(CacheConfig(num_blocks, block_size, layout, policy=name, default_tenant=everybody))
+        self.start(
+            CacheConfig(
+                num_blocks,
+                block_size,
+                layout,
+                policy=name,
+                default_tenant=everybody,
+                writes_before_reads=at_once,
+            )
+        )
         self._open(0, first)
 
     # The life of a request.
@@ -70,10 +86,11 @@ class CacheMachine(Lookups):
         prompt=prompts,
         done=st.sampled_from((0, 17, 4)),
         looks=st.sampled_from((True, True, True, False)),
+        leans=st.booleans(),
     )
-    def open(self, where: int, prompt: tuple[int, ...], done: int, looks: bool) -> None:
+    def open(self, where: int, prompt: tuple[int, ...], done: int, looks: bool, leans: bool) -> None:
         """A request arrives, and ``done`` tokens are computed."""
-        run = self._open(where, prompt, looks)
+        run = self._open(where, prompt, looks, leans)
         if run is not None:
             self._commit(run, done)
 
@@ -85,25 +102,36 @@ class CacheMachine(Lookups):
             self._commit(run, run.num_tokens)
             self.release(len(self.runs) - 1)
 
-    def _open(self, where: int, prompt: tuple[int, ...], looks: bool = True) -> Mirror | None:
+    def _arrive(self, where: int, prompt: tuple[int, ...]) -> Mirror | None:
+        return self._open(where, prompt, leans=True) if len(self.runs) < MAX_OPEN else None
+
+    def _open(
+        self, where: int, prompt: tuple[int, ...], looks: bool = True, leans: bool = False
+    ) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
         self._pass(1.0)
         match = self._matched(namespace, ids)
         usable = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
         cached = usable if looks else 0
         before = self.cache.snapshot()
-        named = {} if looks else {"lookup": False}
+        offers = list(self._offers(namespace, ids, cached)) if looks and leans else []
+        owner, stop = max(offers, key=lambda offer: offer[1], default=(None, cached))
+        named = ({} if looks else {"lookup": False}) | ({"ahead": True} if leans and self._has_steps else {})
         try:
             sequence = self.cache.open(namespace, ids, **named)
         except FlushRequired as error:
             self._fetch(error, before)
-            return self._open(where, prompt, looks)
+            return self._open(where, prompt, looks, leans)
         except OutOfBlocks as error:
             path = set(match.block_ids[: cached // self.block_size].tolist())
-            self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path, {namespace.tenant})
+            needed = self._blocks(len(ids)) - stop // self.block_size
+            self._true_refusal(error, before, needed, path, {namespace.tenant})
             return None
         states = chain(namespace, ids)
-        self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached))
+        run = Mirror(sequence, namespace, list(ids), states, cached, cached)
+        self.runs.append(run)
+        if owner is not None:
+            run.ahead, run.num_computed = owner.leaned_to(stop), min(owner.num_computed, stop)
         missed = len(ids) - cached if looks else 0
         self.counts[namespace.tenant].update(requests=1, hit=cached, missed=missed)
         expect(
@@ -116,7 +144,16 @@ class CacheMachine(Lookups):
             np.array_equal(table[: cached // self.block_size], match.block_ids[: cached // self.block_size]),
             "the block table does not begin with the matched blocks",
         )
-        return self.runs[-1]
+        if owner is not None:
+            shared = owner.sequence.block_table[cached // self.block_size : stop // self.block_size]
+            expect(
+                sequence.num_ahead_tokens == stop - cached
+                and np.array_equal(table[cached // self.block_size : stop // self.block_size], shared),
+                f"{sequence.num_ahead_tokens} tokens are shared before they exist, not {stop - cached}",
+            )
+        elif leans and self._has_steps:
+            expect(not sequence.num_ahead_tokens, "tokens are shared that no running step computes")
+        return run
 
     def _follow(self, where: int, prompt: tuple[int, ...]) -> None:
         if len(self.runs) < MAX_OPEN:
@@ -156,10 +193,11 @@ class CacheMachine(Lookups):
         """Reject draft tokens."""
         run = self._run(which)
         stop = max(run.num_committed, run.num_tokens - by)
+        if run.num_committed < stop < run.leaned_end and stop % self.block_size:
+            self._refused(lambda: run.sequence.truncate(stop), ArgumentError)
+            return
         run.sequence.truncate(stop)
-        del run.ids[stop:], run.states[stop:]
-        run.num_reserved = 0
-        run.num_computed = min(run.num_computed, stop)
+        self._cut(run, stop)
 
     # Room for tokens whose ids come later.
 
@@ -427,6 +465,8 @@ class CacheMachine(Lookups):
             (lambda: cache.insert(namespace, [99] * size, [0], hints="soon"), ArgumentError),
             (lambda: cache.match_and_lease(namespace, [2**32]), TokenError),
             (lambda: cache.touch(namespace, [-1]), TokenError),
+            (lambda: cache.step_done(-1), ArgumentError),
+            (lambda: cache.step_failed(2**63), ArgumentError),
             (lambda: cache.reclaim(1), ConfigError),
             (lambda: cache.evict(-1), ArgumentError),
             (lambda: cache.allocate(-1), ArgumentError),
@@ -442,6 +482,8 @@ class CacheMachine(Lookups):
             (lambda: sequence.append(2**32), TokenError),
             (lambda: sequence.extend([1, 1.5]), TokenError),
             (lambda: sequence.fork(0), ArgumentError),
+            (lambda: sequence.computing(size, step=-1), ArgumentError),
+            (lambda: sequence.release(after=5), ArgumentError),
             (lambda: sequence.reserve(-1), ArgumentError),
             (lambda: sequence.reserve(2**40), ArgumentError),
             (lambda: sequence.fill([0] * (run.num_reserved + 1)), ArgumentError),
