@@ -95,9 +95,9 @@ class LentBlocks:
 
     __slots__ = ("_marks", "_num")
 
-    def __init__(self, num_blocks: int) -> None:
-        self._marks = bytearray(num_blocks)
-        self._num = 0
+    def __init__(self, num_blocks: int, has_all: bool) -> None:
+        self._marks = bytearray(b"\1" * num_blocks if has_all else num_blocks)
+        self._num = num_blocks if has_all else 0
 
     def __len__(self) -> int:
         return self._num
@@ -168,11 +168,8 @@ class BlockPool:
         self.scrubber = scrubber
         self.is_deferred = is_deferred
         self.is_engines = is_engines
-        everything = np.arange(num_blocks, dtype=np.int32)
-        self._free = bytearray(b"" if is_engines else everything.tobytes())
-        self.lent = LentBlocks(num_blocks)
-        if is_engines:
-            self.lent.add(everything.tolist())
+        self._free = bytearray() if is_engines else bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
+        self.lent = LentBlocks(num_blocks, is_engines)
         self.copies = WaitingCopies()
         self.exposed: set[int] = set()
         self.held = bytearray()  # packed

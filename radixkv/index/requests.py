@@ -499,16 +499,20 @@ def extend(cache: CacheState, sequence: SequenceState, key: bytes) -> None:
         if key and cache._runs.grow([sequence], [key]):
             execute_copies(cache)
         return
-    after = sequence._size + len(key)
-    needed = -(-after // size) - len(sequence._table) // ID_BYTES
+    needed = missing_blocks(cache, sequence, len(key))
     if needed > 0:
         tenant = sequence._tree.tenant
         cache._evictor.take(needed, tenant, sequence._table)
         cache._evictor.charge(tenant, needed)
     sequence._tail += key
-    sequence._size = after
+    sequence._size += len(key)
     if sequence._reserved:
         sequence._reserved = max(sequence._reserved - len(key) // TOKEN_BYTES, 0)
+
+
+def missing_blocks(cache: CacheState, sequence: SequenceState, num_bytes: int) -> int:
+    """Return how many more blocks a sequence needs for this many more bytes of key; at most 0 if it has room."""
+    return -(-(sequence._size + num_bytes) // cache._block_bytes) - len(sequence._table) // ID_BYTES
 
 
 # --- reserve, fill, drop: room for tokens whose ids come later
@@ -518,6 +522,10 @@ def reserve(cache: CacheState, sequence: SequenceState, num_tokens: int) -> None
     """See Sequence.reserve. The room is made like that of real tokens, whose ids are then cut off again."""
     require_open(sequence)
     size, reserved = sequence._size, sequence._reserved + num_tokens
+    needed, tenant = missing_blocks(cache, sequence, reserved * TOKEN_BYTES), sequence._tree.tenant
+    if needed > MAX_BLOCKS_AT_ONCE:  # refused before a long key is made
+        cache._evictor.end_due_pins(tenant, needed)
+        cache._evictor.require(needed, tenant)
     extend(cache, sequence, bytes(reserved * TOKEN_BYTES))
     sequence.cut_key(size)
     sequence._reserved = reserved

@@ -239,7 +239,8 @@ class Sequence:
         ):
             with cache._lock:
                 requests.require_open(state)
-            requests.make_room(cache, len(key) // cache._block_bytes, state._tree.tenant)
+                needed = requests.missing_blocks(cache, state, len(key))
+            requests.make_room(cache, needed, state._tree.tenant)
         with cache._lock:
             try:
                 requests.extend(cache, state, key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from radixkv import ArgumentError, LeaseError, OutOfBlocks, QuotaExceeded, Tenant, TokenError, audit
+from radixkv.index import requests
 from tests.index.support import NS, compute, make_cache, same
 
 
@@ -180,3 +182,36 @@ def test_room_evicts_like_any_block() -> None:
         with pytest.raises(OutOfBlocks):
             sequence.reserve(3)
         assert same(before, cache)
+
+
+def test_room_that_cannot_be_had_is_refused_before_memory_is_used() -> None:
+    """A reserve of four million tokens would need a key of 16 MB."""
+    cache = make_cache(2**18, 16)
+    with cache.open(NS, [1]), cache.open(NS, [2]) as sequence:
+        tracemalloc.start()
+        try:
+            with pytest.raises(OutOfBlocks):
+                sequence.reserve(2**22)
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+        assert sequence.num_reserved_tokens == 0
+        audit.check(cache)
+
+
+@pytest.mark.pure
+def test_a_long_extend_uses_reserved_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no more blocks than it lacks, and evicts nothing that it doesn't need."""
+    monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
+    monkeypatch.setattr(requests, "MAX_BLOCKS_AT_ONCE", 2)
+    cache = make_cache(16)
+    for at in range(3):
+        compute(cache, [100 + at] * 4)
+    with cache.open(NS, range(4)) as sequence:
+        sequence.reserve(44)  # 11 blocks; one is free, three are resident
+        table = sequence.block_table.tolist()
+        sequence.extend(range(48))
+        assert (sequence.num_tokens, sequence.num_reserved_tokens) == (52, 0)
+        assert sequence.block_table.tolist()[:12] == table and len(table) == 12
+        assert cache.stats().evicted_blocks == 0 and cache.resident_blocks == 3
+        audit.check(cache)

@@ -8,6 +8,9 @@ The machine also uses each of these that the adapter has:
 
     append(request, token_id)          the request grows by one token; copy-on-write is the system's own task
     append_all(requests, token_ids)    one token to each of a batch, all or nothing
+    open_ahead(namespace, ids, step) -> (request, num_cached, num_ahead)   begins a request that a step of this number
+                                       computes. It may share tokens that earlier steps compute: num_ahead of them
+    end_step(step, fails) -> object    the step is done, or has failed; the result is compared
     truncate(request, num_tokens)      uncommitted tokens are rolled back
     fork(request) -> request           a second request that shares everything so far
     reorder(requests, parents) -> requests   a beam step: the i-th result continues requests[parents[i]]; consumes all
@@ -85,6 +88,8 @@ class CacheAdapter:
         self._tells_time = getattr(cache, "_clock", monotonic) is not monotonic
         if hasattr(cache, "purge"):
             self.purge = self._purge
+        if hasattr(cache, "step_done"):
+            self.open_ahead, self.end_step = self._open_ahead, self._end_step
         if hasattr(cache, "pin"):
             self.pin, self.pins, self.unpin = self._pin, self._pins, self._unpin
         if hasattr(cache, "publish"):
@@ -129,6 +134,21 @@ class CacheAdapter:
         sequence = self._with_room(lambda: self.cache.open(namespace, ids))
         cached = sequence.num_cached_tokens
         return Mirror(sequence, namespace, list(ids), chain(namespace, ids), cached, cached), int(cached)
+
+    def _open_ahead(self, namespace: Namespace, ids: Sequence[int], step: int) -> tuple[Mirror, int, int]:
+        sequence = self._with_room(lambda: self.cache.open(namespace, ids, ahead=True))
+        cached, num_ahead, states = (
+            sequence.num_cached_tokens,
+            sequence.num_ahead_tokens,
+            chain(namespace, ids),
+        )
+        self.engine.write(sequence.block_table, cached + num_ahead, states[cached + num_ahead :])
+        sequence.computing(len(ids), step=step)
+        request = Mirror(sequence, namespace, list(ids), states, cached, len(ids))
+        return request, int(cached), int(num_ahead)
+
+    def _end_step(self, step: int, fails: bool) -> int:
+        return int(self.cache.step_failed(step) if fails else self.cache.step_done(step))
 
     def commit(self, request: Mirror, num_tokens: int) -> None:
         """Compute and commit."""

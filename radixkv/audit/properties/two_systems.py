@@ -8,6 +8,7 @@ The calls:
 
 - requests, whole or cancelled, lookups, chunks of prefill, rollbacks, forks, beam steps and leases
 - appends, one by one and in batches
+- bursts of equal requests that share what running steps compute
 - blocks that an engine inserts, evictions by hand, clears, purges with open requests
 - tenants added and removed, time that passes, a crash of both systems
 
@@ -92,6 +93,9 @@ class Player:
     oracle: Oracle
     requests: list[Request | None] = field(default_factory=list)
     leases: list[Any] = field(default_factory=list)
+    ahead: list[tuple[int, Request]] = field(default_factory=list)
+    """Running steps, each with the request that it computes."""
+    num_steps: int = 0
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -118,6 +122,42 @@ class Player:
         observed = self.open(where, prompt, len(prompt))
         self.release(len(self.requests) - 1)
         return observed
+
+    def burst(self, where: int, prompt: Sequence[int], count: int, fails: bool) -> Observed:
+        """How much of each of ``count`` equal requests is cached, and computed by running steps of the tenant.
+
+        If a burst runs, its steps end instead.
+        """
+        if not hasattr(self.system, "open_ahead"):
+            return Observed(())
+        if self.ahead:
+            return self._end_burst(fails)
+        namespace, told = self.namespaces[_PLACES[where % 8]], list[object]()
+        for _ in range(count):
+            self.num_steps += 1
+            step = 2 * self.num_steps + (self.tenant == "b")
+            told += self._told(lambda step=step: self._ahead(namespace, prompt, step)).answer  # type: ignore[misc]
+        return Observed(tuple(told))
+
+    def _ahead(self, namespace: Namespace, prompt: Sequence[int], step: int) -> Observed:
+        handle, cached, num_ahead = self.system.open_ahead(namespace, prompt, step)
+        self._is_no_lie(namespace, prompt, cached)
+        self.ahead.append((step, Request(handle, namespace, list(prompt), cached, cached)))
+        return Observed((cached, num_ahead))
+
+    def _end_burst(self, fails: bool) -> Observed:
+        """What the end of each step answers, and the bytes that are committed then. The requests end."""
+        told, served = list[object](), b""
+        for step, request in self.ahead:
+            is_done = not fails and not request.is_stale
+            if is_done:
+                self.oracle.commit(request.namespace, request.ids, len(request.ids))
+            told.append(self.system.end_step(step, fails))
+            served += self._read(request, len(request.ids)) if is_done else b""
+        for _, request in self.ahead:
+            self.system.release(request.handle)
+        self.ahead = []
+        return Observed(tuple(told), served)
 
     def match(self, where: int, prompt: Sequence[int]) -> Observed:
         """How much is matched."""
@@ -282,9 +322,12 @@ class Player:
             self.oracle.clear(namespace)
         answer = self.system.purge(self.tenant)
         if getattr(self.system, "purge_ends_requests", False):
-            for request in self.open_requests:
+            for request in [*self.open_requests, *[request for _, request in self.ahead]]:
                 request.is_stale = True
         else:
+            for _, request in self.ahead:
+                self.system.release(request.handle)
+            self.ahead = []
             while self.requests:
                 self.release(0)
         return Observed((answer,))
@@ -292,10 +335,12 @@ class Player:
     def restarted(self, oracle: Oracle) -> None:
         """The system has lost everything."""
         self.oracle = oracle
-        self.requests, self.leases = [], []
+        self.requests, self.leases, self.ahead = [], [], []
 
     def end(self) -> None:
-        """Release all requests and leases."""
+        """Release all requests and leases, and end all steps."""
+        if self.ahead:
+            self._end_burst(True)
         while self.requests:
             self.release(0)
         while self.leases:
@@ -457,6 +502,12 @@ class TwoSystems(RuleBasedStateMachine):
         for at in [at for at in range(first, first + count) for _ in range(times)]:
             ids = [at % 10] + [0] * (blocks * self.block_size - 1)
             self._play(by, lambda player, ids=ids: player.serve(where, ids))  # type: ignore[misc]
+
+    @rule(by=who, where=small, prompt=prompts, count=st.integers(2, 3), fails=st.booleans())
+    def burst(self, by: int, where: int, prompt: tuple[int, ...], count: int, fails: bool) -> None:
+        """Equal requests, each computed by a step of its own that runs until the tenant's next burst."""
+        ids = self._prompt(prompt)
+        self._play(by, lambda player: player.burst(where, ids, count, fails))
 
     @rule(by=who, kind=st.integers(0, 6), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
