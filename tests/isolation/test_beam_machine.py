@@ -49,7 +49,7 @@ class Reached(properties.BeamMachine):
 def test_random_lives_with_beams_find_nothing() -> None:
     """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
     Reached.seen = Counter()
-    report = properties.run(PrefixCache, 250, 50, seed=SEED, machine=Reached, with_storage=[True])
+    report = properties.run(PrefixCache, 400, 50, seed=SEED, machine=Reached, with_storage=[True])
     assert report.ok, report.failure
     rare = {what: count for what, count in Reached.seen.items() if count < 10}
     assert not rare, Reached.seen

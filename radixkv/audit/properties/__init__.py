@@ -23,8 +23,8 @@ The modules:
 
 - ``material``: prompts and namespaces.
 - ``checked``: checks after each step.
-- ``lookups``, ``machine``, ``beam_machine``, ``engine_machine``: steps on one cache, of beams on the device, and on a
-  cache whose blocks the engine owns.
+- ``lookups``, ``steps_ahead``, ``machine``: calls on one cache. ``beam_machine``, ``engine_machine``: with beams on the
+  device, and on a cache whose blocks the engine owns.
 - ``adapter``, ``two_systems``: the protocol of a system, and the comparison of two.
 - ``runner``: the runs.
 """

@@ -58,8 +58,11 @@ class BeamMachine(CacheMachine):
         chosen = [run for run in chosen if run.namespace.tenant == chosen[0].namespace.tenant]
         self._filled(chosen, lambda: self.cache.lend([run.sequence for run in chosen], 8))
         if any(run.ahead for run in chosen):
-            self._refused(lambda: self.cache.lend([run.sequence for run in chosen], 8), LeaseError)
-            return
+            waiting = [run.sequence for run in chosen]
+            self._refused(lambda: self.cache.lend(waiting, 8), LeaseError)
+            chosen = [run for run in chosen if not run.ahead]
+            if not chosen:
+                return
         for run in chosen:
             self._compute(run, run.num_tokens)
         if width:
