@@ -695,7 +695,7 @@ def resident_count_drifts(patch: pytest.MonkeyPatch) -> None:
     def count(original: Any, self: Any, tenant: Any, num_blocks: int) -> None:
         original(self, tenant, max(num_blocks, 0))
 
-    _wrap(patch, Evictor, "_count_resident", count)
+    _wrap(patch, Evictor, "count_resident", count)
 
 
 def total_count_drifts(patch: pytest.MonkeyPatch) -> None:
@@ -705,7 +705,7 @@ def total_count_drifts(patch: pytest.MonkeyPatch) -> None:
         original(self, tenant, num_blocks)
         self.resident_blocks -= min(num_blocks, 0)
 
-    _wrap(patch, Evictor, "_count_resident", count)
+    _wrap(patch, Evictor, "count_resident", count)
 
 
 def surplus_unowned(patch: pytest.MonkeyPatch) -> None:
@@ -966,7 +966,8 @@ BUGS = {
     "dropped room lost": Bug(dropped_room_lost, "conservation|tables|aren't free"),
     "released room lost": Bug(released_room_lost, "conservation"),
     "reserved room committed": Bug(
-        reserved_room_committed, "ArgumentError was expected|reserved|committed|other token ids"
+        reserved_room_committed,
+        "ArgumentError was expected|reserved|committed|other token ids|changed by a call",
     ),
     "appended beside the room": Bug(
         appended_beside_the_room, "tables|blocks|became|conservation|of Mirror|changed by a call"
