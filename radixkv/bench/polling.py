@@ -1,8 +1,8 @@
 """The price of a control client: HFEngine's decode steps while a client polls the engine ten times a second.
 
-A pair is two generations of the demo model: one with the client, one with the client connected but silent. Which of
-them comes first alternates. The client is a process of its own. Times are those of the clock on the wall, from one
-step's end to the next. Results are medians over pairs of the ratio of percentiles.
+A pair is two generations of the demo model on one core: one with a client that is connected and polls, one without.
+Which of them comes first alternates. The client is a process of its own. Times are those of the clock on the wall, from
+one step's end to the next. Results are medians over pairs of the ratio of percentiles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median
 from typing import IO, Any
 
 import numpy as np
+import torch
 
 from radixkv.bench.measure import columns, frozen_heap, number, surroundings
 from radixkv.config import CacheConfig
@@ -33,19 +34,21 @@ _POLLER = """
 import select, sys
 from radixkv.engines.control_client import ControlClient
 from radixkv.signing import KeySet
-is_polling, num_polls = False, 0
-with ControlClient(sys.argv[1], KeySet.load(sys.argv[2])) as client:
-    print("ready", flush=True)
-    while True:
-        if select.select([sys.stdin], [], [], float(sys.argv[3]))[0]:
-            line = sys.stdin.readline()
-            if not line:
-                break
-            is_polling = line == "poll\\n"
-            print(num_polls, flush=True)
-        if is_polling:
-            client.call("stats")
-            num_polls += 1
+path, keys, every_s = sys.argv[1], KeySet.load(sys.argv[2]), float(sys.argv[3])
+client, num_polls = None, 0
+print("ready", flush=True)
+while True:
+    if select.select([sys.stdin], [], [], every_s)[0]:
+        line = sys.stdin.readline()
+        if client is not None:
+            client.close()
+        if not line:
+            break
+        client = ControlClient(path, keys) if line == "poll\\n" else None
+        print(num_polls, flush=True)
+    if client is not None:
+        client.call("stats")
+        num_polls += 1
 """
 
 
@@ -60,14 +63,14 @@ def run(
 
     ``progress`` is called with the number of pairs that are done. Raises ArgumentError.
     """
-    model = demo_model()
     most = 8_192 - _PROMPT_TOKENS
     for name, value, limit in (("pairs", pairs, 1_000), ("steps", steps, most)):
         if not 1 <= value <= limit:
             raise ArgumentError(name, value, f"an integer from 1 to {limit}")
     if not 0.1 <= polls_per_s <= 1_000:
         raise ArgumentError("polls_per_s", polls_per_s, "0.1 to 1,000")
-    with tempfile.TemporaryDirectory() as folder:
+    model = demo_model()
+    with tempfile.TemporaryDirectory() as folder, _one_thread():
         keys = Path(folder, "engine.keys")
         KeySet.derive([b"the secret of a benchmark"]).write(keys)
         cache = PrefixCache(CacheConfig(1_024, 16, layout_of(model)))
@@ -80,6 +83,16 @@ def run(
                     measured.append(_pair(engine, steps, poll, polls_first=done % 2 == 0))
                     progress(done + 1)
     return _result(measured, steps, polls_per_s)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

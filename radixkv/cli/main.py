@@ -260,10 +260,8 @@ def audit() -> None:
     short_help="Audit a library or a server.",
     epilog=examples(
         "radixkv audit run --html report.html",
-        "radixkv audit run --cache mycache:Cache --examples 1000",
         "radixkv audit run --url http://127.0.0.1:8400 --key KEY_OF_A --key KEY_OF_B --no-timing",
         "radixkv audit run --url http://127.0.0.1:8000 --salt SALT_OF_A --salt SALT_OF_B",
-        "radixkv audit run --socket /run/radixkv/control.sock --engine-keys engine.keys",
     ),
 )
 @socket_options()

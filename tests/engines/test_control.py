@@ -662,7 +662,7 @@ def test_as_many_clients_as_allowed(control: ControlServer) -> None:
     assert all(client.call("stats") for client in clients)
     with ControlClient(control.path, KEYS) as further:
         assert "control connections already" in refused(further, "stats")
-    clients[0].__exit__(None, None, None)
+    clients[0].close()
     for _ in range(200):  # its thread notices the end
         with ControlClient(control.path, KEYS) as further:
             try:
@@ -673,7 +673,7 @@ def test_as_many_clients_as_allowed(control: ControlServer) -> None:
     else:
         raise AssertionError("a place that became free isn't given again")
     for client in clients:
-        client.__exit__(None, None, None)
+        client.close()
 
 
 ATTACK = """
