@@ -90,7 +90,7 @@ def bests(seed: int) -> tuple[Trace, dict[int, Outcome]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_no_policy_beats_it(policy: str) -> None:
-    for seed in range(15 if policy in FITTED else 60):
+    for seed in range(8 if policy in FITTED else 30):
         trace, by_capacity = bests(seed)
         for capacity, best in by_capacity.items():
             ours = replay(trace, policy, capacity)

@@ -69,7 +69,7 @@ def live(trace: Trace, policy: str, capacity: int, size: int = 2) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_hits_as_a_live_cache(policy: str) -> None:
-    for seed in range(10 if policy in FITTED else 40):
+    for seed in range(5 if policy in FITTED else 20):
         trace = small(seed, requests=50)
         for capacity in (3, 6, 12):
             assert replay(trace, policy, capacity).hit_blocks.tolist() == live(trace, policy, capacity), seed

@@ -23,15 +23,15 @@ from tests.bench.simulation.traces import mooncake, write
 from tests.cli.test_commands import complaint
 from tests.cli.test_commands import run as command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # five minutes under every policy, in pure Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three minutes under every policy, in pure Python
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five minutes of requests of two tenants."""
+    """Three minutes of requests of two tenants."""
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     done = command(
-        "workload", "--mix", "acme:chat=2", "--mix", "globex:rag=1,batch=1@1m-3m", "--duration", "5m",
+        "workload", "--mix", "acme:chat=2", "--mix", "globex:rag=1,batch=1@1m-2m", "--duration", "3m",
         "--output", str(path),
     )  # fmt: skip
     assert done.returncode == 0 and not done.stdout, done.stderr
