@@ -85,6 +85,7 @@ def test_a_shape_is_measured_and_audited(shape: shapes.Shape, monkeypatch: pytes
         shapes.measure(shape)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_figures(result: dict[str, Any]) -> None:
     text = index.table(result)
     for word in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def _slow(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES[:2], *_slow(*ARCHITECTURES[2:])])
 def test_batch_cold_and_warm(architecture: str, mode: str) -> None:
     model = model_of(architecture)
     prompts = [prompt_of(21), prompt_of(9, 1), prompt_of(21)[:14] + prompt_of(6, 2), [5]]
@@ -43,13 +48,16 @@ def test_batch_cold_and_warm(architecture: str, mode: str) -> None:
         assert warm.num_cached_tokens == [20, 8, 16, 0]
 
 
+@cache
+def _expected(mode: str) -> Prompts:
+    return stock(model_of(), [prompt_of(33)], 20, eos=None, **MODES[mode])
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+@pytest.mark.parametrize("chunk_tokens", [7, *_slow(1, 64)])
 def test_block_and_chunk_sizes(block_size: int, chunk_tokens: int, mode: str) -> None:
-    model = model_of()
-    prompt = prompt_of(33)
-    expected = stock(model, [prompt], 20, eos=None, **MODES[mode])
+    model, prompt, expected = model_of(), prompt_of(33), _expected(mode)
     with engine_over(model, block_size=block_size, chunk_tokens=chunk_tokens) as engine:
         ns = engine.namespace("acme")
         for cached in (0, 32 // block_size * block_size):
