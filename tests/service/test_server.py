@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import struct
 import subprocess
@@ -12,10 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
+import pytest
 from starlette.applications import Starlette
 
+from radixkv.service import server
+from radixkv.service.core import Service
 from radixkv.service.draining import Drain
 from radixkv.service.endpoint import Host
+from radixkv.service.intake import Intake
+from radixkv.service.options import ServeSettings
 from radixkv.service.server import ACCEPTS_A_TURN, WAITING_CONNECTIONS, Listener
 
 _NUM_CONNECTIONS = 40
@@ -82,3 +88,17 @@ print(gc.get_freeze_count() > 10_000, abs(sys.getswitchinterval() - TURN_S) < 1e
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_the_server_sets_the_interpreter_up_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that it loads is loaded by then."""
+    seen = list[str]()
+
+    def on_ready(service: Service, url: str) -> None:
+        seen.append("ready")
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Intake, "start", lambda intake: seen.append("readers"))
+    monkeypatch.setattr(server, "keep_latency_low", lambda: seen.append("low"))
+    server.run(ServeSettings.parse({"port": "0", "num-blocks": "64"}), "0", on_ready)
+    assert seen == ["readers", "low", "ready"]
