@@ -45,6 +45,8 @@ _HELLO_BYTES = len(_MARK) + _NONCE_BYTES + MAX_KEYS * _ID_BYTES
 _ANSWER_BYTES = len(_MARK) + _NONCE_BYTES + _ID_BYTES + _MAC_BYTES
 _LENGTHS = struct.Struct(">II")
 _CREDENTIALS = struct.Struct("3i")
+_TIME = struct.Struct("@ll")
+_CHUNK_BYTES = 65_536
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -53,18 +55,45 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(content)[1])
 
 
+class _Reader:
+    """Reads whole pieces from a connection, and keeps what came with them."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._rest = connection, b""
+
+    def has_some(self, until: float) -> bool:
+        """Wait for a byte. Returns False if the other side has closed the connection. Raises OSError."""
+        if not self._rest:
+            self._rest = _read_some(self._connection, until)
+        return bool(self._rest)
+
+    def read(self, size: int, until: float) -> bytes:
+        """Return ``size`` bytes. Raises ControlError if the connection ends before, OSError."""
+        pieces, missing = [self._rest], size - len(self._rest)
+        while missing > 0:
+            pieces.append(_read_some(self._connection, until))
+            if not pieces[-1]:
+                raise ControlError("the other side closed the connection")
+            missing -= len(pieces[-1])
+        content = b"".join(pieces)
+        self._rest = content[size:]
+        return content[:size]
+
+
 class Channel:
     """One side of a connection after the handshake. One thread sends and receives, in turn."""
 
-    def __init__(self, connection: socket.socket, sends: bytes, receives: bytes) -> None:
-        self._connection, self._sends, self._receives = connection, sends, receives
+    def __init__(self, connection: socket.socket, reader: _Reader, sends: bytes, receives: bytes) -> None:
+        self._connection, self._reader, self._sends, self._receives = connection, reader, sends, receives
         self._num_sent = self._num_received = 0
 
     @classmethod
     def accept(cls, connection: socket.socket, keys: Sequence[bytes]) -> Channel:
         """Prove and check the key as the server, which accepts ``keys``. Raises ControlError, OSError."""
         until = time.monotonic() + HANDSHAKE_S
-        hello = _read(connection, _HELLO_BYTES, until)
+        connection.settimeout(None)
+        reader = _Reader(connection)
+        hello = reader.read(_HELLO_BYTES, until)
         offered = hello[len(_MARK) + _NONCE_BYTES :]
         ids = {offered[at : at + _ID_BYTES] for at in range(0, len(offered), _ID_BYTES)}
         key = next((key for key in keys if key_id(key) in ids), None)
@@ -73,11 +102,11 @@ class Channel:
         answer = _MARK + secrets.token_bytes(_NONCE_BYTES) + key_id(key)
         proof = mac(key, "control server", hello, answer)
         _write(connection, answer + proof, until)
-        found = _read(connection, _MAC_BYTES, until)
+        found = reader.read(_MAC_BYTES, until)
         if not hmac.compare_digest(found, mac(key, "control client", hello, answer, proof)):
             raise ControlError("the client has not proven that it has the key")
         client, server = _session(key, hello, answer)
-        return cls(connection, sends=server, receives=client)
+        return cls(connection, reader, sends=server, receives=client)
 
     @classmethod
     def connect(cls, connection: socket.socket, keys: Sequence[bytes], until: float) -> Channel:
@@ -85,11 +114,13 @@ class Channel:
 
         ``until``: the deadline, on ``time.monotonic``. The server may have to accept others first.
         """
+        connection.settimeout(None)
+        reader = _Reader(connection)
         ids = b"".join(key_id(key) for key in keys[:MAX_KEYS])
         hello = (_MARK + secrets.token_bytes(_NONCE_BYTES) + ids).ljust(_HELLO_BYTES, b"\0")
         _write(connection, hello, until)
         try:
-            content = _read(connection, _ANSWER_BYTES, until)
+            content = reader.read(_ANSWER_BYTES, until)
         except (ControlError, ConnectionError):
             raise ControlError("the engine closes the connection: it may have other keys") from None
         answer, proof = content[:-_MAC_BYTES], content[-_MAC_BYTES:]
@@ -100,7 +131,7 @@ class Channel:
             raise ControlError("the engine has not proven that it has the key")
         _write(connection, mac(key, "control client", hello, answer, proof), until)
         client, server = _session(key, hello, answer)
-        return cls(connection, sends=client, receives=server)
+        return cls(connection, reader, sends=client, receives=server)
 
     def send(self, head: Mapping[str, Any], tail: bytes = b"") -> None:
         """Send a message. Raises ControlError if it is too long, OSError."""
@@ -119,15 +150,14 @@ class Channel:
 
         Waits ``idle_s`` for its first byte and MESSAGE_S for the rest. Raises ControlError, OSError.
         """
-        first = _read_some(self._connection, 1, time.monotonic() + idle_s)
-        if not first:
+        if not self._reader.has_some(time.monotonic() + idle_s):
             return None
         until = time.monotonic() + MESSAGE_S
-        start = first + _read(self._connection, _LENGTHS.size + _MAC_BYTES - 1, until)
+        start = self._reader.read(_LENGTHS.size + _MAC_BYTES, until)
         head_bytes, tail_bytes = _LENGTHS.unpack_from(start)
         if head_bytes > max_head or tail_bytes > max_tail:
             raise _too_long(head_bytes, tail_bytes, max_head, max_tail)
-        content = _read(self._connection, head_bytes + tail_bytes, until)
+        content = self._reader.read(head_bytes + tail_bytes, until)
         head, tail = content[:head_bytes], content[head_bytes:]
         expected = mac(self._receives, "message", self._num_received, head, tail)
         if not hmac.compare_digest(start[_LENGTHS.size :], expected):
@@ -154,25 +184,31 @@ def _session(key: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes]:
     )
 
 
-def _read_some(connection: socket.socket, size: int, until: float) -> bytes:
+def _wait_at_most(connection: socket.socket, option: int, until: float) -> None:
+    """Limit the next calls of ``recv`` or ``send``. Raises TimeoutError if the time is over.
+
+    The kernel keeps the limit of a blocking socket. Python's own limit would release the interpreter's lock twice for
+    each call, and each time the engine's thread and this one have to agree again who runs.
+    """
     left_s = until - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("the other side sent too slowly")
-    connection.settimeout(left_s)
-    return connection.recv(size)
+        raise TimeoutError("the other side is too slow")
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(*divmod(int(left_s * 1e6) + 1, 1_000_000)))
 
 
-def _read(connection: socket.socket, size: int, until: float) -> bytes:
-    pieces, left = [], size
-    while left:
-        piece = _read_some(connection, min(left, 65_536), until)
-        if not piece:
-            raise ControlError("the other side closed the connection")
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+def _read_some(connection: socket.socket, until: float) -> bytes:
+    _wait_at_most(connection, socket.SO_RCVTIMEO, until)
+    try:
+        return connection.recv(_CHUNK_BYTES)
+    except BlockingIOError:
+        raise TimeoutError("the other side sends too slowly") from None
 
 
 def _write(connection: socket.socket, content: bytes, until: float) -> None:
-    connection.settimeout(max(until - time.monotonic(), 1e-3))
-    connection.sendall(content)
+    left = memoryview(content)
+    while left:
+        _wait_at_most(connection, socket.SO_SNDTIMEO, until)
+        try:
+            left = left[connection.send(left) :]
+        except BlockingIOError:
+            raise TimeoutError("the other side reads too slowly") from None

@@ -472,12 +472,15 @@ def recorded(control: ControlServer) -> tuple[bytes, bytes]:
         def __init__(self, connection: socket.socket) -> None:
             self._connection = connection
 
-        def settimeout(self, seconds: float) -> None:
+        def settimeout(self, seconds: float | None) -> None:
             self._connection.settimeout(seconds)
 
-        def sendall(self, content: bytes) -> None:
-            sent.append(content)
-            self._connection.sendall(content)
+        def setsockopt(self, *limit: Any) -> None:
+            self._connection.setsockopt(*limit)
+
+        def send(self, content: memoryview) -> int:
+            sent.append(bytes(content))
+            return self._connection.send(content)
 
         def recv(self, size: int) -> bytes:
             received.append(self._connection.recv(size))
