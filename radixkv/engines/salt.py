@@ -147,7 +147,8 @@ class SaltReader:
         """
         if cache_salt is None:
             return self._anonymous("")
-        if not is_text(cache_salt) or len(cache_salt) > MAX_SALT_BYTES:
+        is_short = isinstance(cache_salt, str) and len(cache_salt) <= MAX_SALT_BYTES
+        if not is_short or not is_text(cache_salt):
             raise SaltError(f"cache_salt is not a text of at most {MAX_SALT_BYTES} bytes of UTF-8")
         if _CLAIMED.match(cache_salt) is None:
             return self._anonymous(cache_salt)

@@ -108,7 +108,8 @@ def test_anonymous_requests_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["x" * 513, "é" * 257, "x" * 10_000_000, "\ud800", "rks1." + "A" * 508, 7, b"rks1."]
+    "text",
+    ["x" * 513, "é" * 257, "x" * 10_000_000, "é" * 10_000_000, "\ud800", "rks1." + "A" * 508, 7, b"rks1."],
 )
 def test_what_is_too_long_or_no_text_is_refused(text: str) -> None:
     assert len(refuses(SaltReader(KEYS), text)) < 200
