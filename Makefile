@@ -25,10 +25,11 @@ SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
 ADDRESS ?= 127.0.0.1:8000
+ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/radixkv-engines
 SPREAD = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults docs docs-serve lint format clean
+.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults engines docs docs-serve lint format clean
 MAKEFLAGS += --no-print-directory
 # Many tests start processes, which would compile all modules again each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,6 +42,7 @@ help:
 	  'make test-all      test, test-pure, lives, docs, test-browser, faults: what .ci/run runs after lint' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
 	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
+	  'make engines       install vLLM for CPUs (3.4 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in it' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
@@ -83,6 +85,21 @@ test-browser: $(VENV)/.installed-dev docs
 test-gpu: $(VENV)/.installed-dev
 	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage tests/engines $(PYTEST)
 	@$(VENV)/bin/radixkv bench kernels --device cuda
+
+# vLLM pins its own torch, so it gets an environment of its own. Without a GPU, its own torchvision can't be imported.
+engines: $(ENGINES)/vllm/.installed compile
+	@RADIXKV_VLLM=$(ENGINES)/vllm/bin/python $(VENV)/bin/python -m pytest -m engines tests/engines $(PYTEST)
+
+$(ENGINES)/vllm/.installed: tests/engines/vllm_requirements.txt
+	@mkdir -p $(ENGINES)
+	@python=$$(sh -c '$(find_python)') || exit 1; "$$python" -m venv --clear $(ENGINES)/vllm
+	@echo 'Installing vLLM into $(ENGINES)/vllm: 5 to 15 minutes ...'
+	@$(call show_progress,$(ENGINES)/vllm/install.log) \
+	$(ENGINES)/vllm/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input \
+	  --requirement tests/engines/vllm_requirements.txt >$(ENGINES)/vllm/install.log 2>&1 || { end_progress; \
+	  cat $(ENGINES)/vllm/install.log >&2; exit 1; }; end_progress
+	@$(ENGINES)/vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
 
 fuzz: $(VENV)/.installed-dev
 	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done

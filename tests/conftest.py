@@ -86,16 +86,17 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests by hardware and build.
 
-    Tests marked ``gpu`` run only if torch sees a GPU. Tests marked ``browser`` run only with ``-m browser``. Tests
-    marked ``pure`` run only if the index isn't compiled.
+    Tests marked ``gpu`` run only if torch sees a GPU. Tests marked ``browser`` or ``engines`` run only if ``-m``
+    names the mark. Tests marked ``pure`` run only if the index isn't compiled.
     """
     for item in items:
         if _must_release(item.path):
             item.add_marker(pytest.mark.filterwarnings("error::ResourceWarning"))
     if radixkv.COMPILED:
         _deselect(config, items, [item for item in items if item.get_closest_marker("pure")])
-    if "browser" not in config.option.markexpr:
-        _deselect(config, items, [item for item in items if item.get_closest_marker("browser")])
+    for name in ("browser", "engines"):
+        if name not in config.option.markexpr:
+            _deselect(config, items, [item for item in items if item.get_closest_marker(name)])
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if not needing:
         return

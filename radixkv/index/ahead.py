@@ -53,6 +53,15 @@ def computing(cache: CacheState, sequence: SequenceState, num_tokens: int, step:
         cache._steps.setdefault(step, {})[sequence] = None
 
 
+def num_found(cache: CacheState, namespace: Namespace, key: bytes) -> int:
+    """See PrefixCache.match_ahead."""
+    tree = cache._registry.resident_tree(namespace, key, len(key) - 1)
+    if tree is None:
+        return 0
+    place = requests._walk(cache, tree, key, len(key) - 1)
+    return max(place.num_blocks, _offer(cache, place, key)[1]) * cache._block_size
+
+
 def open_sequence(
     cache: CacheState,
     namespace: Namespace,

@@ -45,7 +45,7 @@ from radixkv.index import (
     stats,
     tenant_settings,
 )
-from radixkv.index.ahead import MAX_STEP, end_step, step_done, step_failed
+from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_done, step_failed
 from radixkv.index.bases import BaseInfo, Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
@@ -57,7 +57,7 @@ from radixkv.index.opening import open_base, open_handle
 from radixkv.index.pins import Pin, require_ttl
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.scrubbing import ScrubBlocks
-from radixkv.index.sequence import Sequence, append_to, reorder, states_of
+from radixkv.index.sequence import Sequence, append_to, flush, reorder, states_of
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
@@ -178,6 +178,16 @@ class PrefixCache(CacheState):
         require_namespace(namespace)
         return take_lease(self, namespace, encode(ids))
 
+    def match_ahead(self, namespace: Namespace, ids: TokenIds) -> int:
+        """Return how many tokens ``open(ids, ahead=True)`` would find: resident ones, and those that a step computes.
+
+        Raises TokenError. Changes nothing. O(nodes on the path + sequences that compute).
+        """
+        require_namespace(namespace)
+        key = encode(ids)
+        with self._lock:
+            return num_found(self, namespace, key)
+
     def touch(self, namespace: Namespace, ids: TokenIds) -> int:
         """Tell the policy that the longest resident prefix of ``ids`` is used now, as a lease and its release do.
 
@@ -276,15 +286,7 @@ class PrefixCache(CacheState):
         are not handed out again, even if they are freed, and they count for no tenant. A call that needs them raises
         FlushRequired. With storage, the cache executes copies as soon as they are decided, and the plan is empty.
         """
-        with self._lock:
-            waiting = self._pool.copies
-            try:
-                return requests.take_plan(self)
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                self._pool.copies = waiting
-                mend(self, error)
-                raise
+        return flush(self)
 
     def reorder(self, sequences: SequenceABC[Sequence], parents: Iterable[int]) -> list[Sequence]:
         """Make a beam step: the i-th result continues ``sequences[parents[i]]``. All inputs are consumed.

@@ -24,7 +24,7 @@ from radixkv.index.validation import require_between
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.storage.plan import BlockIds
+    from radixkv.storage.plan import BlockIds, StepPlan
 
 MAX_CHILDREN = 65_536
 """Most children of one fork."""
@@ -49,6 +49,19 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
         except BaseException as error:
             cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, unsure)
+            raise
+
+
+def flush(cache: CacheState) -> StepPlan:
+    """See PrefixCache.flush."""
+    with cache._lock:
+        waiting = cache._pool.copies
+        try:
+            return requests.take_plan(cache)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            cache._pool.copies = waiting
+            mend(cache, error)
             raise
 
 

@@ -311,3 +311,17 @@ def test_wrong_calls(cache: PrefixCache) -> None:
     sequence.release()
     with pytest.raises(LeaseError):
         sequence.computing(12, step=3)
+
+
+def test_an_engine_asks_how_much_it_would_find(cache: PrefixCache) -> None:
+    """``match_ahead`` says what ``open(ahead=True)`` finds, and opens nothing."""
+    assert cache.match_ahead(NS, PROMPT) == 0
+    (first,) = burst(cache, 1, step=1)
+    before = cache.snapshot()
+    assert cache.match_ahead(NS, PROMPT) == 16 and cache.match_ahead(NS, PROMPT[:16]) == 12
+    assert cache.match_ahead(NS, [*PROMPT[:6], 99, *PROMPT[7:]]) == 4
+    assert cache.match_ahead(Namespace("b", "m"), PROMPT) == cache.match_ahead(NS, []) == 0
+    assert same(before, cache)
+    cache.step_done(1)
+    assert cache.match_ahead(NS, PROMPT) == 16 == cache.match(NS, PROMPT).num_tokens
+    release(first)

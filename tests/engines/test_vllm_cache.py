@@ -1,0 +1,404 @@
+"""The cache of vLLM's scheduler, driven by a small scheduler that behaves like vLLM's, without vLLM.
+
+Each KV is a hash of everything before it, so a wrong block shows in every later token. A step writes all its KV before
+it reads any, as vLLM does. Its output may come a step late, as with async scheduling.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from radixkv import audit
+from radixkv.engines.salt import SaltReader, make_salt
+from radixkv.engines.vllm_cache import NULL_BLOCK, RequestFacts, VllmCache
+from radixkv.errors import ConfigError
+from radixkv.index.fences import Fence
+from radixkv.signing import KeySet
+
+SIZE = 4
+PLAIN = RequestFacts()
+KEYS = KeySet.derive([b"a secret of the fleet"])
+OTHERS = KeySet.derive([b"another fleet, other secret"])
+
+
+def kv_of(facts: RequestFacts, ids: list[int]) -> list[int]:
+    """The KV of each token: a hash of what it depends on."""
+    found, state = [], hash((facts.adapter, facts.material))
+    for token in ids:
+        state = hash((state, token))
+        found.append(state)
+    return found
+
+
+_KV: WeakKeyDictionary[VllmCache, dict[tuple[int, int], int]] = WeakKeyDictionary()
+"""The KV in the blocks of each cache."""
+
+
+@dataclass
+class Request:
+    """A request of the small scheduler. The worker knows its ``answer`` before the scheduler gets it."""
+
+    name: str
+    facts: RequestFacts
+    ids: list[int]
+    answer: list[int]
+    num_computed: int = 0
+    num_waiting: int = 0
+    """Samples of which the ids haven't come."""
+    is_running: bool = False
+    table: list[int] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
+    max_ids: int = 0
+
+    def __post_init__(self) -> None:
+        self.kv, self.max_ids = kv_of(self.facts, [*self.ids, *self.answer]), len(self.ids) + len(self.answer)
+
+
+@dataclass
+class Row:
+    """What a step computes of a request. ``num_right`` of the tokens are right: the others are rejected drafts."""
+
+    request: Request
+    start: int
+    num_new: int
+    num_right: int
+    num_preempted: int
+    num_samples: int
+
+
+class Engine:
+    """Schedules requests in steps of at most ``budget`` tokens. With ``late`` an output comes after the next step."""
+
+    def __init__(
+        self, cache: VllmCache, budget: int = 24, late: bool = False, drafts: int = 0, seed: int = 0
+    ) -> None:
+        self.cache, self.budget, self.late, self.drafts = cache, budget, late, drafts
+        self.dice = random.Random(seed)
+        self.kv = _KV.setdefault(cache, {})
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.steps: deque[tuple[int, list[Row]]] = deque()
+        self.num_cached = self.num_computed = self.num_preempted = 0
+        self.fences: list[Fence] = []
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        self.waiting.append(request)
+
+    def schedule(self) -> None:
+        """Schedule a step, preempt requests if there are too few blocks, and compute it."""
+        step, left, before = self.cache.begin_step(), self.budget, self.num_preempted
+        rows: list[Row] = []
+        for request in list(self.running):
+            if not request.is_running:
+                continue
+            known = len(request.ids) + request.num_waiting
+            end = min(known + self._num_drafts(request), request.max_ids - 1)
+            num_new = min(end - request.num_computed, left)
+            if num_new <= 0:
+                continue
+            blocks = self._grow(request, num_new)
+            rows = [row for row in rows if row.request.is_running]
+            if blocks is not None:
+                request.table += blocks
+                rows.append(self._row(request, known, num_new))
+                left -= num_new
+        while self.waiting and left > 0 and self.num_preempted == before:
+            request = self.waiting[0]
+            _, found = self.cache.lookup(request.name, request.facts, request.ids)
+            num_new = min(len(request.ids) - found, left)
+            blocks = self.cache.allocate(
+                request.name, request.facts, request.ids, found, num_new, must_fit=True
+            )
+            if blocks is None:
+                break
+            self.running.append(self.waiting.popleft())
+            request.table, request.num_computed = self.cache.blocks(request.name), found
+            request.is_running = True
+            rows.append(self._row(request, len(request.ids), num_new))
+            self.num_cached += found
+            left -= num_new
+        self._compute(rows)
+        self.steps.append((step, rows))
+        audit.check(self.cache.cache)
+
+    def _num_drafts(self, request: Request) -> int:
+        return self.drafts if request.num_computed + 1 >= len(request.ids) else 0
+
+    def _grow(self, request: Request, num_new: int) -> list[int] | None:
+        """Return new blocks; preempts the last requests until there are enough, or this one itself."""
+        while True:
+            blocks = self.cache.allocate(
+                request.name, request.facts, request.ids, request.num_computed, num_new
+            )
+            if blocks is not None:
+                return blocks
+            victim = self.running.pop()
+            self.cache.release(victim.name)
+            victim.is_running, victim.num_computed, victim.num_waiting, victim.table = False, 0, 0, []
+            self.waiting.appendleft(victim)
+            self.num_preempted += 1
+            if victim is request:
+                return None
+
+    def _row(self, request: Request, known: int, num_new: int) -> Row:
+        """Note a row: it samples if it computes all known tokens, and takes some of its drafts."""
+        start = request.num_computed
+        request.num_computed += num_new
+        num_drafts = max(request.num_computed - known, 0)
+        num_kept = self.dice.randrange(num_drafts + 1)
+        samples = 1 + num_kept if request.num_computed >= known else 0
+        if samples and not num_drafts:
+            request.num_waiting += 1
+        return Row(request, start, num_new, num_new - num_drafts + num_kept, self.num_preempted, samples)
+
+    def _compute(self, rows: list[Row]) -> None:
+        for row in rows:
+            for at in range(row.start, row.start + row.num_new):
+                block = row.request.table[at // SIZE]
+                assert block != NULL_BLOCK
+                is_right = at < row.start + row.num_right
+                self.kv[block, at % SIZE] = row.request.kv[at] if is_right else -1
+        for row in rows:
+            for at in range(row.start + row.num_right):
+                found = self.kv.get((row.request.table[at // SIZE], at % SIZE))
+                assert found == row.request.kv[at], (row.request.name, at)
+            self.num_computed += row.num_new
+
+    def update(self) -> None:
+        """Take the output of the oldest step: its blocks exist now, and requests get their next ids."""
+        step, rows = self.steps.popleft()
+        self.cache.end_step(step)
+        for row in rows:
+            request = row.request
+            if not request.is_running or not row.num_samples or row.start >= request.num_computed:
+                continue
+            request.num_waiting = max(request.num_waiting - 1, 0)
+            have = request.max_ids - len(request.answer)
+            for _ in range(min(row.num_samples, request.max_ids - len(request.ids))):
+                request.ids.append(request.answer[len(request.ids) - have])
+            if self.drafts:
+                request.num_computed = min(request.num_computed, row.start + row.num_right)
+            self.cache.commit(request.name, request.ids, request.num_computed - request.num_waiting)
+            if len(request.ids) >= request.max_ids:
+                self._finish(request)
+        audit.check(self.cache.cache)
+
+    def _finish(self, request: Request) -> None:
+        self.running.remove(request)
+        request.is_running = False
+        if self.late:
+            self.fences.append(Fence())
+        self.cache.release(request.name, self.fences[-1] if self.late else None)
+
+    def run(self) -> None:
+        """Run all requests to their end."""
+        for _ in range(2_000):
+            if not (self.waiting or self.running or self.steps):
+                break
+            if self.waiting or self.running:
+                self.schedule()
+            while len(self.steps) > self.late or (self.steps and not (self.waiting or self.running)):
+                self.update()
+            if self.dice.random() < 0.3:
+                self._lift()
+        self._lift()
+        assert not self.waiting and not self.running, "it makes no progress"
+
+    def _lift(self) -> None:
+        for fence in self.fences:
+            fence.lift()
+        self.fences = []
+
+
+def make(num_blocks: int = 40, **settings: Any) -> VllmCache:
+    return VllmCache(num_blocks, SIZE, 512, model="m", policy=settings.pop("policy", "lru"), **settings)
+
+
+def served(cache: VllmCache, ids: list[int], facts: RequestFacts = PLAIN, name: str = "r") -> int:
+    """Serve one request of one answer token. Return its cached tokens."""
+    engine = Engine(cache)
+    engine.add(Request(name, facts, list(ids), [1]))
+    engine.run()
+    return engine.num_cached
+
+
+def test_a_request_finds_what_another_computed() -> None:
+    cache, ids = make(), list(range(20))
+    assert served(cache, ids) == 0
+    assert served(cache, ids) == 16
+    assert served(cache, [*ids, 1, 2, 3, 4, 5]) == 20
+    assert not cache.has_requests and cache.usage == 0
+
+
+def test_blocks_are_committed_when_their_step_is_over_not_before() -> None:
+    cache, ids = make(), list(range(20))
+    step = cache.begin_step()
+    assert len(cache.allocate("a", RequestFacts(), ids, 0, 20) or ()) == 5
+    assert cache.cache.resident_blocks == 0 and cache.num_committed("a") == 0
+    cache.end_step(step)
+    assert cache.cache.resident_blocks == 5 and cache.num_committed("a") == 20
+    cache.release("a")
+
+
+def test_a_burst_computes_a_prompt_once() -> None:
+    cache = make(200)
+    engine = Engine(cache, budget=2_000)
+    for number in range(8):
+        engine.add(Request(f"r{number}", PLAIN, list(range(100)), [1]))
+    engine.run()
+    assert engine.num_computed == 100 + 7 * 4
+
+
+def test_an_aborted_owner_leaves_those_that_lean_on_it() -> None:
+    cache, ids = make(), list(range(20))
+    step = cache.begin_step()
+    cache.allocate("a", RequestFacts(), ids, 0, 20)
+    found = cache.lookup("b", RequestFacts(), ids)
+    assert found == ([], 16)
+    assert len(cache.allocate("b", RequestFacts(), ids, 16, 4) or ()) == 1
+    cache.release("a")
+    cache.end_step(step)
+    assert cache.num_committed("b") == 20
+    cache.release("b")
+    assert cache.usage == 0
+
+
+def test_the_worker_s_blocks_keep_their_ids_while_drafts_come_and_go() -> None:
+    cache, ids = make(), list(range(10))
+    first = cache.allocate("a", RequestFacts(), ids, 0, 10, num_lookahead=5)
+    assert first is not None and len(first) == 4
+    ids += [1, 2]
+    more = cache.allocate("a", PLAIN, ids, 10, 2, num_lookahead=5)
+    assert more is not None and len(more) == 1
+    assert cache.blocks("a") == first + more
+    ids += [3]
+    assert cache.allocate("a", PLAIN, ids, 12, 1, num_lookahead=5) == []
+    cache.release("a")
+
+
+def test_too_few_blocks_are_no_error_and_leave_nothing() -> None:
+    cache = make(6)
+    assert cache.allocate("a", RequestFacts(), list(range(16)), 0, 16) is not None
+    assert cache.allocate("b", RequestFacts(), list(range(50, 66)), 0, 16) is None
+    assert cache.allocate("b", RequestFacts(), list(range(50, 54)), 0, 4, spare_blocks=1) is None
+    assert cache.allocate("b", RequestFacts(), list(range(50, 62)), 0, 4, must_fit=True) is None
+    assert cache.allocate("b", RequestFacts(), list(range(50, 54)), 0, 4) is not None
+    assert cache.allocate("a", RequestFacts(), list(range(17)), 16, 1) is None
+    for name in "ab":
+        cache.release(name)
+    assert cache.usage == 0 and audit.check(cache.cache).ok
+
+
+def test_block_0_is_never_handed_out() -> None:
+    cache = make(9)
+    blocks = cache.allocate("a", RequestFacts(), list(range(32)), 0, 32)
+    assert blocks is not None and sorted(blocks) == list(range(1, 9))
+    cache.release("a")
+    with pytest.raises(ConfigError, match="null block"):
+        make(1)
+
+
+# --- whose request it is
+
+
+def test_salts_decide_the_tenant_and_forged_ones_get_no_cache() -> None:
+    cache, ids = make(salts=SaltReader(KEYS)), list(range(20))
+    acme, globex = (RequestFacts(make_salt(KEYS, who)) for who in ("acme", "globex"))
+    assert [served(cache, ids, acme), served(cache, ids, globex), served(cache, ids, acme)] == [0, 0, 16]
+    forged = RequestFacts(make_salt(OTHERS, "acme"))
+    for _ in range(2):
+        assert served(cache, ids, forged) == 0
+    assert cache.num_refused_salts == 2 and len(cache.cache.namespaces()) == 2
+    assert served(cache, ids) == 0 and served(cache, ids) == 16
+    assert served(cache, ids, RequestFacts("any text")) == 0
+
+
+def test_without_keys_each_salt_is_apart() -> None:
+    cache, ids = make(), list(range(20))
+    assert [served(cache, ids, RequestFacts(salt)) for salt in (None, "a", "b", "a", None)] == [
+        0,
+        0,
+        0,
+        16,
+        16,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (RequestFacts(adapter="x:1"), RequestFacts(adapter="y:2")),
+        (RequestFacts(adapter="x:1"), RequestFacts(cache_salt="x:1")),
+        (RequestFacts(material=((0, 8, "cat"),)), RequestFacts(material=((0, 8, "dog"),))),
+        (RequestFacts(material=((0, 8, "cat"),)), RequestFacts()),
+    ],
+)
+def test_what_kv_depend_on_keeps_requests_apart(one: RequestFacts, other: RequestFacts) -> None:
+    cache, ids = make(), [7] * 8 + list(range(12))
+    assert [served(cache, ids, each) for each in (one, other, one, other)] == [0, 0, 16, 16]
+
+
+def test_requests_that_must_not_look_up_or_share() -> None:
+    cache, ids = make(), list(range(20))
+    assert served(cache, ids, RequestFacts(is_private=True)) == 0
+    assert cache.cache.resident_blocks == 0
+    assert served(cache, ids, RequestFacts(looks_up=False)) == 0 and cache.cache.resident_blocks == 5
+    assert served(cache, ids, RequestFacts(looks_up=False)) == 0
+    assert served(cache, [*ids[:10], 2**32, 5, 6, 7, 8, 9]) == 0, "no key can hold such an id"
+    assert served(cache, ids) == 16
+
+
+def test_a_reset_waits_for_requests() -> None:
+    cache, ids = make(), list(range(20))
+    cache.allocate("a", RequestFacts(), ids, 0, 20)
+    assert not cache.reset()
+    cache.release("a")
+    served(cache, ids)
+    assert cache.reset() and cache.cache.resident_blocks == 0 and served(cache, ids) == 0
+
+
+def test_blocks_that_change_tenant_are_named_to_be_zeroed() -> None:
+    cache = make(6, salts=SaltReader(KEYS), scrub=True)
+    acme, globex = (RequestFacts(make_salt(KEYS, who)) for who in ("acme", "globex"))
+    for prompt in (range(16), range(20, 36)):
+        served(cache, list(prompt), acme)
+    cache.take_blocks_to_zero()  # at first all blocks were the engine's
+    served(cache, list(range(16)), acme)
+    assert cache.take_blocks_to_zero() == []
+    served(cache, list(range(16)), globex)
+    assert len(cache.take_blocks_to_zero()) >= 3 and cache.take_blocks_to_zero() == []
+
+
+# --- random traffic
+
+
+@pytest.mark.parametrize(
+    ("late", "drafts"), [(False, 0), (False, 2), (True, 0)], ids=["sync", "drafts", "async"]
+)
+def test_random_traffic_reads_the_right_kv_and_leaves_nothing(late: bool, drafts: int) -> None:
+    preempted = cached = 0
+    for seed in range(30):
+        dice = random.Random(seed)
+        cache = make(dice.choice((12, 20, 60)), policy=dice.choice(("lru", "learned")))
+        engine = Engine(cache, dice.choice((6, 16, 64)), late, drafts, seed)
+        for number in range(14):
+            length = dice.randrange(1, 26)
+            ids = [number % 2] * (length // 2) + [dice.randrange(3) for _ in range(length - length // 2)]
+            facts = RequestFacts(
+                dice.choice((None, None, "a")), is_private=dice.random() < 0.1, looks_up=dice.random() < 0.9
+            )
+            answer = [dice.randrange(3) for _ in range(dice.randrange(1, 12))]
+            engine.add(Request(f"r{number}", facts, ids, answer))
+        engine.run()
+        assert not cache.has_requests and cache.usage == 0, seed
+        assert cache.cache.stats().num_sequences == 0
+        preempted += engine.num_preempted
+        cached += engine.num_cached
+    assert preempted > 20 and cached > 100, (preempted, cached)
