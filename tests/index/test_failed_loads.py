@@ -379,7 +379,8 @@ class Engine:
             stop = self.dice.randrange(sequence.num_committed_tokens, sequence.num_tokens + 1)
             self.compute(sequence, stop, self.dice.random() < 0.5)
         elif kind == 6:
-            self.compute(sequence, sequence.num_tokens, False)
+            if self.dice.random() < 0.5:
+                self.compute(sequence, sequence.num_tokens, False)
             self.running += sequence.fork(1)
         elif kind == 7:
             self.compute(sequence, sequence.num_tokens, False)
@@ -414,18 +415,30 @@ class Engine:
             wrong = self.first_wrong(match.block_ids, ids, match.num_tokens)
             if wrong is not None:  # its sequence ended before the engine knew
                 with self.cache.open(NS, [*ids[: match.num_tokens], 1]) as sequence:
-                    self.cache.forget(sequence, wrong)
+                    self.forget(sequence, wrong)
+
+    def forget(self, sequence: Any, wrong: int) -> None:
+        """Forget, and first release forks that share the blocks, if they didn't commit them."""
+        try:
+            self.cache.forget(sequence, wrong)
+        except LeaseError:
+            blocks = set(sequence.block_table.tolist())
+            for each in [each for each in self.running if blocks.intersection(each.block_table.tolist())]:
+                self.running.remove(each)
+                each.release()
+            self.cache.forget(sequence, wrong)
 
     def first_wrong(self, table: Any, ids: Any, num_tokens: int) -> int | None:
         pairs = zip(self.read(table, num_tokens), self.right(ids), strict=False)
         return next((at for at, (found, right) in enumerate(pairs) if found != right), None)
 
     def prompts(self) -> list[list[int]]:
-        """All prompts of 12 tokens that are resident as far as they go."""
-        return [[number >> at & 1 for at in range(12)] for number in range(0, 4096, 37)]
+        """Prompts that may be resident: some of 12 tokens, and those of running sequences."""
+        some = [[number >> at & 1 for at in range(12)] for number in range(0, 4096, 37)]
+        return [*some, *(each.token_ids.tolist() for each in self.running)]
 
     def all_is_right(self) -> None:
-        for ids in (*self.prompts(), *(each.token_ids.tolist() for each in self.running)):
+        for ids in self.prompts():
             match = self.cache.match(NS, ids)
             assert self.first_wrong(match.block_ids, ids, match.num_tokens) is None, ids
         for sequence in self.running:
