@@ -79,6 +79,8 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (
             "radixkv.engines.engine_protocol",
             "radixkv.engines.hf",
+            "radixkv.engines.vllm",
+            "radixkv.engines.vllm_cache",
             "radixkv.engines.salt",
             "radixkv.engines.control",
             "radixkv.engines.control_client",
