@@ -255,7 +255,7 @@ class PrefixCache(CacheState):
         step = require_between("step", step, 0, MAX_STEP)
         return end_step(self, step, step_failed)
 
-    def forget(self, sequence: Sequence, from_token: SupportsIndex) -> int:
+    def forget(self, sequence: Any, from_token: SupportsIndex) -> int:
         """Forget the KV of a sequence from a token on, because they are wrong: a load failed.
 
         Nothing from the block of ``from_token`` on matches any more, nor what was computed behind it. Returns how many
