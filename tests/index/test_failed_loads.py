@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from radixkv import ArgumentError, Fence, LeaseError, Namespace, OutOfBlocks, PrefixCache, audit
-from radixkv.errors import StaleGeneration
+from radixkv.audit.invariants import BrokenLaws
+from radixkv.errors import IntegrityError, StaleGeneration
+from radixkv.index import failed_loads
 from tests.index.support import NS, compute, make_cache, same, scrubbed
 from tests.index.test_changes import Recorder, resident_segments
 
@@ -455,7 +459,8 @@ class Engine:
         assert self.cache.free_blocks + self.cache.evictable_blocks == self.cache.config.num_blocks
 
 
-def test_after_the_engine_learned_of_failed_loads_nothing_wrong_is_found() -> None:
+def random_lives() -> tuple[int, int, int]:
+    """Lives in which the engine learns of failed loads, and after which nothing wrong may be found."""
     forgotten = kept = checked = 0
     for seed in range(60):
         engine = Engine(seed)
@@ -472,4 +477,37 @@ def test_after_the_engine_learned_of_failed_loads_nothing_wrong_is_found() -> No
         engine.end()
         forgotten += engine.num_forgotten
         kept += engine.num_kept
+    return forgotten, kept, checked
+
+
+def test_after_the_engine_learned_of_failed_loads_nothing_wrong_is_found() -> None:
+    forgotten, kept, checked = random_lives()
     assert forgotten > 100 and kept > 150 and checked > 350, (forgotten, kept, checked)
+
+
+@pytest.mark.pure
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("_node_with", lambda sound: lambda end, at: sound(end, min(at + 1, end.depth - 1))),
+        ("_is_alone", lambda _: lambda *_: True),
+        ("_require_committed", lambda _: lambda *_: None),
+        ("_go_back", lambda _: lambda *_: None),
+        ("_free_beside", lambda _: lambda *_: None),
+    ],
+    ids=[
+        "a block too late",
+        "writes into others' blocks",
+        "forks keep wrong blocks",
+        "not taken back",
+        "leaks",
+    ],
+)
+def test_planted_bugs_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, planted: Callable[[Any], Callable[..., Any]]
+) -> None:
+    monkeypatch.setattr(failed_loads, name, planted(getattr(failed_loads, name)))
+    with pytest.raises((AssertionError, BrokenLaws, LeaseError, IntegrityError)):
+        random_lives()
+    gc.collect()  # the engine that failed, with its fences
