@@ -305,6 +305,7 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "hf": _HF,
     "tokenizer": _TOKENIZER,
     "redis": ("redis",),
+    "events": ("msgspec", "zmq"),
     "http": _HTTP,
     "service": (*_HF, *_HTTP, "swagger_ui"),
     "route": (*_HTTP, "swagger_ui", "redis"),

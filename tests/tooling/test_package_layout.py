@@ -25,6 +25,7 @@ LOCATIONS = {
     "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
     "key rotation": ("service/key_store.py", "KeyStore.rotate"),
     "keys of engines": ("signing.py", "KeySet.derive"),
+    "KV events": ("events/event_stream.py", "EventStream"),
 }
 """The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
 
@@ -38,7 +39,18 @@ FILES = {
     "py.typed",
     "signing.py",
 }
-PACKAGES = {"audit", "bench", "cli", "coordination", "engines", "index", "service", "storage", "tokenizer"}
+PACKAGES = {
+    "audit",
+    "bench",
+    "cli",
+    "coordination",
+    "engines",
+    "events",
+    "index",
+    "service",
+    "storage",
+    "tokenizer",
+}
 
 MAY_REPEAT = {"__init__.py", "pins.py", "validation.py"}
 """File names that mean the same in several packages."""
