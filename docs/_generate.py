@@ -87,6 +87,15 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "radixkv.signing",
         ),
     ),
+    "events": (
+        "KV events",
+        (
+            "radixkv.events.event_settings",
+            "radixkv.events.event_publisher",
+            "radixkv.events.event_subscriber",
+            "radixkv.coordination.view.event_view",
+        ),
+    ),
     "coordination": ("Coordination", ("radixkv.coordination",)),
     "audit": ("Audit", ("radixkv.audit", "radixkv.audit.properties")),
     "tokenizer": ("Tokenizer", ("radixkv.tokenizer",)),

@@ -123,6 +123,11 @@ _SERVE_OPTIONS: Mapping[str, str] = {
     "fleet-secret": "File with the secret that all replicas share; required with --redis.  [random]",
     "advertise": "Base URL at which other replicas reach this one.  [the bound address]",
     "record": "Append a trace of the traffic to this file: keyed hashes of blocks, no token ids.  [no]",
+    "events": "Publish KV events of vLLM's format at this ZMQ endpoint: tcp://127.0.0.1:5557 or ipc:///path.  [no]",
+    "events-replay": "Endpoint that answers requests for missed events.  [the next port, or the path with .replay]",
+    "events-topic": "Topic of the events.  [none]",
+    "events-content": "digests (keyed), or prompts-in-clear: all tenants' token ids, adapters and salts.  [digests]",
+    "events-scope": "Endpoints may be loopback, or any address of the network.  [loopback]",
     **_HTTP_OPTIONS,
 }
 

@@ -28,7 +28,6 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final
 
 import zmq
@@ -45,7 +44,7 @@ __all__ = ["EventPublisher"]
 _HIGH_WATER: Final = 1_024
 _MAX_REQUEST_BYTES: Final = 256
 """A longer frame of a consumer ends its connection."""
-_MAX_REPLAYS: Final = 64
+_MAX_REPLAYS: Final = 1_024
 """Consumers whose replay runs or waits. Further requests are dropped; consumers repeat them."""
 _REQUESTS_A_TURN: Final = 16
 _BATCHES_A_TURN: Final = 32
@@ -67,7 +66,7 @@ class EventPublisher:
         """Where it listens. After ``start``, with the ports that were chosen."""
         self._settings = settings
         self._kept: ReplayBuffer[zmq.Frame] = ReplayBuffer(settings.replay_batches, settings.replay_bytes)
-        self._replays: OrderedDict[bytes, Iterator[tuple[int, zmq.Frame]]] = OrderedDict()
+        self._replays: OrderedDict[bytes, int] = OrderedDict()  # the next number of each consumer
         self._topic = settings.topic.encode()
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -141,18 +140,21 @@ class EventPublisher:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        while not self._stopping:
-            self._publish(pub)
-            self._take_requests(router)
-            self._answer(router)
-            self.journal.is_asleep = True
-            is_idle = self.journal.is_idle and not self._replays
-            ready = poller.poll(
-                _LONGEST_SLEEP_MS if is_idle else 0
-            )  # releases the interpreter's lock in any case
-            self.journal.is_asleep = False
-            if any(found == self._wake_fd for found, _ in ready):
-                os.eventfd_read(self._wake_fd)
+        with pub, router:
+            while not self._stopping:
+                self._publish(pub)
+                self._take_requests(router)
+                self._answer(router)
+                self._sleep(poller)
+
+    def _sleep(self, poller: zmq.Poller) -> None:
+        """Wait for work. If there is some, only release the interpreter's lock."""
+        self.journal.is_asleep = True  # first: a record that comes from now on wakes it
+        is_idle = self.journal.is_idle and not self._replays
+        ready = poller.poll(_LONGEST_SLEEP_MS if is_idle else 0)
+        self.journal.is_asleep = False
+        if any(found == self._wake_fd for found, _ in ready):
+            os.eventfd_read(self._wake_fd)
 
     def _publish(self, pub: zmq.Socket[bytes]) -> None:
         batch = self.journal.step()
@@ -177,7 +179,7 @@ class EventPublisher:
                 self.num_refused += 1
                 continue
             wanted = int.from_bytes(frames[2], "big")
-            self._replays[frames[0]] = iter(self._kept.since(wanted))
+            self._replays[frames[0]] = wanted
             if not self._kept.covers(wanted):
                 self.journal.restate()
 
@@ -185,18 +187,17 @@ class EventPublisher:
         """Send a part of the replay that waits longest."""
         if not self._replays:
             return
-        consumer, batches = self._replays.popitem(last=False)
+        consumer, wanted = self._replays.popitem(last=False)
+        batches = self._kept.since(wanted, _BATCHES_A_TURN)
         try:
-            for _ in range(_BATCHES_A_TURN):
-                found = next(batches, None)
-                if found is None:
-                    self._send(router, consumer, b"", END_OF_REPLAY, zmq.Frame())
-                    return
-                self._send(router, consumer, self._topic, found[0].to_bytes(NUMBER_BYTES, "big"), found[1])
-        except (zmq.Again, zmq.ZMQError):
+            for number, frame in batches:
+                self._send(router, consumer, self._topic, number.to_bytes(NUMBER_BYTES, "big"), frame)
+            if len(batches) < _BATCHES_A_TURN:
+                self._send(router, consumer, b"", END_OF_REPLAY, zmq.Frame())
+            else:
+                self._replays[consumer] = batches[-1][0] + 1
+        except zmq.ZMQError:
             self.num_refused += 1  # it doesn't read, or has left: it gets no end, and asks again
-            return
-        self._replays[consumer] = batches
 
     def _send(
         self, router: zmq.Socket[bytes], consumer: bytes, topic: bytes, number: bytes, frame: zmq.Frame

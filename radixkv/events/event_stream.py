@@ -74,9 +74,9 @@ class Batch(NamedTuple):
 
 
 class Snapshots(Protocol):
-    """The source of statements: a PrefixCache."""
+    """The source of statements: a PrefixCache, or another cache with a ``snapshot``."""
 
-    def snapshot_in_slices(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return everything resident, at one moment."""
 
 
@@ -215,7 +215,9 @@ class EventStream:
         if self._source is None:
             return
         try:
-            snapshot = self._source.snapshot_in_slices()
+            snapshot = getattr(
+                self._source, "snapshot_in_slices", self._source.snapshot
+            )()  # in slices: short waits
         except RadixKVError as error:  # a dead cache: nobody should be led to it
             _LOGGER.error("the cache can't be read for KV events: %s", error)
             self.num_failed += 1

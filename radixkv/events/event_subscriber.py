@@ -148,16 +148,16 @@ class EventSubscriber:
             context.destroy(linger=0)
 
     def _run(self) -> None:
-        sub = self._connected(zmq.SUB, self._endpoint)
-        sub.setsockopt(zmq.SUBSCRIBE, self._topic)
-        self._replay()
-        while not self._stopping:
-            if sub.poll(_TURN_MS):
-                self._take(sub.recv_multipart(zmq.NOBLOCK))
-            elif self._clock() >= self._asked_at + POLL_S:
-                self._replay()
-            if self._is_lost():
-                self.follower.miss()
+        with self._connected(zmq.SUB, self._endpoint) as sub:
+            sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+            self._replay()
+            while not self._stopping:
+                if sub.poll(_TURN_MS):
+                    self._take(sub.recv_multipart(zmq.NOBLOCK))
+                elif self._clock() >= self._asked_at + POLL_S:
+                    self._replay()
+                if self._is_lost():
+                    self.follower.miss()
 
     def _is_lost(self) -> bool:
         is_asked = self._replay_endpoint is not None and self.follower.is_current
@@ -195,8 +195,7 @@ class EventSubscriber:
         self._asked_at = self._clock()
         if self._replay_endpoint is None:
             return
-        dealer = self._connected(zmq.DEALER, self._replay_endpoint)
-        try:
+        with self._connected(zmq.DEALER, self._replay_endpoint) as dealer:
             dealer.send_multipart([b"", self.follower.wanted.to_bytes(NUMBER_BYTES, "big")], zmq.NOBLOCK)
             while self._is_answered(dealer):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
@@ -207,8 +206,6 @@ class EventSubscriber:
                 if frames[2] == END_OF_REPLAY:
                     return
                 self.follower.take(int.from_bytes(frames[2], "big"), frames[3])
-        finally:
-            dealer.close(linger=0)
 
     def _is_answered(self, dealer: zmq.Socket[bytes]) -> bool:
         """Wait for the next batch of a replay."""

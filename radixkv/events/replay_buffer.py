@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -40,9 +41,10 @@ class ReplayBuffer(Generic[T]):
             self.num_bytes -= gone.size
             self._num_bases -= gone.is_base
 
-    def since(self, number: int) -> list[tuple[int, T]]:
-        """Return the batches from a number on, in order. O(batches)."""
-        return [(each.number, each.payload) for each in self._kept if each.number >= number]
+    def since(self, number: int, most: int) -> list[tuple[int, T]]:
+        """Return the first ``most`` batches from a number on, in order. O(batches)."""
+        later = ((each.number, each.payload) for each in self._kept if each.number >= number)
+        return list(islice(later, most))
 
     def covers(self, number: int) -> bool:
         """Whether a reader that knows everything before ``number`` can continue with ``since``: nothing is missing, or

@@ -18,6 +18,11 @@ _PROMPT = (
 def banner(settings: ServeSettings, service: Service, url: str) -> str:
     """Return the text, several lines, without a newline at its end."""
     lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
+    if service.events is not None:
+        content = "prompts in clear" if settings.events and settings.events.publishes_prompts else "digests"
+        lines.append(
+            f"  events   {service.events.endpoint}, replays {service.events.replay_endpoint}: {content}"
+        )
     lines.append(f"  docs     {url}/docs")
     if settings.keys is None:
         lines += ["", *_commands(url)]

@@ -7,6 +7,7 @@ coordinator's journal, so the engine comes last. Nothing here listens, registers
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import connect
@@ -15,12 +16,19 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet.peers import Fleet
+from radixkv.service.journals import JournalPair
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
 from radixkv.service.options import ServeSettings
 from radixkv.service.recording import Recorder
 from radixkv.service.tenant_sync import TenantSync
+from radixkv.signing import KeySet
 from radixkv.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from radixkv.events.event_publisher import EventPublisher
+    from radixkv.events.event_settings import EventSettings
+    from radixkv.index.changes import Journal
 
 DEMO_MODEL = "radixkv-demo"
 
@@ -44,7 +52,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         address=address,
         lease_s=settings.lease_s,
     )
-    engine = loaded.start(coordinator.journal)
+    events = None if settings.events is None else _events(settings.events, settings.fleet_secret)
+    engine = loaded.start(_journal(events, coordinator.journal))
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
@@ -70,6 +79,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         model_name=model_name(settings),
         limits=limits or settings.limits,
         recorder=recorder,
+        events=events,
         tokenizer_path=tokenizer_path,
     )
 
@@ -92,6 +102,18 @@ def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSet
         dtype=settings.dtype,
         threads=settings.threads,
     )
+
+
+def _events(settings: EventSettings, fleet_secret: bytes) -> EventPublisher:
+    from radixkv.events.event_publisher import EventPublisher
+
+    return EventPublisher(KeySet.derive([fleet_secret], ["events"]), settings)
+
+
+def _journal(events: EventPublisher | None, coordinated: Journal | None) -> Journal | None:
+    if events is None or coordinated is None:
+        return coordinated if events is None else events.journal
+    return JournalPair(events.journal, coordinated)
 
 
 def _purge(cache: EngineCache, tenant: str, generation: int) -> None:

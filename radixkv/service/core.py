@@ -42,6 +42,7 @@ from radixkv.service.worker import ModelWorker
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines import Ability, Engine, EngineCache
+    from radixkv.events.event_publisher import EventPublisher
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0
@@ -62,6 +63,7 @@ class Service:
         limits: Limits | None = None,
         clock: Clock = monotonic,
         recorder: Recorder | None = None,
+        events: EventPublisher | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
@@ -74,7 +76,7 @@ class Service:
         self.rules = self._rules()
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note)
-        self.recorder = recorder
+        self.recorder, self.events = recorder, events
         self.warmer = Warmer(engine, self.worker, recorder)
         self.tenant_sync = tenant_sync
         self.router = Router(LocalSource(fleet.coordinator, self._resident))
@@ -222,6 +224,8 @@ class Service:
         await self.fleet.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.events is not None:
+            await anyio.to_thread.run_sync(self.events.close)
 
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [

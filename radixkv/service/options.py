@@ -25,6 +25,7 @@ from radixkv.config import Scrub, resolve
 from radixkv.coordination.routing.costs import COSTS, MAX_TEMPERATURE
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_password
 from radixkv.errors import ConfigError
+from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
 from radixkv.service.private import warn_unless_private
 from radixkv.signing import MIN_SECRET_BYTES
@@ -54,6 +55,8 @@ DEFAULTS: Mapping[str, str] = {
     "device": "cpu",
     "dtype": "float32",
     "threads": "0",
+    "events-content": "digests",
+    "events-scope": "loopback",
     **HTTP_DEFAULTS,
 }
 """Default values. Settings that are not here have no default."""
@@ -68,12 +71,23 @@ _OPTIONAL = (
     "fleet-secret",
     "advertise",
     "record",
+    "events",
+    "events-replay",
+    "events-topic",
 )
 SETTINGS = (*DEFAULTS, *_OPTIONAL)
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
 _DTYPES = ("float32", "bfloat16", "float16")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+EVENT_OPTIONS: Mapping[str, str] = {
+    "endpoint": "events",
+    "replay_endpoint": "events-replay",
+    "topic": "events-topic",
+    "block_size": "block-size",
+}
+"""Settings of KV events, and the names of their options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,7 @@ class ServeSettings:
     - ``threads``: compute threads; 0 for torch's own choice.
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
     - ``record``: the file for a trace of the traffic; None for no trace.
+    - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
     """
@@ -115,6 +130,7 @@ class ServeSettings:
     fleet_secret: bytes
     advertise: str | None
     record: Path | None
+    events: EventSettings | None
     tls: Tls | None
     limits: Limits
     log_level: str
@@ -146,6 +162,7 @@ class ServeSettings:
             fleet_secret=reader.secret(),
             advertise=reader.base_url("advertise"),
             record=reader.new_path("record"),
+            events=reader.events(),
             tls=reader.tls(),
             limits=reader.limits(),
             log_level=reader.choice("log-level", _LOG_LEVELS),
@@ -291,6 +308,27 @@ class _Reader:
         if not text or path.is_dir() or not path.parent.is_dir():
             raise self.refuse(setting, "a file in an existing directory")
         return path
+
+    def events(self) -> EventSettings | None:
+        content = self.choice("events-content", ("digests", "prompts-in-clear"))
+        scope = self.choice("events-scope", ("loopback", "network"))
+        endpoint, topic, replay = (self.text(name) for name in ("events", "events-topic", "events-replay"))
+        if endpoint is None:
+            for name, value in (("events-topic", topic), ("events-replay", replay)):
+                if value is not None:
+                    raise self.refuse("events", f"an endpoint, because {self.name(name)} is set")
+            return None
+        try:
+            return EventSettings(
+                block_size=self.integer("block-size", 1, 1024),
+                endpoint=endpoint,
+                replay_endpoint=replay,
+                topic=topic or "",
+                publishes_prompts=content == "prompts-in-clear",
+                allows_network=scope == "network",
+            )
+        except ConfigError as error:
+            raise ConfigError(self.name(EVENT_OPTIONS[error.setting]), error.value, error.allowed) from None
 
     def limits(self) -> Limits:
         return Limits(

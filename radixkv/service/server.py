@@ -35,7 +35,7 @@ from radixkv.service.connection import Connection, quieten
 from radixkv.service.core import Service
 from radixkv.service.endpoint import Host
 from radixkv.service.limits import Limits
-from radixkv.service.options import ServeSettings, Tls
+from radixkv.service.options import EVENT_OPTIONS, ServeSettings, Tls
 
 GRACE_S = 2.0
 """Time for clients to read the end of their answers."""
@@ -195,11 +195,21 @@ def registered(settings: ServeSettings, listener: socket.socket, limits: Limits 
     service = build_service(settings, address_of(settings, local), limits)
     try:
         listener.listen(128)
+        _publish_events(service)
         service.fleet.coordinator.register()
     except BaseException:
         asyncio.run(service.close())
         raise
     return service
+
+
+def _publish_events(service: Service) -> None:
+    if service.events is None:
+        return
+    try:
+        service.events.start(service.cache)
+    except ConfigError as error:
+        raise ConfigError(f"--{EVENT_OPTIONS[error.setting]}", error.value, error.allowed) from None
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -113,7 +113,7 @@ class Reader:
 
     def replay(self) -> None:
         wanted = self.follower.wanted
-        batches = self._kept.since(wanted)
+        batches = self._kept.since(wanted, len(self._kept))
         if not self._kept.covers(wanted):
             self._stream.restate()
         for number, payload in batches:

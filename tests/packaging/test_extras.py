@@ -136,7 +136,7 @@ Make = Callable[[str], Environment]
 def test_the_table_of_libraries_agrees_with_the_extras() -> None:
     """Each extra installs the modules that the table looks for."""
     assert {*EXTRA_LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
-    names = {"prometheus_client": "prometheus-client", "swagger_ui": "swagger-ui-py"}
+    names = {"prometheus_client": "prometheus-client", "swagger_ui": "swagger-ui-py", "zmq": "pyzmq"}
     for extra, modules in EXTRA_LIBRARIES.items():
         brought = requirements(extra)
         assert {names.get(module, module) for module in modules} <= brought, extra
@@ -209,6 +209,10 @@ def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments:
     [
         ("radixkv.engines.hf", "hf"),
         ("radixkv.engines.hf_cache", "hf"),
+        ("radixkv.events.event_stream", "events"),
+        ("radixkv.events.event_publisher", "events"),
+        ("radixkv.events.event_subscriber", "events"),
+        ("radixkv.coordination.view.event_view", "events"),
         ("radixkv.service", "http"),
         ("radixkv.service.app", "http"),
         ("radixkv.service.api_client", "http"),
@@ -277,6 +281,22 @@ def test_tokenizer_and_redis(environment: Make) -> None:
     environment("redis").evaluate("import radixkv.coordination.store.redis")
 
 
+def test_events_need_nothing_else(environment: Make) -> None:
+    code = """
+import radixkv
+from radixkv.coordination.view.event_view import EventView
+from radixkv.events.event_publisher import EventPublisher
+from radixkv.events.event_settings import EventSettings
+from radixkv.events.event_subscriber import EventSubscriber
+from radixkv.signing import KeySet
+keys = KeySet.derive([b"s" * 16])
+publisher = EventPublisher(keys, EventSettings(16, "tcp://127.0.0.1:*"))
+publisher.start(radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=2), journal=publisher.journal))
+publisher.close()
+"""
+    environment("events").evaluate(code)
+
+
 def test_http_runs_the_commands_that_talk_to_a_service(
     environment: Make, live: Running, tmp_path: Path
 ) -> None:
@@ -340,6 +360,8 @@ def test_service_serves(environment: Make, tmp_path: Path) -> None:
         "serve", "--redis", "redis://127.0.0.1:1", "--fleet-secret", str(ROOT / "README.md"), code=2
     )
     assert "needs the extra 'redis'" in said.stderr.splitlines()[-1]
+    said = environment("service").run("serve", "--events", "tcp://127.0.0.1:*", code=2)
+    assert "needs the extra 'events'" in said.stderr.splitlines()[-1]
 
 
 def test_all_includes_every_extra(environment: Make) -> None:
