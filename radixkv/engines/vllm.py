@@ -140,7 +140,7 @@ class RadixManager(KVCacheManager):
         return done
 
     def take_events(self) -> list[Any]:
-        """Return no events: radixkv publishes its own (``engines.events``)."""
+        """Return no events: radixkv publishes its own (``radixkv.events``)."""
         return []
 
     def take_new_block_ids(self) -> list[int]:
