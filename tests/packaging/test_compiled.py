@@ -52,7 +52,7 @@ def site(wheel: Path, tmp_path: Path) -> Path:
 
 
 HELP = """
-import importlib, inspect, json, radixkv, radixkv.coordination
+import dataclasses, importlib, inspect, json, radixkv, radixkv.coordination, sys
 from radixkv._compiled import BUILDS
 
 def shown(default):
@@ -62,7 +62,8 @@ def shown(default):
     return repr(default) if is_literal else "..."  # a signature in C holds literals only
 
 def signature(what):
-    if not callable(what):
+    is_hidden = dataclasses.is_dataclass(what) and sys.version_info < (3, 11, 4)  # Python shows no fields of C's
+    if not callable(what) or is_hidden:
         return None
     return [
         (each.name, "" if each.name in ("self", "cls") else str(each.kind), shown(each.default))

@@ -33,7 +33,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 or newer
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(unpacked)
     (source,) = unpacked.iterdir()
     return build(source, "wheel", tmp_path_factory.mktemp("wheel"), RADIXKV_COMPILE="0")
 

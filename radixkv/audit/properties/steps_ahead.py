@@ -46,8 +46,11 @@ class StepsAhead(Lookups):
         which=small, by=st.integers(1, 17), joins=st.booleans(), fails=st.sampled_from((False, False, True))
     )
     def schedule(self, which: int, by: int, joins: bool, fails: bool) -> None:
-        """A step computes the next tokens of a sequence: the latest step, or a new one."""
-        self._schedule(self._run(which), by, self._step(joins, fails))
+        """A step computes the next tokens of a sequence: the latest step, or a new one. Often the step after it too."""
+        run, goes_on = self._run(which), bool(which % 2)
+        self._schedule(run, 1 + by % 3 if goes_on else by, self._step(joins, fails))
+        if goes_on:
+            self._schedule(run, by, self._step(False, False))
 
     @precondition(lambda self: self._has_steps)
     @rule(where=where_to, prompt=prompts, tails=st.lists(small, min_size=2, max_size=3), fails=st.booleans())
