@@ -99,6 +99,7 @@ class EventPublisher:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+        self.journal.close()
         context, self._context = self._context, None
         if context is not None:
             context.destroy(linger=0)

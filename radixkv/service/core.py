@@ -265,6 +265,16 @@ class Service:
                 lambda: self.fleet.num_nonces,
             ),
             (
+                "event_queue_bytes",
+                "Changes of the cache that wait to be published as KV events; at most 64 MiB",
+                lambda: 0 if self.events is None else self.events.journal.queued_bytes,
+            ),
+            (
+                "event_overflows",
+                "Times that KV events were dropped, and everything was stated again",
+                lambda: 0 if self.events is None else self.events.journal.num_overflows,
+            ),
+            (
                 "has_broken_laws",
                 "1 after an invariant of the cache was found broken: a bug",
                 lambda: self.failures.has_broken_laws,

@@ -183,9 +183,9 @@ class Life:
             elif self.stream.is_idle:
                 return found
 
-    def resident(self) -> set[bytes]:
-        """Return the digests of all resident blocks, one by one from their whole prefixes."""
-        digests, found = BlockDigests(KEYS, BLOCK), set()
+    def parents(self) -> dict[bytes, bytes | None]:
+        """Return all resident blocks, each with the one before it, one by one from their whole prefixes."""
+        digests, found = BlockDigests(KEYS, BLOCK), {}
         for tree in self.cache.snapshot().trees:
             if tree.detached or tree.base is not None:
                 continue
@@ -193,5 +193,6 @@ class Life:
             for node in tree.nodes:
                 above = b"" if node.parent is None else keys[node.parent]
                 keys.append(above + node.label)
-                found.update(digests.of(tree.namespace, keys[-1]))
+                chain = digests.of(tree.namespace, keys[-1])
+                found.update(zip(chain, [None, *chain], strict=False))
         return found

@@ -7,7 +7,7 @@
 
 It needs the publishers' key of the purpose ``events``. All publishers share one ``View``, with one column each and the
 digests of blocks as its segments: about 20 bytes a block. The answers are hints (``event_messages`` says what a liar on
-the wire can do).
+the wire can do). Blocks behind a base are in no journal, so they are never counted.
 """
 
 from __future__ import annotations
