@@ -209,9 +209,8 @@ class EventStream:
             yield from self._rest()
         self._queue.clear()
         self._drained_bytes = self._appended_bytes
-        self._dropping = (
-            False  # last: the cache has what the dropped records describe, and is read after this
-        )
+        # last: the cache has what the dropped records describe, and is read after this
+        self._dropping = False
 
     def _statement(self) -> Iterator[Piece]:
         """Yield everything that the source holds, behind AllBlocksCleared."""

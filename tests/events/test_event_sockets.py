@@ -19,7 +19,7 @@ import zmq
 
 from radixkv import CacheConfig, ConfigError, Namespace, PrefixCache
 from radixkv.coordination.view.event_view import EventView
-from radixkv.events import event_subscriber
+from radixkv.events import event_publisher, event_subscriber
 from radixkv.events.event_messages import MAX_BATCH_BYTES
 from radixkv.events.event_publisher import EventPublisher
 from radixkv.events.event_settings import EventSettings
@@ -419,3 +419,21 @@ def test_an_ipc_endpoint_works(tmp_path: Path) -> None:
     with published(endpoint=f"ipc://{tmp_path}/e") as (publisher, cache), reading(publisher, view):
         commit(cache, IDS)
         eventually(lambda: view.held(NAMESPACE, IDS) == {"a": 16}, "stored")
+
+
+def test_few_replays_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests beyond the limit are refused; a consumer's newer request replaces its older one."""
+    monkeypatch.setattr(event_publisher, "_MAX_REPLAYS", 3)
+    requests = [[bytes([who]), b"", bytes(8)] for who in (1, 2, 3, 4, 5, 2)] + [
+        [b"\1", b"", b"\1" + bytes(7)]
+    ]
+
+    class Router:
+        def recv_multipart(self, _: int) -> list[bytes]:
+            if not requests:
+                raise zmq.Again
+            return requests.pop(0)
+
+    publisher = EventPublisher(KEYS, EventSettings(BLOCK))
+    publisher._take_requests(Router())  # type: ignore[arg-type]
+    assert publisher._replays == {b"\1": 1 << 56, b"\2": 0, b"\3": 0} and publisher.num_refused == 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from radixkv.errors import IntegrityError
 from radixkv.events.event_messages import BlockDigests
+from radixkv.events.event_subscriber import Follower
 from radixkv.events.replay_buffer import ReplayBuffer
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.tokens import encode
@@ -16,6 +18,7 @@ from tests.events.support import (
     BLOCK,
     KEYS,
     NAMESPACES,
+    Held,
     Life,
     Reader,
     VBatch,
@@ -198,3 +201,37 @@ def test_a_replay_buffer_is_bounded_and_knows_its_bases() -> None:
     assert kept.covers(11) and kept.covers(14) and not kept.covers(10)
     kept.add(14, "14", 1_000, True)
     assert len(kept) == 1 and kept.num_bytes == 1_000 and kept.covers(0)
+
+
+def test_a_follower_takes_each_batch_once_and_in_order() -> None:
+    def batch(*events: object) -> bytes:
+        return msgspec.msgpack.encode([0.0, list(events)])
+
+    def stored(number: int) -> dict[str, object]:
+        return {"type": "BlockStored", "block_hashes": [bytes([number]) * 16]}
+
+    base = {"type": "AllBlocksCleared"}
+    held = Held()
+    follower = Follower(held)
+    assert not follower.live(4, batch(stored(4))) and follower.wanted == 0 and not follower.is_current
+    assert follower.live(5, batch(base, stored(5))) and follower.wanted == 6
+    assert not follower.live(8, batch(stored(8))) and follower.wanted == 6 and len(held.digests) == 1
+    for number in (6, 7, 8):
+        assert follower.take(number, batch(stored(number)))
+    assert follower.take(8, batch(stored(8)))
+    assert follower.live(9, batch()) and follower.live(9, batch(base)), "a batch that comes twice counts once"
+    assert len(held.digests) == 4 and follower.wanted == 10
+    assert not follower.live(10, b"\xc1") and follower.num_malformed == 1 and follower.wanted == 10
+    follower.miss()
+    assert held.digests == set() and follower.num_gaps == 1 and not follower.is_current
+    assert follower.live(11, batch(base, stored(1))) and follower.live(12, batch())
+    assert follower.live(3, batch(base, stored(2))) and follower.wanted == 4, "another process"
+    assert held.digests == {bytes([2]) * 16}
+
+
+def test_a_follower_that_only_replayed_notices_another_process() -> None:
+    held = Held()
+    follower = Follower(held)
+    assert follower.take(100, msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]]))
+    assert follower.take(101, msgspec.msgpack.encode([0.0, []]))
+    assert not follower.live(7, msgspec.msgpack.encode([0.0, []])) and not follower.is_current
