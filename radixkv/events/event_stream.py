@@ -109,6 +109,7 @@ class EventStream:
         self._event_blocks = _EVENT_BLOCKS
         if settings.publishes_prompts:
             self._event_blocks = min(_EVENT_BLOCKS, max(1, _EVENT_TOKENS // settings.block_size))
+        self._max_records, self._max_bytes = settings.queue_records, settings.queue_bytes
         self._queue: deque[Record] = deque()
         self._appended_bytes = self._drained_bytes = 0
         self._dropping, self._is_wanted, self._rests = False, True, False
@@ -172,8 +173,7 @@ class EventStream:
             return
         self._appended_bytes = appended = self._appended_bytes + num_bytes + _RECORD_BYTES
         self._queue.append(record)
-        settings = self._settings
-        if len(self._queue) > settings.queue_records or appended - self._drained_bytes > settings.queue_bytes:
+        if len(self._queue) > self._max_records or appended - self._drained_bytes > self._max_bytes:
             self._dropping = True  # the other thread frees the memory
             self.num_overflows += 1
         if self.is_asleep:

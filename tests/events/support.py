@@ -124,11 +124,19 @@ class Life:
     """A cache with a stream of events, in which random things happen."""
 
     def __init__(
-        self, seed: int, *, num_blocks: int = 48, queue_records: int = 10_000, restate_s: float = 0.0
+        self,
+        seed: int,
+        *,
+        num_blocks: int = 48,
+        queue_records: int = 10_000,
+        queue_bytes: int = 1 << 26,
+        restate_s: float = 0.0,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 1000.0
-        settings = EventSettings(block_size=BLOCK, queue_records=queue_records, restate_s=restate_s)
+        settings = EventSettings(
+            block_size=BLOCK, queue_records=queue_records, queue_bytes=queue_bytes, restate_s=restate_s
+        )
         self.stream = EventStream(KEYS, settings, clock=lambda: self.now, wall=lambda: 1e9 + self.now)
         self.cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK), journal=self.stream)
         self.stream.attach(self.cache)

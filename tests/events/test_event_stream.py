@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -107,8 +106,7 @@ def test_a_full_queue_leaves_a_gap_and_starts_over() -> None:
 
 
 def test_a_queue_that_holds_too_many_bytes_starts_over() -> None:
-    life = Life(0, num_blocks=500)
-    life.stream._settings = replace(life.stream._settings, queue_bytes=4_000)
+    life = Life(0, num_blocks=500, queue_bytes=4_000)
     for number in range(6):
         commit(life, [number] * 200)
     assert life.stream.num_overflows == 1
