@@ -199,7 +199,7 @@ class EventStream:
         self._rests = False
 
     def _lose(self) -> Generator[Events, None, None]:
-        """Tell readers that nothing they know counts. Accept records again when everything may be stated."""
+        """Tell readers that nothing they know counts. Accept records again as soon as everything may be stated."""
         _LOGGER.warning("too many changes of the cache at once: KV events were dropped, and start over")
         self._number += 1
         self._held, self._is_wanted = {}, True
@@ -219,9 +219,10 @@ class EventStream:
         if self._source is None:
             return
         try:
-            snapshot = getattr(
+            read = getattr(
                 self._source, "snapshot_in_slices", self._source.snapshot
-            )()  # in slices: short waits
+            )  # in slices: short waits
+            snapshot = read()
         except RadixKVError as error:  # a dead cache: nobody should be led to it
             _LOGGER.error("the cache can't be read for KV events: %s", error)
             self.num_failed += 1
