@@ -140,7 +140,7 @@ class RadixManager(KVCacheManager):
         return done
 
     def take_events(self) -> list[Any]:
-        """Return no events: radixkv publishes its own (``radixkv.events``)."""
+        """Return no events: vLLM's publisher says nothing of this cache."""
         return []
 
     def take_new_block_ids(self) -> list[int]:
