@@ -174,8 +174,8 @@ class FleetPins:
             ]
         except CoordinationError:
             now = self._clock()
-            left = [(each.fact, each.until - now) for each in mine.values() if each.until > now]
-            facts = [replace(fact, remaining_s=left_s) for fact, left_s in left]
+            held = [each for each in mine.values() if each.until > now and not self._is_purged(each)]
+            facts = [replace(each.fact, remaining_s=each.until - now) for each in held]
         return [(replace(pin, parts=self._parts(pin, mine.get(pin.id))), mine.get(pin.id)) for pin in facts]
 
     def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
