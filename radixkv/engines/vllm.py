@@ -39,6 +39,9 @@ from radixkv.signing import KeySet
 VERSIONS: Final = ("0.32.",)
 """Versions of vLLM whose manager this one can stand in for."""
 
+_KNOWN: Final = RequestFacts()
+"""For requests of which the cache knows the facts already."""
+
 
 class RadixManager(KVCacheManager):
     """vLLM's KVCacheManager over a VllmCache. Its arguments are vLLM's."""
@@ -67,7 +70,9 @@ class RadixManager(KVCacheManager):
         """Return the resident blocks of a request, and how many tokens it finds."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        ids, num_tokens = self.radixkv.lookup(request.request_id, _facts(request), request._all_token_ids)
+        ids, num_tokens = self.radixkv.lookup(
+            request.request_id, self._facts(request), request._all_token_ids
+        )
         return self._blocks(ids), num_tokens, 0
 
     def allocate_slots(
@@ -90,7 +95,7 @@ class RadixManager(KVCacheManager):
         watermark = self.watermark_blocks if has_scheduled_reqs and waits else 0
         ids = self.radixkv.allocate(
             request.request_id,
-            _facts(request),
+            self._facts(request),
             request._all_token_ids,
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens,
             num_new_tokens,
@@ -150,6 +155,9 @@ class RadixManager(KVCacheManager):
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Never called without a KV connector."""
         raise ConfigError("kv_connector", "…", "no KV connector beside radixkv.engines.vllm")
+
+    def _facts(self, request: Any) -> RequestFacts:
+        return _KNOWN if self.radixkv.knows(request.request_id) else _facts(request)
 
     def _blocks(self, ids: list[int]) -> KVCacheBlocks:
         blocks = self._vllm_blocks

@@ -23,12 +23,13 @@ from typing import Any, Final
 
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.salt import SaltOwner, SaltReader
-from radixkv.errors import CapacityError, ConfigError, SaltError, TokenError
+from radixkv.errors import ArgumentError, CapacityError, ConfigError, NamespaceError, SaltError, TokenError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.index.key_material import Material, key_of
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES, encode
+from radixkv.signing import is_text
 
 NULL_BLOCK: Final = 0
 
@@ -39,7 +40,7 @@ class RequestFacts:
 
     - ``cache_salt``: decides whose request it is (``SaltReader``).
     - ``adapter``: name of the LoRA adapter.
-    - ``material``: ``(offset, length, identifier)`` of each image or sound in the prompt, in order.
+    - ``material``: ``(offset, length, identifier)`` of each image or sound in the prompt.
     - ``looks_up``: False for a request that needs the logits of all its tokens.
     - ``is_private``: True if its KV depend on something that no key covers, such as prompt embeddings. It finds nothing
       and leaves nothing.
@@ -106,10 +107,13 @@ class VllmCache:
         self._size, self._max_model_len, self._model, self._salts = block_size, max_model_len, model, salts
         self._num_blocks = num_blocks - 1
         self._requests: dict[str, _Request] = {}
-        self._step, self.weights = 0, 0
-        self.num_refused_salts = 0
+        self._step = self.num_refused_salts = 0
 
     # --- requests
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request was named already. Its facts are not read again, until its release."""
+        return request_id in self._requests
 
     def lookup(self, request_id: str, facts: RequestFacts, ids: Sequence[int]) -> tuple[list[int], int]:
         """Return the blocks that are resident, and how many tokens are found: also those that a running step computes.
@@ -117,7 +121,7 @@ class VllmCache:
         Always less than all of ``ids``: the last token is computed for its logits.
         """
         request = self._request(request_id, facts, ids)
-        if request.facts.is_private or not facts.looks_up or len(ids) < 2:
+        if request.facts.is_private or not request.facts.looks_up or len(ids) < 2:
             return [], 0
         key = bytes(request.key)
         num_found = self.cache.match_ahead(request.namespace, key)
@@ -283,17 +287,18 @@ class VllmCache:
         return request
 
     def _named(self, facts: RequestFacts) -> _Request:
+        """Return a request of its owner. One whose salt or adapter is refused gets no cache; vLLM must go on."""
         try:
-            owner = self._owner(facts.cache_salt)
-        except SaltError:
+            return _Request(self._owner(facts.cache_salt).namespace(self._model, facts.adapter), facts)
+        except (SaltError, NamespaceError):
             self.num_refused_salts += 1
-            owner = SaltOwner("refused", "", 0, None)
-            facts = replace(facts, is_private=True)
-        return _Request(owner.namespace(self._model, facts.adapter, self.weights), facts)
+            return _Request(Namespace("refused", self._model), replace(facts, is_private=True))
 
     def _owner(self, cache_salt: str | None) -> SaltOwner:
         if self._salts is not None:
             return self._salts.read(cache_salt)
+        if cache_salt is not None and not is_text(cache_salt):
+            raise SaltError("cache_salt has no UTF-8 form")
         text = "" if cache_salt is None else sha256(cache_salt.encode()).hexdigest()
         return SaltOwner("default", text, 0, None)
 
@@ -303,11 +308,11 @@ class VllmCache:
             return
         try:
             new = encode(ids[request.num_keyed :])
-        except TokenError:  # ids ≥ 2³²: no key can hold them
+            if not request.num_keyed and request.facts.material:
+                new = key_of(new, _material(request.facts, len(ids)), block_size=self._size)
+        except (TokenError, ArgumentError):  # ids ≥ 2³², or images in one place: no key can hold them
             request.facts = replace(request.facts, is_private=True)
             new = bytes((len(ids) - request.num_keyed) * TOKEN_BYTES)
-        if not request.num_keyed and request.facts.material:
-            new = key_of(new, _material(request.facts, len(ids)), block_size=self._size)
         request.key += new
         request.num_keyed = len(ids)
 
@@ -318,7 +323,9 @@ class VllmCache:
 def _material(facts: RequestFacts, num_ids: int) -> list[Material]:
     """Return the ranges of images and sounds, and a digest of each."""
     return [
-        Material(start, min(start + length, num_ids), sha256(identifier.encode()).digest())
-        for start, length, identifier in facts.material
+        Material(
+            start, min(start + length, num_ids), sha256(identifier.encode("utf-8", "surrogatepass")).digest()
+        )
+        for start, length, identifier in sorted(facts.material)
         if start < num_ids
     ]

@@ -29,7 +29,7 @@ OTHERS = KeySet.derive([b"another fleet, other secret"])
 
 def kv_of(facts: RequestFacts, ids: list[int]) -> list[int]:
     """The KV of each token: a hash of what it depends on."""
-    found, state = [], hash((facts.adapter, facts.material))
+    found, state = [], hash((facts.adapter, tuple(sorted(facts.material))))
     for token in ids:
         state = hash((state, token))
         found.append(state)
@@ -318,6 +318,40 @@ def test_salts_decide_the_tenant_and_forged_ones_get_no_cache() -> None:
     assert cache.num_refused_salts == 2 and len(cache.cache.namespaces()) == 2
     assert served(cache, ids) == 0 and served(cache, ids) == 16
     assert served(cache, ids, RequestFacts("any text")) == 0
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize(
+    "salt", ["\ud800", "a\udfff" * 50, "\x00", "x" * 5_000_000, "rks1.", "rks1." + "A" * 180]
+)
+def test_no_salt_of_a_client_stops_the_engine(salt: str, has_keys: bool) -> None:
+    cache, ids = make(salts=SaltReader(KEYS) if has_keys else None), list(range(20))
+    served(cache, ids, RequestFacts(salt))
+    served(cache, ids, RequestFacts(salt))
+    assert served(cache, ids) == 0, "what was served under another salt is found"
+    assert served(cache, ids) == 16
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        RequestFacts(material=((0, 8, "x"), (4, 8, "y"))),
+        RequestFacts(material=((0, 0, "x"),)),
+        RequestFacts(material=((-1, 4, "x"),)),
+        RequestFacts(adapter="\ud800"),
+        RequestFacts(adapter="x" * 5_000),
+    ],
+)
+def test_facts_that_no_key_can_hold_get_no_cache(facts: RequestFacts) -> None:
+    cache, ids = make(), list(range(20))
+    assert [served(cache, ids, facts), served(cache, ids, facts)] == [0, 0]
+    assert cache.cache.resident_blocks == 0
+
+
+def test_images_may_come_in_any_order() -> None:
+    cache, ids = make(), list(range(20))
+    one, other = ((8, 4, "dog"), (0, 4, "\ud800")), ((0, 4, "\ud800"), (8, 4, "dog"))
+    assert [served(cache, ids, RequestFacts(material=each)) for each in (one, other)] == [0, 16]
 
 
 def test_without_keys_each_salt_is_apart() -> None:
