@@ -10,8 +10,9 @@ as it is.
     RADIXKV_POLICY      eviction policy; default: learned
     RADIXKV_KEYS        file of the engine's keys (``radixkv keys derive``): tenants come from salts (``engines.salt``)
     RADIXKV_ANONYMOUS   0 refuses requests without such a salt
+    RADIXKV_MODEL       identity of model and tokenizer in namespaces; default: vllm
 
-A request with a salt that is refused is served without the cache. Refused at the start, by name: another version of
+A request whose salt is refused is served without the cache. Refused at the start, by name: another version of
 vLLM, several groups of KV blocks, encoder-decoder models, KV connectors, context parallelism.
 """
 
