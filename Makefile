@@ -3,7 +3,7 @@
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/index -q"   arguments for pytest; quick takes it too
-#   make test WORKERS=0                one test at a time; default: one more than cores (tests also wait), at most 4
+#   make test WORKERS=0                one test at a time; default: three more than cores (tests also wait), at most 5
 #   make run RADIXKV_PURE=1            index and policies as pure Python, even if they are compiled
 #   make test RADIXKV_COMPILE=1        1: fail if they can't be compiled; 0: don't compile them
 #   make lives LIVES=20000             number of random lives
@@ -18,7 +18,7 @@ VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 3)
 PROGRESS_S ?= 30
 LIVES ?= 2000
 SECONDS ?= 60
@@ -26,7 +26,7 @@ MINUTES ?= 2
 SEED ?= 1
 ADDRESS ?= 127.0.0.1:8000
 ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/radixkv-engines
-SPREAD = -n $(WORKERS) --maxprocesses 4 --dist worksteal
+SPREAD = -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults engines docs docs-serve lint format clean
@@ -42,7 +42,7 @@ help:
 	  'make test-all      test, test-pure, lives, docs, test-browser, faults: what .ci/run runs after lint' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
 	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
-	  'make engines       install vLLM for CPUs (3.4 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in it' \
+	  'make engines       install vLLM and SGLang for CPUs (7 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
@@ -86,19 +86,20 @@ test-gpu: $(VENV)/.installed-dev
 	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage tests/engines $(PYTEST)
 	@$(VENV)/bin/radixkv bench kernels --device cuda
 
-# vLLM pins its own torch, so it gets an environment of its own. Without a GPU, its own torchvision can't be imported.
-engines: $(ENGINES)/vllm/.installed compile
-	@RADIXKV_VLLM=$(ENGINES)/vllm/bin/python $(VENV)/bin/python -m pytest -m engines tests/engines $(PYTEST)
+# Engines pin their own torch, so each gets an environment of its own. Without a GPU, vLLM's torchvision can't be
+# imported, and SGLang's kernels can't be installed: it comes without its dependencies, which are listed instead.
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed compile
+	@RADIXKV_VLLM=$(ENGINES)/vllm/bin/python RADIXKV_SGLANG=$(ENGINES)/sglang/bin/python \
+	  $(VENV)/bin/python -m pytest -m engines tests/engines tests/examples $(PYTEST)
 
 $(ENGINES)/vllm/.installed: tests/engines/vllm_requirements.txt
-	@mkdir -p $(ENGINES)
-	@python=$$(sh -c '$(find_python)') || exit 1; "$$python" -m venv --clear $(ENGINES)/vllm
-	@echo 'Installing vLLM into $(ENGINES)/vllm: 5 to 15 minutes ...'
-	@$(call show_progress,$(ENGINES)/vllm/install.log) \
-	$(ENGINES)/vllm/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input \
-	  --requirement tests/engines/vllm_requirements.txt >$(ENGINES)/vllm/install.log 2>&1 || { end_progress; \
-	  cat $(ENGINES)/vllm/install.log >&2; exit 1; }; end_progress
+	@$(call install_engine,vllm)
 	@$(ENGINES)/vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
+$(ENGINES)/sglang/.installed: tests/engines/sglang_requirements.txt
+	@$(call install_engine,sglang)
+	@$(ENGINES)/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps sglang==0.5.23
 	@touch $@
 
 fuzz: $(VENV)/.installed-dev
@@ -143,6 +144,16 @@ $(VENV)/.installed-docs: pyproject.toml
 	@export RADIXKV_COMPILE=0; $(call install,docs)
 	@touch $@
 
+# $(call install_engine,NAME): install an engine into an environment of its own.
+define install_engine
+	set -e; mkdir -p $(ENGINES); python=$$(sh -c '$(find_python)'); "$$python" -m venv --clear $(ENGINES)/$(1); \
+	echo 'Installing $(1) into $(ENGINES)/$(1): 5 to 15 minutes ...'; \
+	$(call show_progress,$(ENGINES)/$(1)/install.log) \
+	$(ENGINES)/$(1)/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input \
+	  --requirement tests/engines/$(1)_requirements.txt >$(ENGINES)/$(1)/install.log 2>&1 || { end_progress; \
+	  cat $(ENGINES)/$(1)/install.log >&2; exit 1; }; end_progress
+endef
+
 # $(call install,EXTRA): install radixkv with an extra into $(VENV), editable. Prints one line, and pip's output if it
 # fails.
 define install
@@ -170,7 +181,7 @@ define show_progress
 	    if [ -t 1 ]; then printf '\r\033[K  %d s  %.60s' "$$seconds" "$$step"; \
 	    elif [ $$((seconds % $(PROGRESS_S))) -eq 0 ]; then printf '  %d s  %.100s\n' "$$seconds" "$$step"; fi; \
 	  done ) & progress=$$!; \
-	end_progress() { kill $$progress 2>/dev/null || true; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
+	end_progress() { kill $$progress 2>/dev/null && wait $$progress 2>/dev/null || true; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
 	trap 'end_progress; exit 130' INT TERM;
 endef
 

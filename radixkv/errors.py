@@ -22,6 +22,7 @@
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── ControlError          an engine's control channel: no proof, no message, or a refused command
+    │   └── CommandRefused    the engine refused a command with an error of its own
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
     └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
@@ -260,6 +261,16 @@ class ControlError(RadixKVError):
     """The control channel of an engine: a side doesn't prove its key or sends no message, or a command was refused."""
 
     hint: ClassVar[str] = "Check the path of the socket, and that both sides have keys of one fleet."
+
+
+class CommandRefused(ControlError):
+    """The engine refused a command with an error: ``kind`` is its type's name, ``numbers`` its numbers by name."""
+
+    hint: ClassVar[str] = "Correct what the message names. The command changed nothing."
+
+    def __init__(self, message: str, kind: str, numbers: Mapping[str, int]) -> None:
+        self.kind, self.numbers = kind, numbers
+        super().__init__(message)
 
 
 class KernelError(RadixKVError):

@@ -167,19 +167,8 @@ class KeySet:
 
         Raises OSError.
         """
-        target = Path(path)
-        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         document = {purpose: [key.hex() for key in of] for purpose, of in self._keys.items()}
-        try:
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(document, file, indent=2)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(target)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+        write_private(path, json.dumps(document, indent=2).encode() + b"\n")
 
     @property
     def purposes(self) -> tuple[str, ...]:
@@ -191,6 +180,24 @@ class KeySet:
         if purpose not in self._keys:
             raise ConfigError("keys", list(self._keys), f"keys of the purpose {purpose!r}")
         return self._keys[purpose]
+
+
+def write_private(path: Path | str, content: bytes) -> None:
+    """Replace a file by one that only this user can read (mode 0600). A symbolic link stays, and its target changes.
+
+    Readers find the old content or the new one, also after a crash. Raises OSError; then the old file is there.
+    """
+    target = Path(path).resolve()
+    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(target)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def key_id(key: bytes) -> bytes:

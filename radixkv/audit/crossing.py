@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from radixkv.audit.probe_prompts import FORMS, Prompt, Prompts
+from radixkv.audit.probe_prompts import FORMS, Prompt, Prompts, unknown_at_most
 from radixkv.audit.surfaces import PLAIN, READERS, ROUTED, WRITERS, Extra, Surface, completion
 from radixkv.audit.target import Reply, Target, TargetError
 from radixkv.audit.verdict import Check, Verdict, not_checked
@@ -535,9 +535,9 @@ def judge(probes: Sequence[Probe]) -> Judged:
 
 
 def bound_of(group: Sequence[Probe]) -> int:
-    """Return the most cached tokens that this group's fresh prompts report, plus their spread (maximum − minimum)."""
+    """Return the most cached tokens that a fresh prompt of this group may report."""
     fresh = [found for probe in group if (found := probe.found(probe.fresh)) is not None] or [0]
-    return 2 * max(fresh) - min(fresh)
+    return unknown_at_most(fresh, min(probe.own.prompt_tokens for probe in group))
 
 
 def _sees(probe: Probe, bound: int) -> bool:

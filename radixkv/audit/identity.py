@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixkv.audit.probe_prompts import Prompts
+from radixkv.audit.probe_prompts import Prompts, chance_tokens
 from radixkv.audit.surfaces import PLAIN, READERS, Extra, Surface
 from radixkv.audit.target import Principal, Target, TargetError
 from radixkv.audit.verdict import Check, Verdict, not_checked
@@ -109,14 +109,15 @@ class Identity:
         return Check(3, NAMED, Verdict.ISOLATED, detail, figures)
 
     def _telling(self) -> list[tuple[Surface, int]]:
-        """Return the surfaces through which A finds its own prompt, and what they report for a fresh one."""
+        """Return the surfaces by which A finds its own prompt, and the most that they may report for a fresh one."""
         found = []
         for surface in READERS:
             if surface.name in _WANTED and self._form in surface.forms:
                 fresh = self._fresh(surface, self._a, Extra())
                 own = self._tried(surface, self._a, Extra(), by=self._a)
-                if fresh is not None and own is not None and own > fresh:
-                    found.append((surface, fresh))
+                bound = None if fresh is None or own is None else fresh + chance_tokens(own)
+                if bound is not None and own is not None and own > bound:
+                    found.append((surface, bound))
         return found
 
     def _fresh(self, surface: Surface, reader: Target, extra: Extra) -> int | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 CANARY = re.compile(r"zq[0-9a-f]{12}")
 IDS_A_WORD = 6
+CHANCE_TOKENS = 8
+"""More than the first tokens that random prompts share. A cache that finds tokens inside blocks reports them."""
 _LOWEST_ID, _HIGHEST_ID = 5, 250
 """Ids that every vocabulary has, and that are not special tokens in most."""
 _WORDS = [
@@ -129,3 +131,16 @@ def _word(at: int) -> str:
     if kind == 2:
         return f"{_draw.randrange(10, 100)}{_draw.choice('-+/=')}{_draw.randrange(10, 100)},"
     return "".join(_draw.choices(string.ascii_letters + string.digits, k=4))
+
+
+def chance_tokens(prompt_tokens: int) -> int:
+    """Return how many more tokens of a prompt than of another may be cached by chance: at most a quarter of it."""
+    return min(CHANCE_TOKENS, prompt_tokens // 4)
+
+
+def unknown_at_most(fresh: Sequence[int], prompt_tokens: int) -> int:
+    """Return the most cached tokens that a prompt which was never sent may report, by those that ``fresh`` ones did.
+
+    Their maximum plus their spread (maximum − minimum), or plus ``chance_tokens``.
+    """
+    return max(fresh) + max(max(fresh) - min(fresh), chance_tokens(prompt_tokens))

@@ -29,7 +29,7 @@ from radixkv.audit import handles, operators
 from radixkv.audit.crossing import NAME, Crossing, Space, spaces
 from radixkv.audit.handles import Handles
 from radixkv.audit.identity import ALMOST, NAMED, Identity, names_of
-from radixkv.audit.probe_prompts import Prompt, Prompts, canary
+from radixkv.audit.probe_prompts import Prompt, Prompts, canary, unknown_at_most
 from radixkv.audit.scrapes import NAME as SCRAPED
 from radixkv.audit.scrapes import Listener, Scrapes
 from radixkv.audit.surfaces import Extra, completion, lookup
@@ -288,7 +288,9 @@ class _Base:
             found = _looked_up(self._a, prompt)
             probes.append((fresh, found, self._a.complete(prompt), self._a.complete(prompt)))
             self._progress("content probes", done, self._probes)
-        bound = 2 * max(_cached(each[0]) for each in probes) - min(_cached(each[0]) for each in probes)
+        bound = unknown_at_most(
+            [_cached(each[0]) for each in probes], min(each[0].prompt_tokens for each in probes)
+        )
         leaks = sum(max(_cached(seen), found) > bound for _, found, seen, _ in probes)
         blind = sum(
             2 * _cached(again) < again.prompt_tokens or _cached(again) <= bound for *_, again in probes

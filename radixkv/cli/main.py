@@ -114,7 +114,7 @@ _SERVE_OPTIONS: Mapping[str, str] = {
     "lease-s": "Seconds without a heartbeat after which a replica counts as gone.  [10]",
     "num-blocks": "Blocks in the cache.  [4096]",
     "block-size": "Tokens in a block.  [16]",
-    "engine": "Engine: hf (transformers), or the name of one that an installed package brings.  [hf]",
+    "engine": "Engine: hf (transformers), vllm, or the name of one that an installed package brings.  [hf]",
     "policy": "Eviction policy; policies/README.md compares them.  [learned]",
     "scrub": "Zero reused blocks: cross-tenant (if the tenant changes), always or never.  [cross-tenant]",
     "device": "Torch device of model and cache.  [cpu]",

@@ -9,9 +9,15 @@ user and of root, and commands after both sides have proven the key of the purpo
 
     command    fields                                        answer
     stats                                                    cache: counts of the whole cache, and its blocks
-    tenants    after, limit                                  tenants: counts of each; next: the next ``after``, or null
+    tenants    after, limit, or tenant                       tenants: counts of each; next: the next ``after``, or null
+    set_tenant tenant, and fields of ``config.Tenant``       tenants: their names in the cache
+    remove_tenant  tenant                                    tenants
+    namespaces tenant, after                                 namespaces: digests (``digest_of``); next
     lookup     a namespace; ids                              matched_tokens, matched_blocks
+    touch      a namespace; ids                              tokens
+    clear      a namespace                                   blocks
     pin        a namespace, ttl_s; ids                       id, num_tokens, num_blocks, ttl_s
+    pins       tenant, after, limit                          pins: of each also its namespace's digest; next
     unpin      tenant, id
     purge      tenant, generation                            tenants, generation, blocks
     audit                                                    ok, violations (the first 50), counts, seconds
@@ -19,15 +25,17 @@ user and of root, and commands after both sides have proven the key of the purpo
     reload_keys                                              keys, as read again from the file
 
 A namespace is ``model``, ``adapter``, ``weights``, and either ``tenant`` and ``salt`` or, with a SaltReader, a
-request's ``cache_salt``. ``tenant`` is the cache's name of a tenant. ``purge`` with a SaltReader takes the fleet's name
-of it, too. Its ``generation`` refuses older salts from then on; without it the cache forgets, and salts stay as they
-are. ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
+request's ``cache_salt``. Without ``weights`` it is of the present version. ``tenant`` is the cache's name of a tenant.
+With a SaltReader, commands about one tenant take the fleet's name of it too, except for ``pins`` and ``unpin``.
+``purge`` forgets what the tenant has. If it names a ``generation``, salts of older generations are refused from then
+on. ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
 
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
-``patience_s``, because it is idle, the connection's thread runs the command itself; the cache allows that. Commands
-whose work grows with the cache (``purge``, ``audit``) run in the connection's thread, in slices, as they do over HTTP.
-A stranger costs an engine little: it gets no further than the handshake, and no more than 200 connections a second are
-accepted. Of all clients together, 250 commands a second are begun.
+``patience_s``, the connection's thread runs the command itself; the cache allows that. If the engine says that it makes
+no steps (``is_idle``), that happens at once. Commands whose work grows with the cache (``purge``, ``clear``, ``audit``)
+run in the connection's thread, in slices, as they do over HTTP. A stranger costs an engine little: it gets no further
+than the handshake, and no more than 200 connections a second are accepted. Of all clients together, 250 commands a
+second are begun.
 """
 
 from __future__ import annotations
@@ -41,17 +49,18 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from radixkv.audit.invariants import inspect
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.engines.channel import MAX_REQUEST_BYTES, MAX_TAIL_BYTES, Channel, peer_uid
+from radixkv.engines.control_tenants import SETTINGS, Answer, Fields, TenantCommands, number_of, text_of
 from radixkv.engines.salt import ANONYMOUS, SaltReader
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
 from radixkv.index.cache import PrefixCache
@@ -62,8 +71,6 @@ __all__ = ["MAX_CLIENTS", "SOCKET_NAME", "ControlServer"]
 SOCKET_NAME: Final = "control.sock"
 MAX_CLIENTS: Final = 8
 """Most connections that have proven the key."""
-MAX_PAGE: Final = 32
-"""Most tenants in an answer: half a millisecond of an engine's step."""
 IDLE_S: Final = 60.0
 """Seconds after which a connection without a command is closed."""
 
@@ -75,8 +82,6 @@ _BACKLOG = 128
 _MAX_VIOLATIONS = 50
 _SLICE_PAUSE_S = 0.002
 
-Fields = Mapping[str, Any]
-Answer = dict[str, Any]
 log = logging.getLogger("radixkv.engines")
 
 
@@ -109,6 +114,9 @@ class ControlServer:
     - ``keys_file``: of ``radixkv keys derive``, with keys of the purpose ``control``.
     - ``salts``: the engine's reader of salts. ``purge`` raises generations in it, ``reload_keys`` replaces its keys.
     - ``patience_s``: how long a short command waits for ``run_pending``. 0 for an engine that never calls it.
+    - ``is_idle``: whether the engine makes no steps now. Called by other threads.
+    - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
+    - ``weights``: the version of the weights now. Called by other threads.
 
     Raises ConfigError for a directory that isn't the user's alone or is in use, and for keys that can't be used.
     """
@@ -121,12 +129,16 @@ class ControlServer:
         *,
         salts: SaltReader | None = None,
         patience_s: float = 0.25,
+        is_idle: Callable[[], bool] = lambda: False,
+        on_purge: Callable[[], None] = lambda: None,
+        weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
     ) -> None:
         if not isinstance(patience_s, (int, float)) or not 0 <= patience_s <= 60:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
-        self._patience_s, self._clock = patience_s, clock
+        self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
+        self._on_purge, self._weights = on_purge, weights
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
@@ -135,10 +147,17 @@ class ControlServer:
         self._meeting: list[socket.socket] = []  # connections in the handshake, the oldest first
         self._next_command_at = 0.0
         self._auditing = threading.Lock()
+        self._tenants = tenants = TenantCommands(cache, salts)
         self._commands: dict[str, tuple[Callable[[Fields, bytes], Answer], frozenset[str], bool]] = {
             "stats": (self._stats, frozenset(), True),
-            "tenants": (self._tenants, frozenset({"after", "limit"}), True),
+            "tenants": (tenants.counts, frozenset({"after", "limit", "tenant"}), True),
+            "set_tenant": (tenants.set, SETTINGS | {"tenant"}, True),
+            "remove_tenant": (self._remove, frozenset({"tenant"}), False),
+            "namespaces": (tenants.namespaces, frozenset({"tenant", "after"}), True),
             "lookup": (self._lookup, _NAMESPACE_FIELDS, True),
+            "touch": (self._touch, _NAMESPACE_FIELDS, True),
+            "clear": (self._clear, _NAMESPACE_FIELDS, False),
+            "pins": (tenants.pins, frozenset({"tenant", "after", "limit"}), True),
             "pin": (self._pin, _NAMESPACE_FIELDS | {"ttl_s"}, True),
             "unpin": (self._unpin, frozenset({"tenant", "id"}), True),
             "purge": (self._purge, frozenset({"tenant", "generation"}), False),
@@ -266,7 +285,9 @@ class ControlServer:
         try:
             answer: Answer = {"answer": self._done(*received)}
         except RadixKVError as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            kind, found = type(error).__name__, vars(error)
+            numbers = {name: each for name, each in found.items() if type(each) is int}
+            answer = {"error": f"{kind}: {error}", "kind": kind, "numbers": numbers}
         channel.send(answer)
         return True
 
@@ -297,6 +318,8 @@ class ControlServer:
 
     def _between_steps(self, command: Callable[[], Answer]) -> Answer:
         """Let the engine's thread run a command, or run it here if that doesn't come for ``patience_s``."""
+        if self._is_idle():
+            return command()
         turn = _Turn(command)
         self._waiting.append(turn)
         if not turn.done.wait(self._patience_s):
@@ -317,37 +340,30 @@ class ControlServer:
     def _stats(self, fields: Fields, ids: bytes) -> Answer:
         return {"cache": asdict(self._cache.stats())}
 
-    def _tenants(self, fields: Fields, ids: bytes) -> Answer:
-        """``after``: how many tenants to skip, in the order in which the cache met them."""
-        after, limit = _number(fields, "after", 0, 2**53, 0), _number(fields, "limit", 1, MAX_PAGE, MAX_PAGE)
-        names = self._cache.tenants()
-        page = names[after : after + limit]
-        following = after + limit if after + limit < len(names) else None
-        return {"tenants": [self._tenant(name) for name in page], "next": following}
-
-    def _tenant(self, name: str) -> Answer:
-        settings = self._cache.tenant(name)
-        counts = asdict(self._cache.tenant_stats(name))
-        return {"tenant": name, "mode": "burst" if settings is None else settings.mode, **counts}
-
     def _lookup(self, fields: Fields, ids: bytes) -> Answer:
         match = self._cache.match(self._namespace(fields), ids)
         return {"matched_tokens": match.num_tokens, "matched_blocks": match.num_blocks}
+
+    def _touch(self, fields: Fields, ids: bytes) -> Answer:
+        return {"tokens": self._cache.touch(self._namespace(fields), ids)}
+
+    def _clear(self, fields: Fields, ids: bytes) -> Answer:
+        return {"blocks": self._cache.clear(self._namespace(fields))}
 
     def _pin(self, fields: Fields, ids: bytes) -> Answer:
         pin = self._cache.pin(self._namespace(fields), ids, fields.get("ttl_s"))
         return {"id": pin.id, "num_tokens": pin.num_tokens, "num_blocks": pin.num_blocks, "ttl_s": pin.ttl_s}
 
     def _unpin(self, fields: Fields, ids: bytes) -> Answer:
-        pin_id = _number(fields, "id", 1, 2**53, None)
-        found = self._cache.pins(_text(fields, "tenant"), after=pin_id - 1, limit=1)
+        pin_id = number_of(fields, "id", 1, 2**53, None)
+        found = self._cache.pins(text_of(fields, "tenant"), after=pin_id - 1, limit=1)
         if not found or found[0].id != pin_id:
             raise LeaseError(f"there is no pin {pin_id} of this tenant")
         self._cache.unpin(found[0])
         return {}
 
     def _purge(self, fields: Fields, ids: bytes) -> Answer:
-        tenant, generation = _text(fields, "tenant"), fields.get("generation")
+        tenant, generation = text_of(fields, "tenant"), fields.get("generation")
         if self._salts is None:
             if generation is not None:
                 raise ArgumentError("generation", generation, "none, because this engine reads no salts")
@@ -357,8 +373,19 @@ class ControlServer:
             if generation is not None:  # before the purge: no older request may fill the cache behind it
                 for name in names:
                     self._salts.raise_generation(name, generation)
-        blocks = sum([self._cache.purge(name) for name in names])
+        self._on_purge()
+        try:
+            blocks = sum([self._cache.purge(name) for name in names])
+        finally:
+            self._on_purge()
         return {"tenants": names, "generation": self._generation(names), "blocks": blocks}
+
+    def _remove(self, fields: Fields, ids: bytes) -> Answer:
+        self._on_purge()
+        try:
+            return self._tenants.remove(fields, ids)
+        finally:
+            self._on_purge()
 
     def _generation(self, names: list[str]) -> int:
         if self._salts is None or names == [ANONYMOUS]:
@@ -399,30 +426,18 @@ class ControlServer:
         return keys
 
     def _namespace(self, fields: Fields) -> Namespace:
-        given = {name: fields[name] for name in ("adapter", "weights") if name in fields}
-        model = _text(fields, "model")
+        given = {"weights": self._weights()} | {
+            name: fields[name] for name in ("adapter", "weights") if name in fields
+        }
+        model = text_of(fields, "model")
         if "cache_salt" not in fields:
-            return Namespace(_text(fields, "tenant"), model, salt=fields.get("salt", ""), **given)
+            return Namespace(text_of(fields, "tenant"), model, salt=fields.get("salt", ""), **given)
         if self._salts is None or "tenant" in fields or "salt" in fields:
             raise ArgumentError("cache_salt", "…", "given alone, to an engine that reads salts")
         return self._salts.read(fields["cache_salt"]).namespace(model, **given)
 
 
 _NAMESPACE_FIELDS = frozenset({"tenant", "model", "adapter", "salt", "weights", "cache_salt"})
-
-
-def _number(fields: Fields, name: str, low: int, high: int, default: int | None) -> int:
-    value = fields.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ArgumentError(name, value, f"an integer from {low} to {high}")
-    return value
-
-
-def _text(fields: Fields, name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise ArgumentError(name, value, "a string")
-    return value
 
 
 def _own_directory(path: Path) -> int:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from radixkv.engines.channel import Channel, peer_uid
-from radixkv.errors import ControlError
+from radixkv.errors import CommandRefused, ControlError
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.signing import KeySet
 
@@ -71,7 +71,8 @@ class ControlClient:
     ) -> dict[str, Any]:
         """Return the answer to a command. ``ids``: token ids in any form, at most 131,072.
 
-        Raises ControlError with the engine's reason, or if the connection fails; then make a new client. TokenError.
+        Raises CommandRefused with the engine's reason, ControlError if the connection fails; then make a new client.
+        TokenError.
         """
         try:
             with suppress(BrokenPipeError):  # the engine may have said why, before it closed the connection
@@ -83,9 +84,15 @@ class ControlClient:
             raise ControlError("the engine closed the connection")
         document, _ = received
         answer = document.get("answer")
-        if not isinstance(answer, dict):
-            raise ControlError(f"the engine refuses the command: {document.get('error')}")
-        return answer
+        if isinstance(answer, dict):
+            return answer
+        message, kind = f"the engine refuses the command: {document.get('error')}", document.get("kind")
+        numbers = document.get("numbers")
+        if isinstance(kind, str) and isinstance(numbers, dict):
+            raise CommandRefused(
+                message, kind, {name: each for name, each in numbers.items() if type(each) is int}
+            )
+        raise ControlError(message)
 
     def tenants(self) -> Iterator[dict[str, Any]]:
         """Yield the counts of each tenant, page by page. A tenant that comes or goes meanwhile may be left out."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from radixkv.config import Namespace, Scrub, Tenant
 from radixkv.errors import CapacityError, ConfigError
@@ -42,13 +42,17 @@ WaitForRoom: TypeAlias = Callable[[CapacityError], bool]
 class EngineLimits:
     """What a request may need: ids below ``vocab_size``, at most ``max_model_len`` tokens with their answer.
 
-    The cache has ``num_blocks`` blocks of ``block_size`` tokens.
+    The cache has ``num_blocks`` blocks of ``block_size`` tokens. ``num_together``: how many calls of ``generate`` of
+    one tenant the engine batches; 1 if they run one after another. ``cache_waits``: whether calls of the cache wait,
+    because it is in another process.
     """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
+    num_together: int = 1
+    cache_waits: bool = False
 
     @property
     def num_cache_tokens(self) -> int:
@@ -248,6 +252,14 @@ class Engine(Protocol):
         """Return which laws its cache breaks now; empty if it is sound. O(resident blocks), in slices."""
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """An engine that has to be closed, such as one with a process of its own. Others are left alone."""
+
+    def close(self) -> None:
+        """End it, after all its calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What ``radixkv serve`` knows when it loads an engine.
@@ -289,7 +301,7 @@ LoadEngine: TypeAlias = Callable[[EngineSettings], LoadedEngine]
 ENTRY_POINTS: Final = "radixkv.engines"
 """The group of entry points by which other packages bring engines: a name, and a ``LoadEngine``."""
 
-_BUILT_IN: Mapping[str, str] = {"hf": "radixkv.engines.hf_load"}
+_BUILT_IN: Mapping[str, str] = {"hf": "radixkv.engines.hf_load", "vllm": "radixkv.engines.vllm_serve"}
 
 
 def find_engine(name: str) -> LoadEngine:

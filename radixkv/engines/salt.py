@@ -4,14 +4,14 @@ vLLM and SGLang pass one free text of a request to their cache, its ``cache_salt
 it (``make_salt``). The adapter inside the engine reads it (``SaltReader``):
 
     rks1.      the prefix
-    32 bytes   digest of the tenant: HMAC-SHA256(key "digests", ("tenant", name)); the name itself is not in the salt
+    16 bytes   digest of the tenant, of HMAC-SHA256(key "digests", ("tenant", name)); the name itself is not in it
      7 bytes   generation of the tenant, big-endian
-    32 bytes   digest of the name of a published base; zeros: none
-    32 bytes   digest of the client's own salt, for this tenant
+    16 bytes   digest of the name of a published base; zeros: none
+    16 bytes   digest of the client's own salt, for this tenant
     32 bytes   HMAC-SHA256(key "salts", ("salt", all of the above)), compared in constant time
 
-The bytes follow the prefix in URL-safe base64: always 180 characters, without padding or spare bits. So a salt has one
-text, of SALT_CHARACTERS.
+The bytes follow the prefix in URL-safe base64: always 116 characters, without padding or spare bits. So a salt has one
+text, of SALT_CHARACTERS. vLLM's HTTP server takes at most 128.
 
 A text that begins with ``rks``, in upper or lower case, is a salt or refused. Any other text is the tenant ANONYMOUS,
 and names a namespace of that tenant; so does the absence of a salt. No digest has the name ANONYMOUS.
@@ -41,28 +41,29 @@ __all__ = ["ANONYMOUS", "SALT_CHARACTERS", "SaltOwner", "SaltReader", "make_salt
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without a salt of the fleet."""
 PREFIX: Final = "rks1."
-SALT_CHARACTERS: Final = 185
+SALT_CHARACTERS: Final = 121
 """Length of every salt."""
 MAX_SALT_BYTES: Final = 512
 """Most bytes of a request's ``cache_salt``, also of an anonymous request."""
 MAX_GENERATION: Final = 2**53 - 1
 """The highest generation: JSON and Redis keep it exactly."""
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 16
+_MAC_BYTES = 32
 _GENERATION_BYTES = 7
 _NO_BASE = bytes(_DIGEST_BYTES)
-_SALT = re.compile(re.escape(PREFIX) + "[A-Za-z0-9_-]{180}")
+_SALT = re.compile(re.escape(PREFIX) + "[A-Za-z0-9_-]{116}")
 _CLAIMED = re.compile("rks", re.IGNORECASE | re.ASCII)
-_TENANT_ID = re.compile("t-[0-9a-f]{64}")
+_TENANT_ID = re.compile("t-[0-9a-f]{32}")
 
 
 class SaltOwner(NamedTuple):
     """Whose request it is.
 
-    - ``tenant``: ``t-`` and 64 hex digits, or ANONYMOUS. The cache's tenant id.
+    - ``tenant``: ``t-`` and 32 hex digits, or ANONYMOUS. The cache's tenant id.
     - ``salt``: the namespace's salt: the generation, the base and the client's salt.
     - ``generation``: 0 for ANONYMOUS.
-    - ``base``: ``b-`` and 64 hex digits of the base that the tenant may read; None: none.
+    - ``base``: ``b-`` and 32 hex digits of the base that the tenant may read; None: none.
     """
 
     tenant: str
@@ -95,13 +96,17 @@ def make_salt(
     digests, salts = keys.accepted("digests")[0], keys.accepted("salts")[0]
     payload = b"".join(
         (
-            mac(digests, "tenant", tenant),
+            mac(digests, "tenant", tenant)[:_DIGEST_BYTES],
             generation.to_bytes(_GENERATION_BYTES, "big"),
-            _NO_BASE if base is None else mac(digests, "base", base),
-            mac(digests, "client salt", tenant, client_salt),
+            _NO_BASE if base is None else mac(digests, "base", base)[:_DIGEST_BYTES],
+            mac(digests, "client salt", tenant, client_salt)[:_DIGEST_BYTES],
         )
     )
-    return PREFIX + urlsafe_b64encode(payload + mac(salts, "salt", payload)).decode()
+    return _signed(payload, salts)
+
+
+def _signed(payload: bytes, key: bytes) -> str:
+    return PREFIX + urlsafe_b64encode(payload + mac(key, "salt", payload)).decode()
 
 
 def is_engine_tenant(name: str) -> bool:
@@ -123,7 +128,7 @@ class SaltReader:
     def __init__(self, keys: KeySet, *, allows_anonymous: bool = True, max_tenants: int = 65_536) -> None:
         if not isinstance(max_tenants, int) or isinstance(max_tenants, bool) or max_tenants < 1:
             raise ConfigError("max_tenants", max_tenants, "an integer, at least 1")
-        self._allows_anonymous, self._max_tenants = bool(allows_anonymous), max_tenants
+        self.allows_anonymous, self._max_tenants = bool(allows_anonymous), max_tenants
         self._generations: dict[str, int] = {}
         self._lock = threading.Lock()
         self.use(keys)
@@ -161,6 +166,21 @@ class SaltReader:
         salt = f"{generation}.{base.hex()}.{client_salt.hex()}"
         return SaltOwner(tenant, salt, generation, None if base == _NO_BASE else f"b-{base.hex()}")
 
+    def cache_salt(self, tenant: str, salt: str) -> str | None:
+        """Return the ``cache_salt`` of a tenant id and its namespaces' salt; None if there is none. About 15 µs."""
+        if tenant == ANONYMOUS:
+            return salt or None
+        generation, base, client_salt = salt.split(".")
+        payload = b"".join(
+            (
+                bytes.fromhex(tenant.removeprefix("t-")),
+                int(generation).to_bytes(_GENERATION_BYTES, "big"),
+                bytes.fromhex(base),
+                bytes.fromhex(client_salt),
+            )
+        )
+        return _signed(payload, self._salts[0])
+
     def generation(self, tenant: str) -> int:
         """Return the newest known generation of a tenant id, 0 if none is known."""
         return self._generations.get(tenant, 0)
@@ -177,7 +197,7 @@ class SaltReader:
             return [tenant]
         if not self._digests:
             raise ConfigError("keys", "…", "keys of the purpose 'digests', to find a tenant by its name")
-        return [f"t-{mac(key, 'tenant', tenant).hex()}" for key in self._digests]
+        return [f"t-{mac(key, 'tenant', tenant)[:_DIGEST_BYTES].hex()}" for key in self._digests]
 
     def raise_generation(self, tenant: str, generation: int) -> int:
         """Refuse the salts of a tenant id that are older than ``generation``.
@@ -194,7 +214,7 @@ class SaltReader:
     def _anonymous(self, text: str) -> SaltOwner:
         if len(text.encode()) > MAX_SALT_BYTES:
             raise SaltError(f"cache_salt is not a text of at most {MAX_SALT_BYTES} bytes of UTF-8")
-        if not self._allows_anonymous:
+        if not self.allows_anonymous:
             raise SaltError(
                 "this engine serves no request without a cache_salt that the fleet's gateway made"
             )
@@ -204,7 +224,7 @@ class SaltReader:
         """Return what the MAC of a salt covers. Raises SaltError, the same for every forgery."""
         is_formed = _SALT.fullmatch(text) is not None
         content = urlsafe_b64decode(text[len(PREFIX) :]) if is_formed else bytes(0)
-        payload, found = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+        payload, found = content[:-_MAC_BYTES], content[-_MAC_BYTES:]
         is_made = [hmac.compare_digest(mac(key, "salt", payload), found) for key in self._salts]
         if not any(is_made):
             raise SaltError("cache_salt was not made with a key of this fleet")

@@ -11,29 +11,42 @@ as it is.
     RADIXKV_KEYS        file of the engine's keys (``radixkv keys derive``): tenants come from salts (``engines.salt``)
     RADIXKV_ANONYMOUS   0 refuses requests without such a salt
     RADIXKV_MODEL       identity of model and tokenizer in namespaces; default: vllm
+    RADIXKV_SOCKET, RADIXKV_EVENTS…    control channel and KV events: ``vllm_outlets``
 
-A request whose salt is refused is served without the cache. Refused at the start, by name: another version of
-vLLM, several groups of KV blocks, encoder-decoder models, KV connectors, context parallelism.
+A request whose salt is refused is served without the cache; with ``RADIXKV_ANONYMOUS=0`` it ends with an error, before
+anything is computed. KV connectors work beside the cache. When weights change in place, what the old ones computed is
+found no more, paused or not (``vllm_weights``). Refused at the start, by name: another version of vLLM, several groups
+of KV blocks, encoder-decoder models, context parallelism.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, Final
 
 import vllm
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from radixkv.config import Namespace
+from radixkv.engines import vllm_weights, vllm_worker
+from radixkv.engines.request_keys import RequestFacts, facts_of
 from radixkv.engines.salt import SaltReader
-from radixkv.engines.vllm_cache import RequestFacts, VllmCache
+from radixkv.engines.vllm_cache import VllmCache
+from radixkv.engines.vllm_hashes import vllm_hashes
+from radixkv.engines.vllm_outlets import Outlets
 from radixkv.errors import ConfigError
+from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
 
@@ -49,21 +62,31 @@ class RadixManager(KVCacheManager):
 
     block_pool: Any
 
-    def __init__(self, kv_cache_config: Any, max_model_len: int, **settings: Any) -> None:
+    def __init__(
+        self, kv_cache_config: Any, max_model_len: int, vllm_config: Any = None, **settings: Any
+    ) -> None:
+        """``vllm_config``: of the engine; without it there is neither a control channel nor an event."""
         _require_one_group(kv_cache_config, settings)
         super().__init__(kv_cache_config=kv_cache_config, max_model_len=max_model_len, **settings)
         self.enable_caching = True
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._salts, self._adapters = _salts(), dict[str, tuple[str, str]]()
+        self.outlets = self._outlets(vllm_config, spec.block_size)
         self.radixkv = VllmCache(
             kv_cache_config.num_blocks,
             spec.block_size,
             max_model_len,
             model=os.environ.get("RADIXKV_MODEL", "vllm"),
-            salts=_salts(),
+            salts=self._salts,
             policy=os.environ.get("RADIXKV_POLICY", "learned"),
+            scrub=vllm_worker.is_loaded(),
+            make=partial(PrefixCache, journal=self.outlets.journal),
+            copies=not self.use_eagle and spec.kv_quant_mode <= KVQuantMode.FP8_PER_TENSOR,
         )
+        vllm_weights.watch(self.radixkv.weights_change)
         self._vllm_blocks = self.block_pool.blocks
-        self.block_pool = _FencedPool(self.block_pool)
+        self.block_pool = _FencedPool(self.block_pool, self.radixkv)
+        self.coordinator: Any = _Coordinator(self.coordinator, self.radixkv, spec.block_size)
 
     # --- requests
 
@@ -101,10 +124,22 @@ class RadixManager(KVCacheManager):
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens,
             num_new_tokens,
             num_lookahead=num_lookahead_tokens,
+            num_rows=num_new_computed_tokens % self.radixkv.block_size,
             must_fit=full_sequence_must_fit,
-            spare_blocks=reserved_blocks + watermark,
+            spare_blocks=watermark,
+            reserved_blocks=reserved_blocks,
+            num_loaded=num_external_computed_tokens,
+            is_beside=delay_cache_blocks,
         )
+        if ids and skip_zeroing_group_ids:
+            self.radixkv.leave_unzeroed(ids)
         return None if ids is None else self._blocks(ids)
+
+    def fits_its_tenant(self, request: Any, num_lookahead_tokens: int) -> bool | None:
+        """Return whether a request can begin within its tenant's limit; None if it never can."""
+        return self.radixkv.fits_its_tenant(
+            request.request_id, self._facts(request), request._all_token_ids, num_lookahead_tokens
+        )
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Commit tokens of finished steps."""
@@ -153,12 +188,47 @@ class RadixManager(KVCacheManager):
         """Return the blocks that must be zeroed before the step."""
         return self.radixkv.take_blocks_to_zero()
 
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
+        """Return the copies that run before the step, and their sources' holds, for ``block_pool.free_blocks``."""
+        taken = self.radixkv.take_copies()
+        if not taken:
+            return [], []
+        return [KVCacheBlockCopy(source, target) for source, target, _ in taken], [hold for *_, hold in taken]
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Let the blocks of a request be zeroed from a token on: a load left them unwritten."""
+        self.radixkv.zero_from(request_id, start_token)
+
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Never called without a KV connector."""
-        raise ConfigError("kv_connector", "…", "no KV connector beside radixkv.engines.vllm")
+        """Forget blocks of running requests, whose load failed, and what was computed behind them."""
+        self.radixkv.lose(block_ids)
 
     def _facts(self, request: Any) -> RequestFacts:
-        return _KNOWN if self.radixkv.knows(request.request_id) else _facts(request)
+        if self.radixkv.knows(request.request_id):
+            return _KNOWN
+        facts, lora = facts_of(request), request.lora_request
+        if facts.adapter is not None:
+            self._adapters[facts.adapter] = lora.lora_name, lora.lora_path
+        return facts
+
+    def _outlets(self, vllm_config: Any, block_size: int) -> Outlets:
+        if vllm_config is None:
+            return Outlets({}, block_size)
+        events = vllm_config.kv_events_config
+        is_wanted = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        return Outlets(
+            os.environ,
+            block_size,
+            rank=vllm_config.parallel_config.data_parallel_index,
+            events=events if is_wanted else None,
+            hashes=lambda: vllm_hashes(algorithm, block_size, self._salt_of, self._adapters),
+        )
+
+    def _salt_of(self, namespace: Namespace) -> str | None:
+        if self._salts is None:
+            return namespace.salt or None
+        return self._salts.cache_salt(namespace.tenant, namespace.salt)
 
     def _blocks(self, ids: list[int]) -> KVCacheBlocks:
         blocks = self._vllm_blocks
@@ -168,8 +238,16 @@ class RadixManager(KVCacheManager):
 class _FencedPool:
     """The block pool that vLLM's scheduler sees. What it gives back are fences."""
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, pool: Any, cache: VllmCache) -> None:
+        self._pool, self._cache = pool, cache
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks requests can get."""
+        return self._cache.num_available
+
+    def get_usage(self) -> float:
+        """Return the share of blocks that requests hold."""
+        return self._cache.usage
 
     def free_blocks(self, fences: Iterable[Fence]) -> None:
         """Lift the fences."""
@@ -180,27 +258,86 @@ class _FencedPool:
         return getattr(self._pool, name)
 
 
+class _Coordinator:
+    """The coordinator that vLLM's scheduler sees: it asks which blocks running requests will need."""
+
+    def __init__(self, stock: Any, cache: VllmCache, block_size: int) -> None:
+        self._stock, self._cache, self._size = stock, cache, block_size
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> int:
+        """Return how many blocks a request lacks for ``num_tokens`` tokens."""
+        return max(-(-num_tokens // self._size) - len(self._cache.blocks(request_id)), 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
 class _Steps:
     """Both schedulers' part: a number for each step, and its end when its output has come."""
 
     kv_cache_manager: Any
+    requests: dict[str, Any]
+    running: list[Any]
+    num_lookahead_tokens: int
+    prev_step_scheduled_req_ids: set[str]
+    grammar_compile_error_reqs: set[str]
+    failed_recving_kv_req_ids: set[str]
+    recompute_kv_load_failures: bool
+    has_requests: Callable[[], bool]
+    _preempt_request: Callable[..., None]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         stock = vllm_scheduler.KVCacheManager
         self._running_steps: deque[tuple[int, Any]] = deque()
         self._is_off = os.environ.get("RADIXKV_OFF") == "1"
+        config: Any = named["vllm_config"] if "vllm_config" in named else args[0]
+        events = config.kv_events_config
         if not self._is_off:
             _require_known(*args, **named)
-            vllm_scheduler.KVCacheManager = RadixManager
+            vllm_scheduler.KVCacheManager = partial(RadixManager, vllm_config=copy(config))
+            config.kv_events_config = None  # the outlets publish them
         try:
             super().__init__(*args, **named)
         finally:
             vllm_scheduler.KVCacheManager = stock
+            config.kv_events_config = events
+        if self._is_off:
+            return
+        if vllm_worker.is_loaded():
+            self.needs_kv_cache_zeroing = True
+        manager = self.kv_cache_manager
+        cache = manager.radixkv
+        manager.outlets.start(
+            cache, manager._salts, lambda: not self.has_requests(), weights=lambda: cache.weights
+        )
+
+    def add_request(self, request: Any) -> None:
+        """Let a request wait. One without a valid salt, where that is required, ends with an error at the next step."""
+        is_new = not self._is_off and request.request_id not in self.requests
+        if is_new and self.kv_cache_manager.radixkv.refuses(request.cache_salt):
+            # vLLM's own way to end a request that is never scheduled, as for a grammar that can't be compiled
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = None
+            self.grammar_compile_error_reqs.add(request.request_id)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Return whether a waiting request can begin. One whose tenant is at its limit waits, and others pass it."""
+        is_ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        if not is_ready or self._is_off:
+            return is_ready
+        fits = self.kv_cache_manager.fits_its_tenant(request, self.num_lookahead_tokens)
+        if fits is None:  # it ends with an error, as above
+            self.grammar_compile_error_reqs.add(request.request_id)
+        return bool(fits)
 
     def schedule(self, *args: Any, **named: Any) -> Any:
         """Schedule a step."""
         if self._is_off:
             return super().schedule(*args, **named)  # type: ignore[misc]
+        self.kv_cache_manager.outlets.run_pending()
+        for request_id in self.kv_cache_manager.radixkv.take_stale():
+            self._begin_again(request_id)
         step = self.kv_cache_manager.radixkv.begin_step()
         output = super().schedule(*args, **named)  # type: ignore[misc]
         self._running_steps.append((step, output))
@@ -208,12 +345,43 @@ class _Steps:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Commit what the step computed, then let vLLM take its output: that may end requests."""
+        loads = model_runner_output.kv_connector_output
+        lost = self.kv_cache_manager.radixkv.lose(loads.invalid_block_ids) if self._has_failed(loads) else []
         is_known = any(output is scheduler_output for _, output in self._running_steps)
         while is_known:
             step, output = self._running_steps.popleft()
             self.kv_cache_manager.radixkv.end_step(step)
             is_known = output is not scheduler_output
+        if lost and self.recompute_kv_load_failures:
+            for request_id in lost:
+                self._begin_again(request_id)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _has_failed(self, loads: Any) -> bool:
+        return not self._is_off and loads is not None and bool(loads.invalid_block_ids)
+
+    def shutdown(self) -> None:
+        """End the control channel and the events too."""
+        if not self._is_off:
+            self.kv_cache_manager.outlets.close()
+        super().shutdown()  # type: ignore[misc]
+
+    def _begin_again(self, request_id: str) -> None:
+        """Compute a request anew, as vLLM does at a reset of the cache: its tenant was purged, or its KV are wrong."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            # A load still writes its blocks: vLLM frees them when it has ended.
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request_id)
+            return
+        if request is None or request.status != RequestStatus.RUNNING:
+            self.kv_cache_manager.radixkv.release(request_id)
+            if request is not None and not request.is_finished():
+                request.num_computed_tokens = 0
+            return
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        self.prev_step_scheduled_req_ids.discard(request_id)
 
 
 class Scheduler(_Steps, VllmScheduler):
@@ -222,21 +390,6 @@ class Scheduler(_Steps, VllmScheduler):
 
 class AsyncScheduler(_Steps, VllmAsyncScheduler):
     """vLLM's asynchronous scheduler with radixkv as its cache."""
-
-
-def _facts(request: Any) -> RequestFacts:
-    lora = request.lora_request
-    material = tuple(
-        (each.mm_position.offset, each.mm_position.length, str(each.identifier))
-        for each in request.mm_features
-    )
-    return RequestFacts(
-        request.cache_salt,
-        None if lora is None else f"{lora.lora_name}:{lora.lora_int_id}",
-        material,
-        not request.skip_reading_prefix_cache,
-        request.prompt_embeds is not None,
-    )
 
 
 def _salts() -> SaltReader | None:
@@ -253,7 +406,6 @@ def _require_known(vllm_config: Any, *_: Any, **__: Any) -> None:
         raise ConfigError("vllm", vllm.__version__, allowed)
     refused = {
         "an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
-        "a KV connector": vllm_config.kv_transfer_config is not None,
         "context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
     }
     for name, is_there in refused.items():

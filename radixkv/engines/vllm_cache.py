@@ -3,6 +3,7 @@
     vLLM's scheduler asks                 here
     which blocks are computed             lookup      also blocks that an unfinished step computes
     slots for the tokens of a step        allocate    opens a sequence, extends it, reserves room for unknown ids
+    loads into blocks failed              lose        before end_step: nothing of them is ever matched
     a step is over                        end_step    commits its blocks, which vLLM's own manager did before the step
     tokens of which the ids are known now commit
     the request ends, or is preempted     release     at once, or behind a fence
@@ -12,60 +13,76 @@
 Tokens of a request may have no ids yet: drafts, look-ahead, and samples of a step that isn't over. Their room is
 reserved, so the ids of blocks that the worker knows never change. What vLLM schedules is computed by the step in which
 it is scheduled, and vLLM writes all KV of a layer before it reads any. So requests of one step share a prompt.
+
+A KV connector may load tokens in a step, or beside the steps. Such a load may fail. So loaded tokens, and what is
+computed behind them, are offered to no other request until their step is over, and committed only if no load failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from hashlib import sha256
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
+from typing import Final
 
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.salt import SaltOwner, SaltReader
-from radixkv.errors import ArgumentError, CapacityError, ConfigError, NamespaceError, SaltError, TokenError
+from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
+from radixkv.engines.salt import SaltReader
+from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, StaleGeneration
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
-from radixkv.index.key_material import Material, key_of
+from radixkv.index.leases import Lease
 from radixkv.index.sequence import Sequence as Held
-from radixkv.index.tokens import TOKEN_BYTES, encode
-from radixkv.signing import is_text
+from radixkv.index.tails import drop, find, keep
+from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES
 
 NULL_BLOCK: Final = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What a request's KV depend on, beside its ids.
-
-    - ``cache_salt``: decides whose request it is (``SaltReader``).
-    - ``adapter``: name of the LoRA adapter.
-    - ``material``: ``(offset, length, identifier)`` of each image or sound in the prompt.
-    - ``looks_up``: False for a request that needs the logits of all its tokens.
-    - ``is_private``: True if its KV depend on something that no key covers, such as prompt embeddings. It finds nothing
-      and leaves nothing.
-    """
-
-    cache_salt: str | None = None
-    adapter: str | None = None
-    material: tuple[tuple[int, int, str], ...] = ()
-    looks_up: bool = True
-    is_private: bool = False
-
-
-class _Request:
+class _Request(RequestKey):
     """A request that vLLM has named.
 
-    ``num_told``: how many of its blocks vLLM knows. ``num_computing``: tokens up to which steps compute it.
+    - ``num_told``: how many of its blocks vLLM knows.
+    - ``num_computing``: up to which token steps compute it.
+    - ``num_given``: tokens at its first lookup.
+    - ``copied``: the key, to its end, of the block whose first rows it found. ``copies``: False once that had no room.
+    - ``num_most_blocks``: the most blocks that it may come to have; 0 if its tenant has no limit.
+    - ``num_unverified``: running steps that load its tokens, or compute behind loaded ones. Steps before ``valid_from``
+      don't count: a load failed.
     """
 
-    __slots__ = ("facts", "key", "namespace", "num_computing", "num_keyed", "num_told", "sequence")
+    __slots__ = (
+        "copied",
+        "copies",
+        "num_computing",
+        "num_given",
+        "num_most_blocks",
+        "num_told",
+        "num_unverified",
+        "sequence",
+        "valid_from",
+    )
 
-    def __init__(self, namespace: Namespace, facts: RequestFacts) -> None:
-        self.namespace, self.facts = namespace, facts
-        self.key = bytearray()
-        self.num_computing = self.num_keyed = self.num_told = 0
+    def __init__(self, namespace: Namespace, facts: RequestFacts, block_size: int) -> None:
+        super().__init__(namespace, facts, block_size)
+        self.num_computing = self.num_given = self.num_told = self.num_unverified = self.valid_from = 0
+        self.num_most_blocks = 0
         self.sequence: Held | None = None
+        self.copied, self.copies = b"", True
+
+
+class Copied:
+    """The source of a copy, the block ``block_id``, which nobody may evict before ``lift``."""
+
+    __slots__ = ("_lease", "block_id")
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease, self.block_id = lease, int(lease.block_ids[-1])
+
+    def lift(self) -> None:
+        """Let the source be evicted."""
+        if self._lease.is_open:
+            self._lease.release()
 
 
 class VllmCache:
@@ -75,6 +92,10 @@ class VllmCache:
     - ``salts``: reads whose request it is. None: all requests are of one tenant, by their salts in namespaces.
     - ``policy``: the eviction policy.
     - ``scrub``: whether blocks that change tenant are named by ``take_blocks_to_zero``.
+    - ``copies``: whether the engine copies blocks before a step (``take_copies``). Then a request also finds tokens in
+      the middle of a block, such as a beam of the last step, and gets a copy of them.
+
+    ``weights`` is the version of the model's weights, in the namespaces of requests that begin now.
 
     Raises ConfigError. One thread uses it at a time, except for what the control channel does with ``cache``.
     """
@@ -89,6 +110,7 @@ class VllmCache:
         salts: SaltReader | None = None,
         policy: str = "learned",
         scrub: bool = False,
+        copies: bool = False,
         make: Callable[..., PrefixCache] = PrefixCache,
     ) -> None:
         if num_blocks < 2:
@@ -100,14 +122,36 @@ class VllmCache:
             default_tenant=Tenant("default"),
             writes_before_reads=True,
         )
-        self._to_zero: list[int] = []
+        self._to_zero: dict[int, None] = {}
+        self._zeroing, self._scrubs = Lock(), scrub
+        self._has_copies, self._copies = copies, dict[str, tuple[int, int, Copied]]()
         self.cache = make(config, scrub_blocks=self._note_to_zero if scrub else None)
         every = self.cache.allocate(num_blocks)
         self.cache.free(every[every != NULL_BLOCK])
-        self._size, self._max_model_len, self._model, self._salts = block_size, max_model_len, model, salts
+        self._size, self._max_model_len = block_size, max_model_len
+        self._keys = RequestKeys(model, salts)
+        self.weights = 0
         self._num_blocks = num_blocks - 1
         self._requests: dict[str, _Request] = {}
-        self._step = self.num_refused_salts = 0
+        self._may_be_stale = False
+        self._most_blocks: Counter[str] = Counter()
+        self._pinned_blocks: dict[str, int] = {}
+        self._step = 0
+        self._unverified: dict[int, list[tuple[_Request, int]]] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._size
+
+    @property
+    def num_refused_salts(self) -> int:
+        """Requests that got no cache because their salt or adapter was refused."""
+        return self._keys.num_refused
+
+    def refuses(self, cache_salt: str | None) -> bool:
+        """Whether only requests with a valid salt are served, and this one isn't."""
+        return self._keys.refuses(cache_salt)
 
     # --- requests
 
@@ -118,15 +162,43 @@ class VllmCache:
     def lookup(self, request_id: str, facts: RequestFacts, ids: Sequence[int]) -> tuple[list[int], int]:
         """Return the blocks that are resident, and how many tokens are found: also those that a running step computes.
 
-        Always less than all of ``ids``: the last token is computed for its logits.
+        Always less than all of ``ids``: the last token is computed for its logits. With copies the last block may be
+        found in part.
         """
         request = self._request(request_id, facts, ids)
         if request.facts.is_private or not request.facts.looks_up or len(ids) < 2:
             return [], 0
         key = bytes(request.key)
-        num_found = self.cache.match_ahead(request.namespace, key)
-        match = self.cache.match(request.namespace, key[: num_found * TOKEN_BYTES])
-        return match.block_ids.tolist(), num_found
+        found = find(self.cache, request.namespace, key, self._has_copies and request.copies)
+        request.copied = key[: found.num_tokens * TOKEN_BYTES] + found.tail_key if found.num_rows else b""
+        return found.block_ids.tolist(), found.num_tokens + found.num_rows
+
+    def fits_its_tenant(
+        self, request_id: str, facts: RequestFacts, ids: Sequence[int], num_lookahead: int = 0
+    ) -> bool | None:
+        """Return whether a request can begin, and run to its end, within its tenant's limit. None: it never can.
+
+        The tenant's running requests are taken at the most tokens that they may come to have. So none of them meets the
+        limit later, where vLLM would preempt requests of others to make room. O(1) but for a tenant's first call of a
+        step: O(its namespaces).
+        """
+        request = self._request(request_id, facts, ids)
+        tenant = request.namespace.tenant
+        settings = self.cache.tenant(tenant)
+        limit = None if settings is None else settings.limit
+        if limit is None or request.sequence is not None:
+            return True
+        most = max(request.facts.num_most, len(ids)) + num_lookahead
+        request.num_most_blocks = self._blocks_of(min(most, self._max_model_len))
+        if request.num_most_blocks > limit:
+            return None
+        request.copies = False  # a copy holds one more block
+        if tenant not in self._pinned_blocks:
+            self._pinned_blocks[tenant] = self.cache.tenant_stats(tenant).pinned_blocks
+        left = limit - self._most_blocks[tenant] - request.num_most_blocks
+        if left >= (pinned := self._pinned_blocks[tenant]) or left < 0:
+            return left >= 0
+        return left >= pinned - self.cache.match(request.namespace, bytes(request.key)).num_blocks
 
     def allocate(
         self,
@@ -137,85 +209,168 @@ class VllmCache:
         num_new: int,
         *,
         num_lookahead: int = 0,
+        num_rows: int = 0,
         must_fit: bool = False,
         spare_blocks: int = 0,
+        reserved_blocks: int = 0,
+        num_loaded: int = 0,
+        is_beside: bool = False,
     ) -> list[int] | None:
         """Return the new blocks that a step needs, which computes ``num_new`` tokens; None if there are too few.
 
-        - ``ids``: all known ids. ``num_computed``: tokens before the step, with what ``lookup`` told.
+        - ``ids``: all known ids. ``num_computed``: before the step, with what ``lookup`` told and ``num_loaded``.
         - ``num_lookahead``: further tokens without ids.
+        - ``num_rows``: the last tokens of ``num_computed``, if ``lookup`` found a block in part: they are copied.
         - ``must_fit``: whether the blocks of all ``ids`` must be free now.
-        - ``spare_blocks``: blocks that must stay free.
+        - ``spare_blocks``: blocks that must stay free. ``reserved_blocks``: further ones, but not for ``must_fit``.
+        - ``num_loaded``: tokens that a KV connector loads. ``is_beside``: beside the steps; ``commit`` follows.
+
+        None also for a request whose tenant is purged at this moment: see ``take_stale``.
         """
         request = self._request(request_id, facts, ids)
-        num_computed = min(num_computed, self._max_model_len)
-        end = min(num_computed + num_new, self._max_model_len)
-        needed = min(end + num_lookahead, self._max_model_len)
-        known = min(needed, len(ids))
-        sequence, is_new = request.sequence, request.sequence is None
         try:
-            if sequence is None:
-                sequence = self._open(
-                    request, known, num_computed, len(ids) if must_fit else known, spare_blocks
-                )
-                if sequence is None:
-                    return None
-            elif known > sequence.num_tokens:
-                sequence.extend(self._ids(request, sequence.num_tokens, known))
-            if (room := needed - sequence.num_tokens - sequence.num_reserved_tokens) > 0:
-                sequence.reserve(room)
-        except CapacityError:
-            if is_new and sequence is not None:
-                sequence.release()
+            end = min(num_computed + num_new, self._max_model_len)
+            needed = min(end + num_lookahead, self._max_model_len)
+            num_blocks = self._blocks_of(needed) + spare_blocks + reserved_blocks
+            if must_fit:
+                full = self._blocks_of(min(len(ids), self._max_model_len))
+                num_blocks = max(num_blocks, full + spare_blocks)
+            is_gated = must_fit or spare_blocks + reserved_blocks > 0
+            local = min(num_computed, self._max_model_len) - num_loaded
+            known = min(needed, len(ids))
+            sequence = self._hold(request_id, request, known, needed, local, num_rows, num_blocks, is_gated)
+        except StaleGeneration:
+            self._may_be_stale = True
             return None
-        if is_new:
-            request.sequence, request.num_told, request.num_computing = (
-                sequence,
-                num_computed // self._size,
-                0,
-            )
-        self._computes(request, sequence, min(end, known))
+        if sequence is None:
+            return None
+        if not is_beside:
+            self._computes(request, sequence, min(end, known), num_loaded > 0)
         told, request.num_told = request.num_told, sequence.num_blocks
         found: list[int] = sequence.block_table[told:].tolist()
         return found
 
-    def _open(
-        self, request: _Request, known: int, num_computed: int, num_fit: int, spare_blocks: int
+    def _hold(
+        self,
+        request_id: str,
+        request: _Request,
+        known: int,
+        needed: int,
+        num_local: int,
+        num_rows: int,
+        num_blocks: int,
+        is_gated: bool,
     ) -> Held | None:
+        """Return the request's sequence with room for ``needed`` tokens, ``known`` of them with ids. None: too few.
+
+        ``num_blocks``: of the whole request, with those that must stay free, looked at if it is new or ``is_gated``.
+        """
+        sequence, is_new = request.sequence, request.sequence is None
+        source: Copied | None = None
+        try:
+            if sequence is None:
+                source = self._source(request) if num_rows else None
+                if source is not None or not num_rows:
+                    sequence = self._open(request, known, num_local - num_rows, num_blocks)
+            elif is_gated and num_blocks - sequence.num_blocks > self.num_available:
+                return None
+            elif known > sequence.num_tokens:
+                sequence.extend(request.between(sequence.num_tokens, known))
+            if sequence is not None:
+                room = needed - sequence.num_tokens - sequence.num_reserved_tokens
+                if room > 0:
+                    sequence.reserve(room)
+        except (CapacityError, StaleGeneration) as error:
+            if is_new and sequence is not None:
+                sequence.release()
+            if isinstance(error, StaleGeneration):
+                if source is not None:
+                    source.lift()
+                raise
+            sequence = None
+        if sequence is None:
+            if num_rows:  # without the copy there may be room
+                request.copies = False
+            if source is not None:
+                source.lift()
+            return None
+        if source is not None:
+            target = int(sequence.block_table[num_local // self._size])
+            self._copies[request_id] = (source.block_id, target, source)
+        if is_new:
+            request.sequence, request.num_told, request.num_computing = sequence, num_local // self._size, 0
+            if request.num_most_blocks:
+                self._most_blocks[request.namespace.tenant] += request.num_most_blocks
+        return sequence
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def _source(self, request: _Request) -> Copied | None:
+        """Lease the block that ``lookup`` found in part. None if it is gone, or can't be protected."""
+        key = request.copied
+        try:
+            lease = self.cache.match_and_lease(request.namespace, key)
+        except CapacityError:
+            return None
+        if key and lease.num_tokens * TOKEN_BYTES == len(key):
+            return Copied(lease)
+        lease.release()
+        return None
+
+    def _open(self, request: _Request, known: int, num_local: int, num_blocks: int) -> Held | None:
         """Open the request's sequence if it finds what was told, and if there is room. None otherwise."""
         cache, facts = self.cache, request.facts
-        needed = -(-num_fit // self._size) - num_computed // self._size + spare_blocks
-        if needed > cache.free_blocks + cache.evictable_blocks:
+        if num_blocks - num_local // self._size > self.num_available:
             return None
         looks_up = facts.looks_up and not facts.is_private
-        key = self._ids(request, 0, known)
+        key = request.between(0, known)
         sequence = cache.open(request.namespace, key, lookup=looks_up, ahead=looks_up)
-        rest = -(-num_fit // self._size) - sequence.num_blocks + spare_blocks
         found = sequence.num_cached_tokens + sequence.num_ahead_tokens
-        if found != num_computed or rest > cache.free_blocks + cache.evictable_blocks:
+        if found > num_local == 0:
+            # It finds more than was told, such as a base. Telling it again would change nothing.
+            sequence.release()
+            sequence, found = cache.open(request.namespace, key, lookup=False), 0
+        if found != num_local or num_blocks - sequence.num_blocks > self.num_available:
             sequence.release()
             return None
         return sequence
 
-    def _computes(self, request: _Request, sequence: Held, end: int) -> None:
-        """Note that the present step computes the tokens up to ``end``, of which the ids are known."""
+    def _computes(self, request: _Request, sequence: Held, end: int, loads: bool) -> None:
+        """Note that the present step computes or loads the tokens up to ``end``, of which the ids are known."""
         ahead = sequence.num_committed_tokens + sequence.num_ahead_tokens
-        if not request.facts.is_private and end > max(ahead, request.num_computing):
-            sequence.computing(end, step=self._step)
-            request.num_computing = end
+        if request.facts.is_private or end <= max(ahead, request.num_computing):
+            return
+        if loads or request.num_unverified:
+            self._unverified.setdefault(self._step, []).append((request, end))
+            request.num_unverified += 1
+            return
+        sequence.computing(end, step=self._step)
+        request.num_computing = end
 
     def commit(self, request_id: str, ids: Sequence[int], num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens exist; their ids are known now."""
         request = self._requests.get(request_id)
         if request is None or request.sequence is None or request.facts.is_private:
             return
-        sequence = request.sequence
-        self._read(request, ids)
+        request.read(ids)
+        try:
+            self._commit(request, request.sequence, ids, num_tokens)
+        except StaleGeneration:
+            self._may_be_stale = True
+
+    def _commit(self, request: _Request, sequence: Held, ids: Sequence[int], num_tokens: int) -> None:
         known = min(len(ids), sequence.num_tokens + sequence.num_reserved_tokens)
         if known > sequence.num_tokens:
-            sequence.fill(self._ids(request, sequence.num_tokens, known))
-        if (num_tokens := min(num_tokens, sequence.num_tokens)) > sequence.num_committed_tokens:
-            sequence.commit(num_tokens)
+            sequence.fill(request.between(sequence.num_tokens, known))
+        self._commit_to(sequence, num_tokens)
+
+    def _commit_to(self, sequence: Held, num_tokens: int) -> None:
+        try:
+            if (num_tokens := min(num_tokens, sequence.num_tokens)) > sequence.num_committed_tokens:
+                sequence.commit(num_tokens)
+        except StaleGeneration:
+            self._may_be_stale = True
 
     def blocks(self, request_id: str) -> list[int]:
         """Return all blocks of a request that vLLM knows."""
@@ -235,26 +390,118 @@ class VllmCache:
     def release(self, request_id: str, after: Fence | None = None) -> None:
         """Release a request's blocks: it ended, or it is preempted."""
         request = self._requests.pop(request_id, None)
-        if request is not None and request.sequence is not None:
-            request.sequence.release(after=after)
+        if request is None or request.sequence is None:
+            return
+        if (copy := self._copies.pop(request_id, None)) is not None:
+            copy[2].lift()
+        replaced = b""
+        if self._has_copies and not request.facts.is_private:
+            replaced = self._keep_tail(request, request.sequence)
+        sequence, request.sequence = request.sequence, None
+        if request.num_most_blocks:
+            self._most_blocks[request.namespace.tenant] -= request.num_most_blocks
+        sequence.release(after=after)
+        if replaced:
+            drop(self.cache, request.namespace, replaced)
+
+    def _keep_tail(self, request: _Request, sequence: Held) -> bytes:
+        """Keep what the request has computed of its last block, for requests that go on from there.
+
+        A tail takes a block from others. So it is kept for a request that computed its prompt alone, as a beam's step
+        does, and for any while half of the blocks are free.
+
+        Returns the key of a tail that nobody needs any more: the request has copied it, and leaves its tokens and more.
+        """
+        committed, copied = sequence.num_committed_tokens, request.copied
+        if committed != request.num_given and 2 * self.cache.free_blocks < self._num_blocks:
+            return b""
+        try:
+            keep(self.cache, sequence)
+        except LeaseError:  # purged
+            return b""
+        if not copied.endswith(TAIL_FILL):
+            return b""
+        end = copied.index(TAIL_FILL)
+        return copied if committed * TOKEN_BYTES > end and request.key.startswith(copied[:end]) else b""
+
+    # --- purges
+
+    def purged(self) -> None:
+        """Note that a tenant was purged, or is about to be. From any thread."""
+        self._may_be_stale = True
+
+    def take_stale(self) -> list[str]:
+        """Return the requests that lost their tenant's generation since the last call.
+
+        They hold their blocks, but can't go on: ``release`` them, and compute them anew.
+        """
+        if not self._may_be_stale:
+            return []
+        self._may_be_stale = False
+        return [
+            request_id
+            for request_id, request in self._requests.items()
+            if request.sequence is not None and not request.sequence.is_open
+        ]
 
     # --- steps
 
     def begin_step(self) -> int:
         """Begin the next step. Returns its number, for ``end_step``."""
         self._step += 1
+        self._pinned_blocks.clear()
         return self._step
 
     def end_step(self, step: int) -> None:
         """Commit what a step computed, after its output has come."""
         self.cache.step_done(step)
+        for request, end in self._unverified.pop(step, ()):
+            request.num_unverified -= 1
+            if request.sequence is not None and step >= request.valid_from:
+                self._commit_to(request.sequence, end)
+
+    def lose(self, block_ids: Iterable[int]) -> list[str]:
+        """Note that loads into these blocks failed. Call it before ``end_step`` of the step that said so.
+
+        What running steps compute behind them is not committed. Returns the requests that had committed such blocks
+        already, because the failure came late: their blocks are forgotten. ``release`` them, and compute them anew.
+
+        O(blocks of all requests).
+        """
+        wrong, late = set(block_ids), []
+        for request_id, request in self._requests.items():
+            sequence = request.sequence
+            if sequence is None:
+                continue
+            table = sequence.block_table.tolist()
+            if wrong.isdisjoint(table):
+                continue
+            request.valid_from = self._step + 1
+            start = min(table.index(each) for each in wrong if each in table) * self._size
+            if sequence.num_committed_tokens > start:
+                late.append((request_id, sequence, start))
+        for _, sequence, start in late:
+            self._forget(sequence, start)
+        return [request_id for request_id, _, _ in late]
+
+    def _forget(self, sequence: Held, start: int) -> None:
+        """Forget KV from token ``start`` on. If running steps or forks hold them, the whole namespace."""
+        try:
+            self.cache.forget(sequence, start)
+        except (StaleGeneration, CapacityError, LeaseError, ArgumentError):
+            self.cache.clear(sequence.namespace)
 
     # --- the whole cache
 
     @property
     def usage(self) -> float:
         """The share of blocks that requests hold, from 0 to 1."""
-        return 1 - (self.cache.free_blocks + self.cache.evictable_blocks) / self._num_blocks
+        return 1 - self.num_available / self._num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that requests can get: free ones, and those that can be evicted. O(1)."""
+        return self.cache.free_blocks + self.cache.evictable_blocks
 
     @property
     def has_requests(self) -> bool:
@@ -265,67 +512,62 @@ class VllmCache:
         """Forget everything, unless a request holds blocks. Returns whether it was done."""
         if self.has_requests:
             return False
-        for namespace in self.cache.namespaces():
-            self.cache.clear(namespace)
+        self._forget_all()
         return True
 
+    def _forget_all(self) -> None:
+        for namespace in self.cache.namespaces():
+            self.cache.clear(namespace)
+
+    def weights_change(self) -> None:
+        """Begin the next version of the weights. What was computed so far, or in steps that run, is found no more.
+
+        Requests that run go on with the KV that they have, as in vLLM, and leave nothing. O(namespaces + requests).
+        """
+        self.weights += 1
+        self._requests = {
+            request_id: request
+            for request_id, request in self._requests.items()
+            if request.sequence is not None
+        }
+        self._forget_all()
+
     def take_blocks_to_zero(self) -> list[int]:
-        """Return the blocks that changed tenant since the last call: zero them before the step."""
-        taken, self._to_zero = self._to_zero, []
-        return taken
+        """Return the blocks that changed tenant since the last call, each once: zero them before the step.
 
-    def _note_to_zero(self, block_ids: Any) -> None:
-        self._to_zero += block_ids.tolist()
+        The worker must zero them behind the steps that run already: one of these may still write for the last owner.
+        """
+        if not self._to_zero:
+            return []
+        with self._zeroing:
+            taken, self._to_zero = self._to_zero, {}
+        return list(taken)
 
-    # --- keys
+    def take_copies(self) -> list[tuple[int, int, Copied]]:
+        """Return the copies of this step as ``(source, target, source's hold)``. They run before it computes."""
+        taken, self._copies = self._copies, {}
+        return list(taken.values())
+
+    def leave_unzeroed(self, block_ids: Iterable[int]) -> None:
+        """Don't name these blocks: a load that runs beside the step writes them. If it fails, ``zero_from`` does."""
+        with self._zeroing:
+            for each in block_ids:
+                self._to_zero.pop(each, None)
+
+    def zero_from(self, request_id: str, start_token: int) -> None:
+        """Name the blocks of a request from ``start_token`` on, a multiple of the block size, to be zeroed."""
+        if self._scrubs:
+            self._note_to_zero(self.blocks(request_id)[start_token // self._size :])
+
+    def _note_to_zero(self, block_ids: Iterable[int]) -> None:
+        """Called under the cache's lock, by any thread."""
+        with self._zeroing:
+            self._to_zero.update(dict.fromkeys(map(int, block_ids)))
 
     def _request(self, request_id: str, facts: RequestFacts, ids: Sequence[int]) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = self._named(facts)
-        self._read(request, ids)
+            request = self._requests[request_id] = _Request(*self._keys.read(facts, self.weights), self._size)
+            request.num_given = len(ids)
+        request.read(ids)
         return request
-
-    def _named(self, facts: RequestFacts) -> _Request:
-        """Return a request of its owner. One whose salt or adapter is refused gets no cache; vLLM must go on."""
-        try:
-            return _Request(self._owner(facts.cache_salt).namespace(self._model, facts.adapter), facts)
-        except (SaltError, NamespaceError):
-            self.num_refused_salts += 1
-            return _Request(Namespace("refused", self._model), replace(facts, is_private=True))
-
-    def _owner(self, cache_salt: str | None) -> SaltOwner:
-        if self._salts is not None:
-            return self._salts.read(cache_salt)
-        if cache_salt is not None and not is_text(cache_salt):
-            raise SaltError("cache_salt has no UTF-8 form")
-        text = "" if cache_salt is None else sha256(cache_salt.encode()).hexdigest()
-        return SaltOwner("default", text, 0, None)
-
-    def _read(self, request: _Request, ids: Sequence[int]) -> None:
-        """Add ids that are known since to the request's key. O(new ids)."""
-        if len(ids) == request.num_keyed:
-            return
-        try:
-            new = encode(ids[request.num_keyed :])
-            if not request.num_keyed and request.facts.material:
-                new = key_of(new, _material(request.facts, len(ids)), block_size=self._size)
-        except (TokenError, ArgumentError):  # ids ≥ 2³², or images in one place: no key can hold them
-            request.facts = replace(request.facts, is_private=True)
-            new = bytes((len(ids) - request.num_keyed) * TOKEN_BYTES)
-        request.key += new
-        request.num_keyed = len(ids)
-
-    def _ids(self, request: _Request, start: int, stop: int) -> bytes:
-        return bytes(request.key[start * TOKEN_BYTES : stop * TOKEN_BYTES])
-
-
-def _material(facts: RequestFacts, num_ids: int) -> list[Material]:
-    """Return the ranges of images and sounds, and a digest of each."""
-    return [
-        Material(
-            start, min(start + length, num_ids), sha256(identifier.encode("utf-8", "surrogatepass")).digest()
-        )
-        for start, length, identifier in sorted(facts.material)
-        if start < num_ids
-    ]

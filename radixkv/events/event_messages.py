@@ -23,7 +23,7 @@ from radixkv.errors import require_extra
 require_extra("radixkv.events", "events")
 
 import hashlib
-from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -45,23 +45,27 @@ _MAX_SKIPPED: Final = 1 << 18
 """Above this size, hashing takes long enough to release it."""
 
 
+Hash: TypeAlias = bytes | int
+"""What names a block in an event: a keyed digest, or the hash of an engine."""
+
+
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that became resident, one after the other, behind ``parent_block_hash`` (None: the first of a prompt)."""
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that left."""
 
-    block_hashes: list[bytes]
+    block_hashes: list[Hash]
     medium: str | None
 
 

@@ -33,6 +33,7 @@ from typing import Final
 import zmq
 
 from radixkv.errors import ConfigError
+from radixkv.events.engine_hashes import EngineHashes
 from radixkv.events.event_messages import END_OF_REPLAY, NUMBER_BYTES
 from radixkv.events.event_settings import EventSettings
 from radixkv.events.event_stream import EventStream, Snapshots
@@ -55,12 +56,14 @@ _HEARTBEAT_MS: Final = 10_000
 class EventPublisher:
     """Publishes what a cache holds. ``journal`` goes to the cache. See the module's docstring.
 
-    ``keys``: of the purpose ``events``. Raises ConfigError.
+    ``keys`` of the purpose ``events``, or ``hashes``: see EventStream. Raises ConfigError.
     """
 
-    def __init__(self, keys: KeySet, settings: EventSettings) -> None:
+    def __init__(
+        self, keys: KeySet | None, settings: EventSettings, *, hashes: EngineHashes | None = None
+    ) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.journal = EventStream(keys, settings, wake=self._wake)
+        self.journal = EventStream(keys, settings, hashes=hashes, wake=self._wake)
         self.num_refused = 0
         self.endpoint, self.replay_endpoint = settings.endpoint, settings.replays
         """Where it listens. After ``start``, with the ports that were chosen."""

@@ -12,9 +12,9 @@ reading are applied a second time; the last record of a block decides. A consume
 longer kept asks for the same statement (``restate``). So each AllBlocksCleared is a *base*: a reader that knows
 nothing can begin there.
 
-**Numbers** begin with the microseconds since 1970 at the start. So a new process continues with higher numbers, and
-its first batch is a base behind a gap. A reader that was away during the restart notices it too. If the clock was set
-back, the numbers fall, which also tells readers of a new process.
+**Numbers** begin with the microseconds since 1970 at the start. So the numbers of a new process are higher, and its
+first batch is a base behind a gap. A reader that was away during the restart notices the gap too. If the clock was set
+back, the numbers are lower. Readers take that for a new process as well.
 
 **Memory.** The stream keeps the digests of what it published, about 110 bytes a block, because a namespace is cleared
 by removing its blocks, one by one. A record of a long prompt keeps its key. The digests of one new block behind a
@@ -23,15 +23,15 @@ prefix cost a pass over the prefix: 5 ms for a million tokens.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from radixkv.clock import Clock, monotonic
-from radixkv.errors import RadixKVError
+from radixkv.errors import ConfigError, RadixKVError
+from radixkv.events.engine_hashes import BlockHashes, EngineHashes
 from radixkv.events.event_messages import (
     AllBlocksCleared,
     BlockDigests,
@@ -39,10 +39,11 @@ from radixkv.events.event_messages import (
     BlockStored,
     Event,
     EventBatch,
+    Hash,
     encode,
 )
 from radixkv.events.event_settings import EventSettings
-from radixkv.index.tokens import TOKEN_BYTES, decode
+from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES, decode
 from radixkv.signing import KeySet
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class EventStream:
 
     ``stored``, ``removed``, ``cleared`` and ``restate`` may be called from any thread, ``step`` by one at a time.
 
-    - ``keys``: of the purpose ``events``.
+    - ``keys``: of the purpose ``events``; not needed with ``hashes``.
+    - ``hashes``: how an engine hashes blocks, in place of keyed digests; only together with the prompts.
     - ``wake``: called for a record that comes while ``is_asleep``; the thread that calls ``step`` sets that flag.
 
     Raises ConfigError.
@@ -93,9 +95,10 @@ class EventStream:
 
     def __init__(
         self,
-        keys: KeySet,
+        keys: KeySet | None,
         settings: EventSettings,
         *,
+        hashes: EngineHashes | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
         wall: Clock = time.time,
@@ -104,7 +107,7 @@ class EventStream:
         self.is_asleep = False
         self.num_overflows = self.num_failed = 0
         self._settings, self._wake, self._clock, self._wall = settings, wake, clock, wall
-        self._digests = BlockDigests(keys, settings.block_size)
+        self._hashes: BlockHashes = _keyed(keys, settings) if hashes is None else hashes
         self._block_bytes = settings.block_size * TOKEN_BYTES
         self._event_blocks = _EVENT_BLOCKS
         if settings.publishes_prompts:
@@ -114,7 +117,7 @@ class EventStream:
         self._appended_bytes = self._drained_bytes = 0
         self._dropping, self._is_wanted, self._rests = False, True, False
         self._number = int(wall() * 1e6)
-        self._held: dict[Namespace, set[bytes]] = {}
+        self._held: dict[Namespace, set[Hash]] = {}
         self._source: Snapshots | None = None
         self._restated_at = float("-inf")
         self._turns = self._run()
@@ -230,7 +233,7 @@ class EventStream:
             return
         for tree in snapshot.trees:
             if not tree.detached and tree.base is None:
-                yield from self._stated(tree)
+                yield from self._stated(tree, snapshot.has_tails)
 
     def _batches(self, pieces: Iterator[Piece]) -> Generator[Events, None, None]:
         """Group pieces, events and the work that they were, into batches. Ends at a loss."""
@@ -248,21 +251,24 @@ class EventStream:
         if events:
             yield events
 
-    def _stated(self, tree: TreeSnapshot) -> Iterator[Piece]:
+    def _stated(self, tree: TreeSnapshot, has_tails: bool) -> Iterator[Piece]:
         """Yield the blocks of a tree, node by node, parents first."""
         namespace = tree.namespace
         held = self._held.setdefault(namespace, set())
-        ends: dict[int, tuple[hashlib.blake2b, bytes]] = {}
+        ends: dict[int, tuple[Any, Hash]] = {}
         for index, node in enumerate(tree.nodes):
             if node.parent is None:
-                state, parent = self._digests.begin(namespace), None
+                state, parent = self._hashes.begin(namespace), None
             else:
                 above, parent = ends[node.parent]
                 state = above.copy()
             first = node.depth - len(node.label) // self._block_bytes
-            for event, cost in self._blocks(
-                namespace, held, state, node.label, 0, parent, is_first=not first
-            ):
+            label = node.label
+            if has_tails and label.endswith(
+                TAIL_FILL
+            ):  # a tail is no block of a prompt: the journal leaves it out too
+                label = label[: -self._block_bytes]
+            for event, cost in self._blocks(namespace, held, state, label, 0, parent, is_first=not first):
                 yield event, cost
                 parent = event.block_hashes[-1]
             if node.num_children and parent is not None:
@@ -285,24 +291,24 @@ class EventStream:
                 del self._held[namespace]
 
     def _store(
-        self, namespace: Namespace, held: set[bytes], key: Key, start: int, stop: int
+        self, namespace: Namespace, held: set[Hash], key: Key, start: int, stop: int
     ) -> Iterator[Piece]:
         whole, first = _joined(key, stop), start // self.grain_tokens
-        state, parent = self._digests.begin(namespace), None
+        state, parent = self._hashes.begin(namespace), None
         if first:
-            self._digests.skip(state, whole, first - 1)
-            (parent,) = self._digests.extend(state, whole, first - 1, first)
+            self._hashes.skip(state, whole, first - 1)
+            (parent,) = self._hashes.extend(state, whole, first - 1, first)
         yield None, start // 256
         yield from self._blocks(namespace, held, state, whole, first, parent, is_first=not first)
 
     def _blocks(
         self,
         namespace: Namespace,
-        held: set[bytes],
-        state: hashlib.blake2b,
+        held: set[Hash],
+        state: Any,
         key: bytes,
         first: int,
-        parent: bytes | None,
+        parent: Hash | None,
         is_first: bool,
     ) -> Iterator[tuple[BlockStored, int]]:
         """Yield the blocks of a key from block ``first`` on. ``state``: before this block.
@@ -312,7 +318,7 @@ class EventStream:
         size = self._event_blocks
         for at in range(first, len(key) // self._block_bytes, size):
             stop = min(at + size, len(key) // self._block_bytes)
-            digests = self._digests.extend(state, key, at, stop)
+            digests = self._hashes.extend(state, key, at, stop)
             for begin, end in _runs(digests, held):
                 before = digests[begin - 1] if begin else parent
                 ids = key[(at + begin) * self._block_bytes : (at + end) * self._block_bytes]
@@ -324,8 +330,8 @@ class EventStream:
     def _event(
         self,
         namespace: Namespace,
-        digests: list[bytes],
-        parent: bytes | None,
+        digests: list[Hash],
+        parent: Hash | None,
         ids: bytes,
         starts_prompt: bool,
     ) -> BlockStored:
@@ -334,28 +340,37 @@ class EventStream:
         if settings.publishes_prompts:
             event.token_ids = decode(ids).tolist()
             event.lora_name = namespace.adapter
-            event.extra_keys = _extra_keys(namespace, len(digests), starts_prompt)
+            if isinstance(self._hashes, EngineHashes):
+                event.lora_name, event.extra_keys = self._hashes.shown(namespace, len(digests), starts_prompt)
+            else:
+                event.extra_keys = _extra_keys(namespace, len(digests), starts_prompt)
         return event
 
     def _remove(
-        self, namespace: Namespace, held: set[bytes], key: Key, start: int, stop: int
+        self, namespace: Namespace, held: set[Hash], key: Key, start: int, stop: int
     ) -> Iterator[Piece]:
         whole, first = _joined(key, stop), start // self.grain_tokens
-        state = self._digests.begin(namespace)
-        self._digests.skip(state, whole, first)
+        state = self._hashes.begin(namespace)
+        self._hashes.skip(state, whole, first)
         yield None, start // 256
         for at in range(first, stop // self.grain_tokens, _EVENT_BLOCKS):
             end = min(at + _EVENT_BLOCKS, stop // self.grain_tokens)
-            digests = [each for each in self._digests.extend(state, whole, at, end) if each in held]
+            digests = [each for each in self._hashes.extend(state, whole, at, end) if each in held]
             held.difference_update(digests)
             yield from self._removed(digests)
         if not held:
             self._held.pop(namespace, None)
 
-    def _removed(self, digests: list[bytes]) -> Iterator[Piece]:
+    def _removed(self, digests: list[Hash]) -> Iterator[Piece]:
         for at in range(0, len(digests), _EVENT_BLOCKS):
             some = digests[at : at + _EVENT_BLOCKS]
             yield BlockRemoved(some, self._settings.medium), len(some)
+
+
+def _keyed(keys: KeySet | None, settings: EventSettings) -> BlockDigests:
+    if keys is None:
+        raise ConfigError("keys", None, "keys of the purpose 'events', for digests of blocks")
+    return BlockDigests(keys, settings.block_size)
 
 
 def _joined(key: Key, stop: int) -> bytes:
@@ -363,7 +378,7 @@ def _joined(key: Key, stop: int) -> bytes:
     return whole[: stop * TOKEN_BYTES]
 
 
-def _runs(digests: list[bytes], held: set[bytes]) -> Iterator[tuple[int, int]]:
+def _runs(digests: list[Hash], held: set[Hash]) -> Iterator[tuple[int, int]]:
     """Yield the longest stretches ``[begin, end)`` of digests that aren't held."""
     if held.isdisjoint(digests):
         yield 0, len(digests)

@@ -31,20 +31,21 @@ class Inserted:
 
     - ``num_tokens``: tokens from position 0 to the end of the insert, in whole blocks.
     - ``num_resident_tokens``: leading tokens that were resident before.
+    - ``match``: what a match of these tokens finds now.
     - ``lease``: the lease on all of them, if it was asked for; otherwise None.
     """
 
-    __slots__ = ("_evicted", "_match", "_surplus", "lease", "num_resident_tokens", "num_tokens")
+    __slots__ = ("_evicted", "_surplus", "lease", "match", "num_resident_tokens", "num_tokens")
 
     def __init__(self, match: Match, done: requests.Insertion, block_size: int, lease: Lease | None) -> None:
-        self._match, self._surplus, self._evicted = match, done.surplus, bytes(done.evicted)
+        self.match, self._surplus, self._evicted = match, done.surplus, bytes(done.evicted)
         self.num_tokens, self.num_resident_tokens = match.num_tokens, done.num_resident * block_size
         self.lease = lease
 
     @property
     def block_ids(self) -> BlockIds:
         """The tree's blocks of these tokens, int32, from position 0 on. Valid while a lease holds them."""
-        return self._match.block_ids
+        return self.match.block_ids
 
     @property
     def surplus(self) -> BlockIds:
@@ -59,7 +60,7 @@ class Inserted:
     @property
     def end(self) -> End:
         """Where the inserted prefix ends."""
-        return self._match.end
+        return self.match.end
 
     def __repr__(self) -> str:
         kept, back = self.num_tokens - self.num_resident_tokens, len(self._surplus) // ID_BYTES

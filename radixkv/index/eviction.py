@@ -27,7 +27,7 @@ from radixkv.index.changes import Journal
 from radixkv.index.ranking import Ranking
 from radixkv.index.scrubbing import ENGINE
 from radixkv.index.tenants import NamespaceTree, TenantState
-from radixkv.index.tokens import ID_BYTES, Key
+from radixkv.index.tokens import ID_BYTES, TAIL_FILL, TOKEN_BYTES, Key
 from radixkv.index.tree import Node, path_between
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Evictor:
         "_ranking",
         "_segment_blocks",
         "evictable_blocks",
+        "has_tails",
         "on_hand_out",
         "on_need",
         "promised_blocks",
@@ -66,6 +67,7 @@ class Evictor:
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
         self.resident_blocks = 0  # of all tenants
+        self.has_tails = False  # whether one was ever kept (tails)
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
 
@@ -550,8 +552,15 @@ class Evictor:
 
     def report_removed(self, node: Node, num_blocks: int) -> None:
         """Tell the journal, which there must be, that the last blocks of a node leave."""
-        tree, start = cast(NamespaceTree, node.tree), node.depth - num_blocks
-        if self.reports(tree, start, node.depth):
+        tree, start, stop = cast(NamespaceTree, node.tree), node.depth - num_blocks, self.reported_depth(node)
+        if self.reports(tree, start, stop):
             assert self._journal is not None
             size = self._block_size
-            self._journal.removed(tree.namespace, tree.labels_to(node), start * size, node.depth * size)
+            self._journal.removed(tree.namespace, tree.labels_to(node), start * size, stop * size)
+
+    def reported_depth(self, node: Node) -> int:
+        """Return up to which block the journal hears of a node: all but a tail (``tails``)."""
+        if not self.has_tails:
+            return node.depth
+        end = len(node.block_ids) // ID_BYTES * node.tree.block_bytes
+        return node.depth - (1 if node.label.startswith(TAIL_FILL, end - TOKEN_BYTES) else 0)

@@ -540,9 +540,9 @@ class _Books:
             journal.cleared(namespace)
         for node in self.nodes:
             tree = cast(NamespaceTree, node.tree)
-            start = node.depth - node.num_blocks
-            if evictor.reports(tree, start, node.depth):
-                evictor.report_stored(tree, tree.key_of(node), start, node.depth)
+            start, stop = node.depth - node.num_blocks, evictor.reported_depth(node)
+            if evictor.reports(tree, start, stop):
+                evictor.report_stored(tree, tree.key_of(node), start, stop)
 
 
 def _unlink(above: Node, moved: Node) -> None:

@@ -36,7 +36,7 @@ from radixkv.index.match import Match
 from radixkv.index.recovery import Mending
 from radixkv.index.state import CacheState
 from radixkv.index.tenants import Base, NamespaceTree, TenantState
-from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
+from radixkv.index.tokens import ID_BYTES, TAIL_FILL, TOKEN_BYTES
 from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
 from radixkv.index.validation import require_between
 from radixkv.storage.plan import BlockIds, StepPlan
@@ -362,8 +362,7 @@ def keep_ahead(cache: CacheState, sequence: SequenceState, left: list[Ahead]) ->
 
 
 def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> None:
-    """Make the blocks from the end of ``node`` to ``new`` resident, and move the sequence's lease from ``node`` to the
-    end.
+    """Make the blocks from the end of ``node`` to ``new`` resident; the sequence's lease moves from ``node`` there.
 
     ``[node.depth, resident)`` is in the tree already, from another sequence. ``[resident, new)`` is given to the tree.
     """
@@ -398,7 +397,9 @@ def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> 
     else:
         cache._runs.adopt(sequence, resident, new)
     if cache._journal is not None and cache._evictor.reports(tree, resident, new):
-        cache._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
+        end = new * size
+        if not (cache._evictor.has_tails and sequence.key_between(end - TOKEN_BYTES, end) == TAIL_FILL):
+            cache._evictor.report_stored(tree, sequence.key_to(end), resident, new)
 
 
 def _ghost_keys(cache: CacheState, sequence: SequenceState, start: int, stop: int) -> tuple[int, ...]:

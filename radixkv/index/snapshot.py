@@ -164,6 +164,7 @@ class LendingSnapshot:
 class Snapshot:
     """Everything the audit needs, taken at one moment. Keep it in the process: labels are token ids.
 
+    ``has_tails``: whether a tail was ever kept (``tails``).
     (tree, node) pairs index ``trees`` and the tree's ``nodes``.
     """
 
@@ -180,6 +181,7 @@ class Snapshot:
     pins: tuple[PinSnapshot, ...] = ()
     bases: tuple[BaseSnapshot, ...] = ()
     lendings: tuple[LendingSnapshot, ...] = ()
+    has_tails: bool = False
 
 
 SLICE_NODES = 256
@@ -490,6 +492,7 @@ class Gathering:
                 for base, (readers, is_over) in end.bases.items()
             ),
             lendings=end.lendings,
+            has_tails=cache._evictor.has_tails,
         )
 
     def _tree_snapshot(

@@ -33,6 +33,9 @@ ID_BYTES: Final = 4
 TOKEN_BYTES: Final = 4
 """Bytes of a key for each token."""
 
+TAIL_FILL: Final = b"\xff" * TOKEN_BYTES
+"""The key of the id 2³² − 1, with which ``tails`` fills up a block."""
+
 TokenIds = Any
 """Token ids in any form: list, tuple, range, array, NumPy, torch CPU tensor of any integer type, or key bytes."""
 

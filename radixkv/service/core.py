@@ -16,7 +16,8 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.errors import CapacityError, CoordinationError, IntegrityError
+from radixkv.engines.engine_protocol import Closing
+from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
@@ -70,12 +71,12 @@ class Service:
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
-        self.failures, self.threads, self.drain = Failures(), Threads(), Drain()
+        self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate = Gate(self.limits.max_concurrent, clock)
         self.rules = self._rules()
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
-        self.worker = ModelWorker(self.limits.max_queued, self.failures.note)
+        self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
         self.warmer = Warmer(engine, self.worker, recorder)
         self.tenant_sync = tenant_sync
@@ -196,8 +197,8 @@ class Service:
         while True:
             try:
                 await self._look_after()
-            except (CoordinationError, CapacityError):
-                pass  # an outage, or not enough blocks: try again next time
+            except (CoordinationError, CapacityError, ControlError):
+                pass  # an outage, not enough blocks, or an engine that starts again: try again next time
             except Exception as error:  # noqa: BLE001 a bug in radixkv must not end upkeep for good
                 self.failures.log(error)
             await asyncio.sleep(_UPKEEP_EVERY_S)
@@ -210,7 +211,7 @@ class Service:
         self.warm_jobs.table.sweep()
         with suppress(CoordinationError):  # try again next time
             await self.purges.purge_removed()
-        stats = self.cache.stats()
+        stats = await self.threads.ask_cache(None, self.cache.stats)
         load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
         self.fleet.coordinator.report_load(load)
         await self.threads.administer(self.quotas.step)
@@ -226,6 +227,8 @@ class Service:
             self.recorder.close()
         if self.events is not None:
             await anyio.to_thread.run_sync(self.events.close)
+        if isinstance(self.engine, Closing):
+            await anyio.to_thread.run_sync(self.engine.close)
 
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [

@@ -241,6 +241,13 @@ _LISTED = (
         {"message": "the process that read the body ended before it was done; try again"},
     ),
     ErrorType(
+        "engine_unavailable",
+        (503,),
+        "The engine's own process is starting, has ended, or gave an answer that can't be right.",
+        "Try again after the seconds in Retry-After. If it goes on, read the engine's log.",
+        {"message": "the engine's process can't serve this now; try again"},
+    ),
+    ErrorType(
         "store_unavailable",
         (503,),
         "The fleet's store (Redis) can't be reached, and this request needs it. Prompts are still served.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import traceback
 
-from radixkv.errors import IntegrityError, RadixKVError
+from radixkv.errors import ControlError, IntegrityError, RadixKVError
 from radixkv.service import problems
 from radixkv.service.draining import Ended
 from radixkv.service.limits import TooFast
@@ -55,6 +55,8 @@ def answer_to(error: Exception) -> ApiError:
         return problems.stalled()
     if isinstance(error, Closed | Cancelled | Ended):
         return problems.shutting_down()
+    if isinstance(error, ControlError):
+        log.warning("the engine's process: %s", error)
     answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
     if answer.status >= 500 and answer.status != 503:
         log_unforeseen(error)

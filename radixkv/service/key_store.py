@@ -27,6 +27,7 @@ from radixkv.errors import RadixKVError
 from radixkv.service.auth import Key, Keyring, Principal
 from radixkv.service.private import warn_unless_private
 from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.signing import write_private
 
 LOOK_EVERY_S = 1.0
 MAX_KEYS = 16
@@ -183,21 +184,9 @@ class KeyStore:
             os.close(directory)
 
     def _write(self, ring: Keyring) -> None:
-        """Replace the file atomically: readers find the old file or the new one, also after a crash."""
-        if self._path is None:
-            return
-        target = self._path.resolve()  # keep a symbolic link
-        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(pydantic_core.to_json(ring.document(), indent=2) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(target)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
-        self._seen = self._signature()
+        if self._path is not None:
+            write_private(self._path, pydantic_core.to_json(ring.document(), indent=2) + b"\n")
+            self._seen = self._signature()
 
 
 def _new_key(principal: Principal) -> tuple[str, Key]:

@@ -7,13 +7,13 @@ tenant is a label. No token id, prompt or key appears.
 
 from __future__ import annotations
 
-from radixkv.errors import require_extra
+from radixkv.errors import ControlError, require_extra
 
 require_extra("radixkv.service.metrics", "http")
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -96,6 +96,9 @@ class RequestMetrics:
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
+    def read_cache(self) -> None:
+        """Read the counts of the cache that ``render`` tells. From any thread."""
+
     def render(self) -> bytes:
         """Return the registry in Prometheus' text format. O(series)."""
         return generate_latest(self.registry)
@@ -112,7 +115,8 @@ class Metrics(RequestMetrics):
         levels: Sequence[Level] = (),
     ) -> None:
         super().__init__(levels)
-        self.registry.register(_CacheCollector(cache, tenants))
+        self._cache = _CacheCollector(cache, tenants)
+        self.registry.register(self._cache)
         self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
@@ -126,6 +130,10 @@ class Metrics(RequestMetrics):
             registry=self.registry,
         )  # fmt: skip
 
+    def read_cache(self) -> None:
+        """Read the counts of the cache that ``render`` tells. From any thread."""
+        self._cache.read()
+
     def completed(
         self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
     ) -> None:
@@ -138,12 +146,22 @@ class Metrics(RequestMetrics):
 class _CacheCollector(Collector):
     def __init__(self, cache: EngineCache, tenants: Callable[[], Sequence[str]]) -> None:
         self._cache, self._tenants = cache, tenants
+        self._levels: dict[str, int] = {}
+        self._rows: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Read all counts. Without an answer of an engine in another process there are none."""
+        tenants = self._tenants()
+        try:
+            levels = {**asdict(self._cache.stats()), "num_tenants": len(tenants)}
+            self._levels, self._rows = levels, [asdict(self._cache.tenant_stats(each)) for each in tenants]
+        except ControlError:
+            self._levels, self._rows = {}, []
 
     def collect(self) -> Iterable[Metric]:
-        tenants = self._tenants()
-        for name, value in {**asdict(self._cache.stats()), "num_tenants": len(tenants)}.items():
+        for name, value in self._levels.items():
             yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
-        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in tenants]
+        rows = self._rows
         for name in rows[0] if rows else ():
             if name != "tenant":
                 samples = [([row["tenant"]], row[name]) for row in rows]

@@ -54,7 +54,14 @@ _CHAT = [
 _IDS = list(range(100, 140))
 _JOB = "5f0b6a1d9c3e47b2a8d40e17c6f29b83"
 _MODEL = "fp:9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab"
-_COMPUTE = ("conflict", "no_capacity", "quota_exceeded", "not_read", "generation_unconfirmed")
+_COMPUTE = (
+    "conflict",
+    "no_capacity",
+    "quota_exceeded",
+    "not_read",
+    "engine_unavailable",
+    "generation_unconfirmed",
+)
 _FLEET = (
     "store_unavailable",
     "unreachable",

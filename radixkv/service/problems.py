@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse
 from radixkv.errors import (
     ArgumentError,
     CapacityError,
+    ControlError,
     LeaseError,
     NamespaceError,
     NotResident,
@@ -223,6 +224,12 @@ def not_read() -> ApiError:
     return ApiError(503, "not_read", message, retry_after_s=RETRY_AFTER_S)
 
 
+def engine_unavailable() -> ApiError:
+    """503: the process of the engine can't be used now."""
+    message = "the engine's process can't serve this now; try again"
+    return ApiError(503, "engine_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
+
+
 def store_unavailable(message: str) -> ApiError:
     """503: the fleet's store can't be reached."""
     return ApiError(503, "store_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
@@ -279,6 +286,8 @@ def of_library(error: RadixKVError) -> ApiError:
         return no_capacity()
     if isinstance(error, LeaseError):
         return cleared()
+    if isinstance(error, ControlError):
+        return engine_unavailable()
     return internal()
 
 

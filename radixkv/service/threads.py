@@ -5,6 +5,7 @@
 | of the operator and of maintenance, also to the store | OPERATOR_THREADS, which no tenant's call uses |
 | to the store for a tenant's jobs and pins | STORE_THREADS, so that an outage of the store blocks nothing else |
 | of a tenant | TENANT_THREADS at once, however many requests it makes; ALL_TENANTS_THREADS for all tenants together |
+| to the cache | the caller's, if the cache is in another process; otherwise none: they take microseconds |
 
 Leaving the fleet, when the process ends, has a separate thread, so that it waits behind no other call.
 """
@@ -29,7 +30,9 @@ ALL_TENANTS_THREADS = 32
 class Threads:
     """Lanes of threads. To be used from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_waits: bool = False) -> None:
+        """``cache_waits``: see ``EngineLimits``."""
+        self._cache_waits = cache_waits
         self._operator: anyio.CapacityLimiter | None = None
         self._store: anyio.CapacityLimiter | None = None
         self._tenants: anyio.CapacityLimiter | None = None
@@ -44,6 +47,15 @@ class Threads:
         """Call the store for a tenant's job or pin."""
         self._store = self._store or anyio.CapacityLimiter(STORE_THREADS)
         return await anyio.to_thread.run_sync(partial(function, *args, **named), limiter=self._store)
+
+    async def ask_cache(
+        self, tenant: str | None, function: Callable[..., T], *args: object, **named: object
+    ) -> T:
+        """Call the cache for a tenant; None: for the operator."""
+        call = partial(function, *args, **named)
+        if not self._cache_waits:
+            return call()
+        return await (self.administer(call) if tenant is None else self.run(tenant, call))
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
         """Run ``call()`` in a thread, in the tenant's turn."""

@@ -13,9 +13,10 @@ has the turn, so one thread at a time uses the model. Open work without the turn
 - suspended: its reader must first take the available output (``Work.turn(is_ahead)``); it gets no turn until then;
 - short of blocks: other open work has to end first (``Work.wait_for_room``).
 
-A lane begins its next piece of work when none of its open work is ready. At most MAX_OPEN_EACH pieces of a lane and
-MAX_OPEN in all are open. That bound, or the cache's capacity, may keep other work waiting. Then the piece that has been
-suspended longest is ended, if that is longer than STALLED_AFTER_S: it raises Stalled.
+A lane begins its next piece of work when none of its open work is ready, and at once if the engine batches. At most
+MAX_OPEN_EACH pieces of a lane and MAX_OPEN in all are open; more if the engine batches more. That bound, or the cache's
+capacity, may keep other work waiting. Then the piece that has been suspended longest is ended, if that is longer than
+STALLED_AFTER_S: it raises Stalled.
 
 Work is cancelled by its ``Work`` handle: waiting work never starts, open work ends itself at its next step.
 """
@@ -159,9 +160,14 @@ class ModelWorker:
     """Fair, bounded lanes of work on one model. Thread-safe. ``close`` it when done."""
 
     def __init__(
-        self, max_queued: int = 32, on_error: Callable[[Exception], object] = lambda _: None
+        self,
+        max_queued: int = 32,
+        on_error: Callable[[Exception], object] = lambda _: None,
+        num_together: int = 1,
     ) -> None:
+        """``num_together``: pieces of a tenant's work that the engine batches; 1: it doesn't."""
         self.max_queued, self._on_error = max_queued, on_error
+        self._num_together = num_together
         self._lanes: OrderedDict[str, _Lane] = OrderedDict()
         self._unfinished: dict[Work[Any], None] = {}
         self._open: set[Work[Any]] = set()
@@ -172,6 +178,15 @@ class ModelWorker:
         self._lock = threading.Condition()
         self._timer: threading.Timer | None = None
         self._closed = False
+
+    @property
+    def _most_open_each(self) -> int:
+        return max(self._num_together, MAX_OPEN_EACH)
+
+    @property
+    def _most_open(self) -> int:
+        """As many tenants as without batches can have all their pieces open."""
+        return max(self._num_together * (MAX_OPEN // MAX_OPEN_EACH), MAX_OPEN)
 
     @property
     def num_unfinished(self) -> int:
@@ -295,7 +310,15 @@ class ModelWorker:
 
     def _is_awaited(self, tenant: str) -> bool:
         """Whether any work other than this tenant's one open piece could have the turn."""
-        return any(lane.ready or (lane.waiting and name != tenant) for name, lane in self._lanes.items())
+        return any(
+            lane.ready or (lane.waiting and (name != tenant or self._begins_beside(lane)))
+            for name, lane in self._lanes.items()
+        )
+
+    def _begins_beside(self, lane: _Lane) -> bool:
+        """Whether a lane begins its next piece of work beside its open ones that are ready."""
+        has_place = lane.num_open < self._most_open_each and len(self._open) < self._most_open
+        return self._num_together > 1 and bool(lane.waiting) and has_place
 
     def _dispatch(self) -> None:
         """Give the turn to the next piece of work, if it is free."""
@@ -325,14 +348,14 @@ class ModelWorker:
         return None
 
     def _next_of(self, lane: _Lane) -> Work[Any] | None:
-        if lane.ready:
+        if lane.ready and not self._begins_beside(lane):
             return lane.ready.popleft()
         while lane.waiting and lane.waiting[0].future.cancelled():
             del self._unfinished[lane.waiting.popleft()]
         if not lane.waiting:
-            return None
-        is_full = lane.num_open >= MAX_OPEN_EACH
-        if not is_full and len(self._open) < MAX_OPEN:
+            return lane.ready.popleft() if lane.ready else None
+        is_full = lane.num_open >= self._most_open_each
+        if not is_full and len(self._open) < self._most_open:
             return lane.waiting.popleft()
         found = self._stalled(lane.waiting[0].tenant if is_full else None)
         if found is not None:

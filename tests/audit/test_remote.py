@@ -10,6 +10,7 @@ import pytest
 from radixkv.audit import remote
 from radixkv.audit import target as target_module
 from radixkv.audit.identity import ALMOST, NAMED
+from radixkv.audit.probe_prompts import unknown_at_most
 from radixkv.audit.target import Principal, Target, TargetError
 from radixkv.audit.timing import TimingPlan
 from radixkv.audit.verdict import AuditReport, Verdict
@@ -137,3 +138,11 @@ def test_invalid_arguments_are_refused() -> None:
             target.complete("x")
         with pytest.raises(TargetError, match="400"):
             target.first_token_s("x")
+
+
+def test_a_few_shared_first_tokens_are_chance() -> None:
+    """Of caches that find tokens inside blocks. A quarter of a short prompt is a leak."""
+    assert unknown_at_most([0, 1, 0], 84) == 9
+    assert unknown_at_most([16, 16], 84) == 24
+    assert unknown_at_most([0, 30], 84) == 60
+    assert unknown_at_most([0, 0], 12) == 3

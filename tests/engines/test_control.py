@@ -20,8 +20,9 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache, StaleGeneration, Tenant, audit
 from radixkv.engines import channel as wire
 from radixkv.engines.channel import Channel
-from radixkv.engines.control import MAX_CLIENTS, MAX_PAGE, SOCKET_NAME, ControlServer
+from radixkv.engines.control import MAX_CLIENTS, SOCKET_NAME, ControlServer
 from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control_tenants import MAX_PAGE, digest_of
 from radixkv.engines.salt import ANONYMOUS, SaltReader, make_salt
 from radixkv.errors import ConfigError, ControlError, SaltError
 from radixkv.index.tokens import encode
@@ -107,6 +108,48 @@ def test_lookup_and_pins(cache: PrefixCache, client: ControlClient) -> None:
     assert "NotResident" in refused(client, "pin", {**where, "ttl_s": 60}, [9] * 8)
     assert "ttl_s" in refused(client, "pin", where, IDS)
     assert client.call("lookup", where) == {"matched_tokens": 0, "matched_blocks": 0}
+
+
+def test_settings_of_tenants(cache: PrefixCache, client: ControlClient) -> None:
+    given = {"tenant": "acme", "weight": 2.5, "guaranteed_blocks": 32, "max_pins": 3, "policy": "lru"}
+    assert client.call("set_tenant", given) == {"tenants": ["acme"]}
+    assert cache.tenant("acme") == Tenant("acme", weight=2.5, guaranteed_blocks=32, max_pins=3, policy="lru")
+    (found,) = client.call("tenants", {"tenant": "acme"})["tenants"]
+    assert found == {"mode": "burst", **asdict(cache.tenant_stats("acme"))}
+    for wrong in ({"guaranteed_blocks": 257}, {"weight": "1"}, {"policy": "os:system"}, {"mode": "kind"}):
+        refused(client, "set_tenant", {"tenant": "acme", **wrong})
+        assert cache.tenant("acme") == Tenant(
+            "acme", weight=2.5, guaranteed_blocks=32, max_pins=3, policy="lru"
+        )
+    assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": ["acme"]}
+    assert cache.match(ACME, IDS).num_tokens == 0
+
+
+def test_settings_reach_a_tenant_of_salts_by_its_name(cache: PrefixCache, tmp_path: Path) -> None:
+    reader = SaltReader(KEYS)
+    with serving(cache, tmp_path, salts=reader) as control, ControlClient(control.path, KEYS) as client:
+        (name,) = reader.tenant_ids("acme")
+        assert client.call("set_tenant", {"tenant": "acme", "max_blocks": 8}) == {"tenants": [name]}
+        assert cache.tenant(name) == Tenant(name, max_blocks=8)
+        namespace = reader.read(make_salt(KEYS, "acme")).namespace("m")
+        compute(cache, namespace, IDS[:16])
+        assert client.call("tenants", {"tenant": "acme"})["tenants"][0]["resident_blocks"] == 4
+        assert client.call("namespaces", {"tenant": "acme"})["namespaces"] == [digest_of(namespace)]
+        with pytest.raises(ControlError, match="ArgumentError"):
+            client.call("set_tenant", {"tenant": "acme", "guaranteed_blocks": 10**6})
+
+
+def test_pins_in_pages_touches_and_clears(cache: PrefixCache, client: ControlClient) -> None:
+    where = {"tenant": "acme", "model": "m"}
+    for size in (4, 8, 12):
+        client.call("pin", {**where, "ttl_s": 60}, IDS[:size])
+    page = client.call("pins", {"tenant": "acme", "limit": 2})
+    assert [each["num_tokens"] for each in page["pins"]] == [4, 8] and page["next"] == 2
+    last = client.call("pins", {"tenant": "acme", "after": page["next"]})
+    assert [each["namespace"] for each in last["pins"]] == [digest_of(ACME)] and last["next"] is None
+    assert client.call("touch", where, IDS) == {"tokens": 64}
+    assert client.call("clear", {**where, "salt": "other"}) == {"blocks": 0}
+    assert client.call("clear", where) == {"blocks": 16} and not cache.pins("acme")
 
 
 def test_a_purge_forgets_a_tenant(cache: PrefixCache, client: ControlClient) -> None:
@@ -274,6 +317,14 @@ def test_an_idle_engine_answers_too(cache: PrefixCache, tmp_path: Path) -> None:
     with serving(cache, tmp_path, patience_s=0.05) as control, ControlClient(control.path, KEYS) as client:
         assert client.call("stats")["cache"]["num_blocks"] == 256
         assert control.run_pending() == 0, "the command isn't run twice"
+
+
+def test_an_engine_that_says_it_is_idle_answers_at_once(cache: PrefixCache, tmp_path: Path) -> None:
+    with (
+        serving(cache, tmp_path, patience_s=60.0, is_idle=lambda: True) as control,
+        ControlClient(control.path, KEYS, timeout_s=10.0) as client,
+    ):
+        assert client.call("stats")["cache"]["num_blocks"] == 256
 
 
 def test_an_engine_begins_no_command_beyond_its_budget(cache: PrefixCache, tmp_path: Path) -> None:

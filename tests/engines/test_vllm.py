@@ -92,5 +92,29 @@ def test_tenants_share_nothing_and_a_forged_salt_gets_no_cache(model: str, tmp_p
     keys = tmp_path / "engine.keys"
     KeySet.derive([b"the fleet's own secret"]).write(keys)
     ours = ran("radixkv", model, keys=str(keys), workload="tenants")
-    assert ours["cached"] == [0, 0, 480, 0]
+    assert ours["cached"] == [0, 0, 499, 0], "all but the last token, the last block by a copy"
+    nothing_is_left(ours)
+
+
+def test_where_salts_are_required_others_end_with_an_error_and_disturb_nobody(
+    model: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "engine.keys"
+    KeySet.derive([b"the fleet's own secret"]).write(keys)
+    ours = ran("radixkv", model, keys=str(keys), workload="strict")
+    assert ours["outputs"] == [["length", "error", "error", "error", "length"], ["error"]]
+    assert ours["num_computed"] == 2 * (300 + 3), "something of a refused request was computed"
+    nothing_is_left(ours)
+
+
+def test_a_tenant_at_its_limit_keeps_no_other_waiting(model: str, tmp_path: Path) -> None:
+    """Two of the flood's requests fit at a time. The other tenant begins at once, and is never preempted."""
+    keys = tmp_path / "engine.keys"
+    KeySet.derive([b"the fleet's own secret"]).write(keys)
+    ours = ran("radixkv", model, keys=str(keys), workload="limits")
+    assert ours["reasons"] == ["length"] * 6 + ["error"] + ["length"] * 4
+    assert ours["preempted"] == []
+    assert max(ours["first_at"][7:]) < ours["first_at"][2]
+    whole = [at for at in range(11) if at != 6]
+    assert [ours["outputs"][at] for at in whole] == [ours["cold"][at] for at in whole]
     nothing_is_left(ours)

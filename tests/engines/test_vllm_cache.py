@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from radixkv import audit
+from radixkv import Tenant, audit
+from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
-from radixkv.engines.vllm_cache import NULL_BLOCK, RequestFacts, VllmCache
+from radixkv.engines.vllm_cache import NULL_BLOCK, VllmCache
 from radixkv.errors import ConfigError
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
@@ -27,9 +28,9 @@ KEYS = KeySet.derive([b"a secret of the fleet"])
 OTHERS = KeySet.derive([b"another fleet, other secret"])
 
 
-def kv_of(facts: RequestFacts, ids: list[int]) -> list[int]:
+def kv_of(facts: RequestFacts, ids: list[int], weights: int = 0) -> list[int]:
     """The KV of each token: a hash of what it depends on."""
-    found, state = [], hash((facts.adapter, tuple(sorted(facts.material))))
+    found, state = [], hash((facts.adapter, tuple(sorted(facts.material)), weights))
     for token in ids:
         state = hash((state, token))
         found.append(state)
@@ -54,10 +55,18 @@ class Request:
     is_running: bool = False
     table: list[int] = field(default_factory=list)
     kv: list[int] = field(default_factory=list)
+    every_id: list[int] = field(default_factory=list)
     max_ids: int = 0
 
     def __post_init__(self) -> None:
-        self.kv, self.max_ids = kv_of(self.facts, [*self.ids, *self.answer]), len(self.ids) + len(self.answer)
+        self.every_id = [*self.ids, *self.answer]
+        self.max_ids = len(self.every_id)
+        self.begin(0)
+
+    def begin(self, weights: int) -> None:
+        """Compute nothing so far, and all with these weights."""
+        self.is_running, self.num_computed, self.num_waiting, self.table = False, 0, 0, []
+        self.kv = kv_of(self.facts, self.every_id, weights)
 
 
 @dataclass
@@ -84,8 +93,19 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.steps: deque[tuple[int, list[Row]]] = deque()
-        self.num_cached = self.num_computed = self.num_preempted = 0
+        self.num_cached = self.num_computed = self.num_preempted = self.num_copied = 0
         self.fences: list[Fence] = []
+        self.weights = 0
+
+    def new_weights(self) -> None:
+        """Change the weights. What runs goes on, and gets KV that are right for nobody else."""
+        self.cache.weights_change()
+        self.weights += 1
+        for request in self.waiting:
+            request.begin(self.weights)
+        for request in self.running:
+            rest = range(request.num_computed, request.max_ids)
+            request.kv[request.num_computed :] = [hash((request.name, self.weights, at)) for at in rest]
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
@@ -114,16 +134,26 @@ class Engine:
             _, found = self.cache.lookup(request.name, request.facts, request.ids)
             num_new = min(len(request.ids) - found, left)
             blocks = self.cache.allocate(
-                request.name, request.facts, request.ids, found, num_new, must_fit=True
+                request.name,
+                request.facts,
+                request.ids,
+                found,
+                num_new,
+                num_rows=found % SIZE,
+                must_fit=True,
             )
             if blocks is None:
                 break
+            self.num_copied += found % SIZE > 0
             self.running.append(self.waiting.popleft())
             request.table, request.num_computed = self.cache.blocks(request.name), found
             request.is_running = True
             rows.append(self._row(request, len(request.ids), num_new))
             self.num_cached += found
             left -= num_new
+        for source, target, hold in self.cache.take_copies():
+            self.kv.update({(target, row): self.kv.get((source, row), -1) for row in range(SIZE)})
+            hold.lift()
         self._compute(rows)
         self.steps.append((step, rows))
         audit.check(self.cache.cache)
@@ -141,7 +171,7 @@ class Engine:
                 return blocks
             victim = self.running.pop()
             self.cache.release(victim.name)
-            victim.is_running, victim.num_computed, victim.num_waiting, victim.table = False, 0, 0, []
+            victim.begin(self.weights)
             self.waiting.appendleft(victim)
             self.num_preempted += 1
             if victim is request:
@@ -197,11 +227,13 @@ class Engine:
             self.fences.append(Fence())
         self.cache.release(request.name, self.fences[-1] if self.late else None)
 
-    def run(self) -> None:
-        """Run all requests to their end."""
+    def run(self, changes: float = 0) -> None:
+        """Run all requests to their end. ``changes``: how probably the weights change before a step."""
         for _ in range(2_000):
             if not (self.waiting or self.running or self.steps):
                 break
+            if changes and self.dice.random() < changes:
+                self.new_weights()
             if self.waiting or self.running:
                 self.schedule()
             while len(self.steps) > self.late or (self.steps and not (self.waiting or self.running)):
@@ -235,6 +267,11 @@ def test_a_request_finds_what_another_computed() -> None:
     assert served(cache, ids) == 16
     assert served(cache, [*ids, 1, 2, 3, 4, 5]) == 20
     assert not cache.has_requests and cache.usage == 0
+
+
+def test_a_tail_is_found_as_often_as_it_is_asked_for() -> None:
+    cache, ids = make(copies=True), list(range(18))
+    assert [served(cache, ids) for _ in range(4)] == [0, 17, 17, 17]
 
 
 def test_blocks_are_committed_when_their_step_is_over_not_before() -> None:
@@ -413,14 +450,18 @@ def test_blocks_that_change_tenant_are_named_to_be_zeroed() -> None:
 # --- random traffic
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["whole", "copies"])
 @pytest.mark.parametrize(
     ("late", "drafts"), [(False, 0), (False, 2), (True, 0)], ids=["sync", "drafts", "async"]
 )
-def test_random_traffic_reads_the_right_kv_and_leaves_nothing(late: bool, drafts: int) -> None:
-    preempted = cached = 0
+@pytest.mark.parametrize("changes", [0, 0.1], ids=["", "weights"])
+def test_random_traffic_reads_the_right_kv_and_leaves_nothing(
+    late: bool, drafts: int, copies: bool, changes: float
+) -> None:
+    preempted = cached = copied = 0
     for seed in range(30):
         dice = random.Random(seed)
-        cache = make(dice.choice((12, 20, 60)), policy=dice.choice(("lru", "learned")))
+        cache = make(dice.choice((12, 20, 60)), policy=dice.choice(("lru", "learned")), copies=copies)
         engine = Engine(cache, dice.choice((6, 16, 64)), late, drafts, seed)
         for number in range(14):
             length = dice.randrange(1, 26)
@@ -430,9 +471,94 @@ def test_random_traffic_reads_the_right_kv_and_leaves_nothing(late: bool, drafts
             )
             answer = [dice.randrange(3) for _ in range(dice.randrange(1, 12))]
             engine.add(Request(f"r{number}", facts, ids, answer))
-        engine.run()
+        engine.run(changes)
         assert not cache.has_requests and cache.usage == 0, seed
         assert cache.cache.stats().num_sequences == 0
         preempted += engine.num_preempted
         cached += engine.num_cached
+        copied += engine.num_copied
     assert preempted > 20 and cached > 100, (preempted, cached)
+    assert (copied > (5 if changes else 20)) == copies, copied
+
+
+def limited(num_blocks: int = 12) -> VllmCache:
+    cache = VllmCache(64, SIZE, 256, model="m")
+    cache.cache.add_tenant(Tenant("default", max_blocks=num_blocks, max_pinned_blocks=num_blocks))
+    return cache
+
+
+def begun(cache: VllmCache, name: str, num_ids: int, num_most: int) -> bool | None:
+    """Let a request begin if its tenant's limit allows it."""
+    ids, facts = list(range(num_ids)), RequestFacts(name, num_most=num_most)
+    fits = cache.fits_its_tenant(name, facts, ids)
+    if fits:
+        _, found = cache.lookup(name, facts, ids)
+        assert cache.allocate(name, facts, ids, found, num_ids - found) is not None
+    return fits
+
+
+def released(cache: VllmCache) -> None:
+    for name in list(cache._requests):
+        cache.release(name)
+    assert not cache.has_requests and set(cache._most_blocks.values()) <= {0}
+
+
+def test_a_running_request_never_meets_its_tenants_limit() -> None:
+    """vLLM would preempt requests of other tenants, where there is no room to gain."""
+    cache = limited()
+    cache.begin_step()
+    assert begun(cache, "a", 8, 28) and begun(cache, "b", 9, 20)
+    assert begun(cache, "c", 4, 4) is False
+    for end in range(9, 29):
+        for name, start, most in (("a", 8, 28), ("b", 9, 20)):
+            if start < end <= most:
+                got = cache.allocate(name, RequestFacts(name), list(range(end)), end - 1, 1)
+                assert got is not None
+    cache.release("b")
+    assert begun(cache, "c", 4, 4) is True
+    assert cache.fits_its_tenant("a", PLAIN, list(range(28))) is True, "it runs"
+    released(cache)
+
+
+def test_a_request_that_no_limit_can_hold_is_told_so() -> None:
+    cache = limited()
+    assert begun(cache, "a", 8, 12 * SIZE + 1) is None
+    assert begun(cache, "b", 8, 12 * SIZE) is True
+    other = VllmCache(64, SIZE, 256, model="m")
+    assert begun(other, "a", 8, 10_000) is True, "no limit"
+    released(cache)
+    released(other)
+
+
+def test_pinned_blocks_count_unless_the_request_finds_them() -> None:
+    cache = limited()
+    cache.begin_step()
+    ids = list(range(8 * SIZE))
+    assert begun(cache, "s", len(ids), len(ids))
+    cache.end_step(1)
+    pin = cache.cache.pin(cache._requests["s"].namespace, ids, 60)
+    cache.release("s")
+    cache.begin_step()
+    assert begun(cache, "another", 8, 5 * SIZE) is False
+    assert begun(cache, "s", len(ids) + 1, 12 * SIZE) is True
+    cache.release("s")
+    cache.cache.unpin(pin)
+    assert begun(cache, "another", 8, 5 * SIZE) is False, "pins are counted once a step"
+    cache.begin_step()
+    assert begun(cache, "another", 8, 5 * SIZE) is True
+    released(cache)
+
+
+def test_a_request_that_finds_more_than_it_was_told_begins_all_the_same() -> None:
+    """It would be told the same at each step, and keep all others waiting."""
+    cache, ids = VllmCache(64, SIZE, 256, model="m"), list(range(3 * SIZE + 1))
+    step = cache.begin_step()
+    assert cache.lookup("late", PLAIN, ids) == ([], 0)
+    assert cache.allocate("early", PLAIN, ids, 0, len(ids)) is not None
+    cache.end_step(step)
+    cache.begin_step()
+    blocks = cache.allocate("late", PLAIN, ids, 0, len(ids))
+    assert blocks is not None and len(blocks) == 4
+    assert not set(blocks) & set(cache.blocks("early")), "it writes its KV into blocks of its own"
+    cache.end_step(2)
+    released(cache)

@@ -5,7 +5,7 @@ Run by ``test_vllm.py`` with the Python of an environment that has vLLM. Argumen
     cache      "stock" or "radixkv"
     blocks     of 32 tokens
     is_async   whether vLLM schedules the next step before the output of the last one has come
-    workload   "chats", "burst" or "tenants"
+    workload   "chats", "burst", "tenants" or "strict"
     seed       of the prompts
     model      folder of the model
 """
@@ -32,6 +32,8 @@ os.environ.update(
 def main(given: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    if given["workload"] == "strict":
+        os.environ["RADIXKV_ANONYMOUS"] = "0"
     is_stock = given["cache"] == "stock"
     named = "AsyncScheduler" if given["is_async"] else "Scheduler"
     settings: dict[str, Any] = {} if is_stock else {"scheduler_cls": f"radixkv.engines.vllm.{named}"}
@@ -142,7 +144,73 @@ def _tenants(llm: Any, dice: random.Random) -> dict[str, Any]:
     return {"outputs": [], "cached": cached}
 
 
-_WORKLOADS = {"chats": _chats, "burst": _burst, "tenants": _tenants}
+def _strict(llm: Any, dice: random.Random) -> dict[str, Any]:
+    """Valid, forged and missing salts in one batch, where salts are required."""
+    from radixkv.engines.salt import make_salt
+    from radixkv.signing import KeySet
+
+    keys, forger = KeySet.load(os.environ["RADIXKV_KEYS"]), KeySet.derive([b"not the fleet's secret"])
+    salts = [make_salt(keys, "acme"), make_salt(forger, "acme"), None, "any text", make_salt(keys, "globex")]
+    prompts = []
+    for salt in salts:
+        prompt: dict[str, Any] = {"prompt_token_ids": _ids(dice, 300)}
+        prompts.append(prompt if salt is None else prompt | {"cache_salt": salt})
+    answers = [_generate(llm, prompts, num_new=4), _generate(llm, [prompts[1]], num_new=4)]
+    ended = [[answer.outputs[0].finish_reason for answer in each] for each in answers]
+    return {"outputs": ended, "cached": 0}
+
+
+def _limits(llm: Any, dice: random.Random) -> dict[str, Any]:
+    """A tenant at its limit sends a flood before another tenant's requests; one request can never fit."""
+    from vllm import SamplingParams
+
+    from radixkv.config import Tenant
+    from radixkv.engines.salt import SaltReader, make_salt
+    from radixkv.signing import KeySet
+
+    keys = KeySet.load(os.environ["RADIXKV_KEYS"])
+    flood, calm = make_salt(keys, "flood"), make_salt(keys, "calm")
+    core = llm.llm_engine.engine_core.engine_core
+    cache = core.scheduler.kv_cache_manager.radixkv.cache
+    cache.add_tenant(Tenant(SaltReader(keys).read(flood).tenant, max_blocks=24))
+    preempted: list[str] = []
+    preempt = core.scheduler._preempt_request
+
+    def preempting(request: Any, *args: Any, **named: Any) -> Any:
+        preempted.append(request.cache_salt)
+        return preempt(request, *args, **named)
+
+    core.scheduler._preempt_request = preempting
+    prompts = [{"prompt_token_ids": _ids(dice, 300), "cache_salt": flood} for _ in range(6)]
+    prompts.append({"prompt_token_ids": _ids(dice, 900), "cache_salt": flood})
+    prompts += [{"prompt_token_ids": _ids(dice, 300), "cache_salt": calm} for _ in range(4)]
+    sampling = SamplingParams(temperature=0, max_tokens=48, detokenize=False, ignore_eos=True)
+    first_at: dict[int, int] = {}
+    for prompt in prompts:
+        llm.llm_engine.add_request(str(len(first_at)), prompt, sampling)
+        first_at[len(first_at)] = -1
+    outputs: dict[int, list[int]] = {}
+    reasons: dict[int, str] = {}
+    for step in range(5000):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        for answer in llm.llm_engine.step():
+            at = int(answer.request_id)
+            if first_at[at] < 0 and answer.outputs[0].token_ids:
+                first_at[at] = step
+            if answer.finished:
+                outputs[at], reasons[at] = list(answer.outputs[0].token_ids), answer.outputs[0].finish_reason
+    cold = _generate(llm, [{**each, "cache_salt": calm} for each in prompts], num_new=48)
+    return {
+        "outputs": [outputs[at] for at in sorted(outputs)],
+        "cold": [list(each.outputs[0].token_ids) for each in cold],
+        "reasons": [reasons[at] for at in sorted(reasons)],
+        "first_at": [first_at[at] for at in sorted(first_at)],
+        "preempted": preempted,
+    }
+
+
+_WORKLOADS = {"limits": _limits, "strict": _strict, "chats": _chats, "burst": _burst, "tenants": _tenants}
 
 if __name__ == "__main__":
     print("FOUND", json.dumps(main(json.loads(sys.argv[1]))))

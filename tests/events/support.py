@@ -15,6 +15,8 @@ from radixkv.events.event_settings import EventSettings
 from radixkv.events.event_stream import Batch, EventStream
 from radixkv.events.event_subscriber import Follower
 from radixkv.events.replay_buffer import ReplayBuffer
+from radixkv.index import tails
+from radixkv.index.tokens import TAIL_FILL
 from radixkv.signing import KeySet
 
 KEYS = KeySet.derive([b"a secret of the fleet"], ["events"])
@@ -141,6 +143,7 @@ class Life:
         self.cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK), journal=self.stream)
         self.stream.attach(self.cache)
         self.open: list[Any] = []
+        self.num_tails = 0
 
     def act(self) -> None:
         """Do one random thing."""
@@ -161,7 +164,10 @@ class Life:
                     sequence.append(choose.randrange(2))
                 sequence.commit(sequence.num_tokens)
             elif roll < 0.85 and self.open:
-                self.open.pop(choose.randrange(len(self.open))).release()
+                sequence = self.open.pop(choose.randrange(len(self.open)))
+                if choose.random() < 0.5:
+                    self.num_tails += tails.keep(cache, sequence)
+                sequence.release()
             elif roll < 0.93:
                 cache.evict(choose.randrange(1, 8))
             elif roll < 0.97:
@@ -192,7 +198,7 @@ class Life:
                 return found
 
     def parents(self) -> dict[bytes, bytes | None]:
-        """Return all resident blocks, each with the one before it, one by one from their whole prefixes."""
+        """Return all resident blocks but tails, each with the one before it, one by one from their whole prefixes."""
         digests, found = BlockDigests(KEYS, BLOCK), {}
         for tree in self.cache.snapshot().trees:
             if tree.detached or tree.base is not None:
@@ -201,6 +207,7 @@ class Life:
             for node in tree.nodes:
                 above = b"" if node.parent is None else keys[node.parent]
                 keys.append(above + node.label)
-                chain = digests.of(tree.namespace, keys[-1])
+                has_tail = node.label.endswith(TAIL_FILL)
+                chain = digests.of(tree.namespace, keys[-1])[: -1 if has_tail else None]
                 found.update(zip(chain, [None, *chain], strict=False))
         return found

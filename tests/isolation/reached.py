@@ -16,7 +16,7 @@ from typing import ClassVar
 from radixkv import PrefixCache
 from radixkv.audit import properties
 
-SEED = int(os.environ.get("RADIXKV_SEED", "7"))
+SEED = int(os.environ.get("RADIXKV_SEED", "2"))
 ENOUGH = 10
 
 

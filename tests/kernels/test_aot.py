@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+pytestmark = pytest.mark.timeout(340)
+
 SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 KERNELS = {"few", "copy", "scrub", "quantize", "dequantize", "plan", "permute", "finish"}
@@ -31,7 +33,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=320,
     )
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]

@@ -37,7 +37,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_the_engine_of_a_package_is_found_by_its_name(toy: Running) -> None:
     assert type(toy.service.engine) is ToyEngine
-    with pytest.raises(ConfigError, match="an engine that is installed: broken, hf, toy"):
+    with pytest.raises(ConfigError, match="an engine that is installed: broken, hf, toy, vllm"):
         find_engine("vllm9")
     with pytest.raises(ConfigError, match=r"--engine.*broken.*can be imported"):
         find_engine("broken")

@@ -267,3 +267,46 @@ def test_threads_are_reused(worker: ModelWorker) -> None:
         return threading.get_ident()
 
     assert len({worker.submit(tenant, name).future.result(DEADLINE_S) for tenant in "abcabc"}) <= 2
+
+
+def test_an_engine_that_batches_gets_all_of_a_tenants_work_up_to_its_bound() -> None:
+    """Each piece needs the others to run beside it: one after another, the barrier would never open."""
+    worker = ModelWorker(max_queued=40, num_together=16)
+    open_now, most, lock = 0, 0, threading.Lock()
+
+    def run(work: Work[int]) -> int:
+        nonlocal open_now, most
+        with lock:
+            open_now += 1
+            most = max(most, open_now)
+        for _ in range(50):
+            work.turn()
+        with lock:
+            open_now -= 1
+        return 1
+
+    try:
+        works = [worker.submit("a", run) for _ in range(40)]
+        other = worker.submit("b", run)
+        assert sum(each.future.result(20) for each in (*works, other)) == 41
+        assert most in (16, 17)
+    finally:
+        worker.close()
+
+
+def test_a_batching_engine_serves_a_small_tenant_beside_a_flood() -> None:
+    worker, order = ModelWorker(max_queued=40, num_together=16), list[str]()
+
+    def run(work: Work[None]) -> None:
+        for _ in range(20):
+            order.append(work.tenant)
+            work.turn()
+
+    try:
+        works = [worker.submit("flood", run) for _ in range(32)] + [worker.submit("calm", run)]
+        for each in works:
+            each.future.result(20)
+    finally:
+        worker.close()
+    calm = [at for at, tenant in enumerate(order) if tenant == "calm"]
+    assert calm[-1] - calm[0] < 20 * 3, "every other turn is its own"

@@ -191,9 +191,10 @@ def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
 
 
 def events(text: str, handles: dict[str, list[str]]) -> Any:
-    """The text of each choice of a stream, and all other values once.
+    """The text of each choice of a stream, and all values of its last events once.
 
-    Check that the stream has only data lines and one id.
+    Check that the stream has only data lines and one id, and that earlier events have nothing but text: a busy machine
+    joins some of them.
     """
     *lines, end = text.split("\n\n")
     assert end == "" and lines.pop() == "data: [DONE]" and all(line.startswith("data: {") for line in lines)
@@ -203,10 +204,17 @@ def events(text: str, handles: dict[str, list[str]]) -> Any:
     others: list[Any] = []
     for each in found:
         each = plain(each, handles)
-        for choice in each.pop("choices"):
+        choices = each.pop("choices")
+        for choice in choices:
             said[choice["index"]] = said.get(choice["index"], "") + choice.pop("text")
-            others += [choice] if choice not in others else []
-        others += [each] if each not in others else []
+        if choices and all(choice["finish_reason"] is None for choice in choices):
+            assert each.pop("usage", None) is None
+            assert each == {"object": "text_completion", "model": "radixkv-demo"}
+            assert all(set(choice) == {"index", "logprobs", "finish_reason"} for choice in choices)
+            assert all(choice["logprobs"] is None for choice in choices)
+            continue
+        for other in (*choices, each):
+            others += [other] if other not in others else []
     return said, sorted(map(json.dumps, others))
 
 

@@ -246,10 +246,11 @@ class Run:
 
     def _submit(self) -> Work[Generation]:
         namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
-        cache = self.service.cache
-        lacking = [each.num_tokens - cache.match(namespace, each.key).num_tokens for each in self.prompts]
+        lacking = sum(each.num_tokens for each in self.prompts)
+        if not self.service.engine.limits.cache_waits:
+            lacking -= sum(self.service.cache.match(namespace, each.key).num_tokens for each in self.prompts)
         return self.service.worker.submit(
-            self.call.tenant, lambda work: self._generate(namespace, work), sum(lacking)
+            self.call.tenant, lambda work: self._generate(namespace, work), lacking
         )
 
     def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:

@@ -1,7 +1,7 @@
 """Pins over HTTP: a tenant keeps prefixes resident, lists its pins, and ends them.
 
-A pin on this replica alone uses a prefix that ``/v1/warm`` computed. It takes microseconds, so it runs on the event
-loop, like a lookup. ``fleet.pins`` handles a pin on several replicas: each of them computes what it lacks.
+A pin on this replica alone uses a prefix that ``/v1/warm`` computed. It runs where lookups run. ``fleet.pins`` has pins
+on several replicas: each of them computes what it lacks.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ async def pin(call: Call[Service]) -> Response:
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
-        return reply(_shown(service.cache.pin(namespace, prompt.key, body.ttl_s)), 201)
+        pin = service.cache.pin
+        found = await service.threads.ask_cache(call.tenant, pin, namespace, prompt.key, body.ttl_s)
+        return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
     pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
         settled = await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
         return reply(_shown_fleet(block_size, *settled), 201)
-    found = {fact.id: (fact, mine) for fact, mine in await fleet_pins.known(call.tenant)}.get(pin_id)
-    if found is None:
+    known = {fact.id: (fact, mine) for fact, mine in await fleet_pins.known(call.tenant)}.get(pin_id)
+    if known is None:
         raise not_found("pin")
-    return reply(_shown_fleet(block_size, *found), 201)
+    return reply(_shown_fleet(block_size, *known), 201)
 
 
 async def pin_for_replica(call: Call[Service]) -> Response:
@@ -77,7 +79,8 @@ async def list_pins(call: Call[Service]) -> Response:
             "after is not the id of a pin", "after", after, "the id of the last pin of the page before"
         )
     fleet_pins, tenant, block_size = call.host.fleet_pins, call.tenant, call.host.rules.block_size
-    pins = [] if is_fleet else [_shown(pin) for pin in fleet_pins.local(tenant, int(after), limit + 1)]
+    local = [] if is_fleet else await fleet_pins.local(tenant, int(after), limit + 1)
+    pins = [_shown(pin) for pin in local]
     if len(pins) <= limit:
         fleet = sorted(await fleet_pins.known(tenant), key=lambda each: each[0].id)
         pins += [_shown_fleet(block_size, *each) for each in fleet if not is_fleet or each[0].id > after]
@@ -103,9 +106,10 @@ async def unpin(call: Call[Service]) -> Response:
     """
     call.query()
     fleet_pins, wanted = call.host.fleet_pins, call.request.path_params["pin"]
-    local = fleet_pins.local(call.tenant, max(int(wanted) - 1, 0), 1) if _LOCAL_ID.fullmatch(wanted) else []
+    is_local = _LOCAL_ID.fullmatch(wanted)
+    local = await fleet_pins.local(call.tenant, max(int(wanted) - 1, 0), 1) if is_local else []
     if local and str(local[0].id) == wanted:
-        call.host.cache.unpin(local[0])
+        await call.host.threads.ask_cache(call.tenant, call.host.cache.unpin, local[0])
         return Response(status_code=204)
     if not is_pin_id(wanted):
         raise not_found("pin")

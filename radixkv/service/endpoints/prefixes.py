@@ -1,6 +1,7 @@
 """The endpoints of prefixes and counts, in the order of a prefix's life, and those that other replicas call.
 
-Lookups run on the event loop: a match takes microseconds and never waits for the model's thread.
+Lookups run on the event loop: a match takes microseconds and never waits for the model's thread. Where the cache is in
+another process they run in threads (``Threads.ask_cache``).
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ async def lookup(call: Call[Service]) -> Response:
     """Return how much of a prompt is resident for the caller. It is cut where a warm cuts it. Changes nothing."""
     reading = await call.read(LookupRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
-    match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prompt.key)
+    namespace = service.namespace(call.tenant, body.salt, body.adapter)
+    match = await service.threads.ask_cache(call.tenant, service.cache.match, namespace, prompt.key)
     return reply(LookupReply(matched_tokens=match.num_tokens, matched_blocks=match.num_blocks))
 
 
@@ -153,7 +155,7 @@ async def clear(call: Call[Service]) -> Response:
     service = call.host
     found = [
         namespace
-        for namespace in service.cache.namespaces(call.tenant)
+        for namespace in await service.threads.ask_cache(call.tenant, service.cache.namespaces, call.tenant)
         if wanted.get("salt", namespace.salt) == namespace.salt
         and wanted.get("adapter", namespace.adapter) == namespace.adapter
     ]
@@ -173,11 +175,11 @@ async def stats(call: Call[Service]) -> Response:
     call.query()
     service = call.host
     assert call.principal is not None
-    if call.principal.tenant is not None:
-        return reply(_tenant_stats(service.keyring, service.cache, call.principal.tenant))
+    tenant, ring = call.principal.tenant, service.keyring
+    if tenant is not None:
+        return reply(await service.threads.ask_cache(tenant, _tenant_stats, ring, service.cache, tenant))
 
     def everybody() -> OperatorStatsReply:
-        ring = service.keyring
         tenants = [_tenant_stats(ring, service.cache, tenant) for tenant in ring.tenants]
         # The cache also counts the account of bases, and tenants that were removed.
         cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}

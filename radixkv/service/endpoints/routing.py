@@ -54,7 +54,8 @@ async def route(call: Call[Host]) -> Response:
             router.routed(namespace, prompt.key, ranked[0].replica.id)
         return ranked
 
-    found = rank() if prompt.num_tokens <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
+    threads = call.host.threads
+    found = await (threads.ask_cache if prompt.num_tokens <= _LOOP_TOKENS else threads.run)(call.tenant, rank)
     if not found:
         raise no_replica("no live replica that serves this model is known")
     return reply(
@@ -125,6 +126,7 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
 
 async def metrics(call: Call[Host]) -> Response:
     """Return all metrics in the text format of Prometheus."""
+    await call.host.threads.ask_cache(None, call.host.metrics.read_cache)
     return Response(call.host.metrics.render(), media_type=CONTENT_TYPE)
 
 

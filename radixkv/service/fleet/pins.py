@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.protocol import MAX_PINS
 from radixkv.coordination.values import FleetPin, JobPart, JobState
-from radixkv.errors import CoordinationError, LeaseError, PinBudgetExceeded
+from radixkv.errors import ControlError, CoordinationError, LeaseError, PinBudgetExceeded
 from radixkv.index.pins import Pin
 from radixkv.index.tokens import TOKEN_BYTES, decode
 from radixkv.service.fleet.peers import PIN_PATH
@@ -86,7 +86,11 @@ class FleetPins:
         clock: Clock,
     ) -> None:
         self._fleet, self._coordinator, self._placement = fleet, fleet.coordinator, placement
-        self._ask_store, self._tenant_sync = threads.ask_store, tenant_sync
+        self._ask_store, self._ask_cache, self._tenant_sync = (
+            threads.ask_store,
+            threads.ask_cache,
+            tenant_sync,
+        )
         self._cache, self._limits = engine.cache, engine.limits
         self._warmer, self._keys, self._quotas = warmer, keys, quotas
         self._failures, self._clock = failures, clock
@@ -146,7 +150,7 @@ class FleetPins:
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached; the pin stays") from None
         if mine is not None:
-            self._drop(mine)
+            await self._drop(mine)
 
     async def settled(self, tenant: str, pin_id: str) -> tuple[FleetPin, PinReplica | None]:
         """Wait until no replica is still working on a pin, and return it."""
@@ -178,17 +182,19 @@ class FleetPins:
             facts = [replace(each.fact, remaining_s=each.until - now) for each in held]
         return [(replace(pin, parts=self._parts(pin, mine.get(pin.id))), mine.get(pin.id)) for pin in facts]
 
-    def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
+    async def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
         """Return the pins of this replica alone, by id: at most ``limit`` pins after an id."""
         kept = {mine.pin.id for mine in self._tenants.get(tenant, {}).values() if mine.pin is not None}
-        pins = self._cache.pins(tenant, after=after, limit=limit + len(kept))
+        most = limit + len(kept)
+        pins = await self._ask_cache(tenant, self._cache.pins, tenant, after=after, limit=most)
         return [pin for pin in pins if pin.id not in kept][:limit]
 
-    def _holds(self, tenant: str, pin: Pin | None) -> bool:
+    async def _holds(self, tenant: str, pin: Pin | None) -> bool:
         """Whether the cache still has a pin."""
         if pin is None:
             return False
-        return any(each.id == pin.id for each in self._cache.pins(tenant, after=pin.id - 1, limit=1))
+        found = await self._ask_cache(tenant, self._cache.pins, tenant, after=pin.id - 1, limit=1)
+        return any(each.id == pin.id for each in found)
 
     # ---- requests of other replicas
 
@@ -223,15 +229,15 @@ class FleetPins:
         """End the pins of a purged tenant. Without the store, each holder ends its own."""
         for mine in list(self._tenants.get(tenant, {}).values()):
             if self._is_purged(mine):
-                self._drop(mine)
+                await self._drop(mine)
         end, held = self._coordinator.end_pin, [fact for fact in facts if not fact.is_ended]
         with suppress(CoordinationError):
             await asyncio.gather(*(self._ask_store(end, tenant, fact, fact.remaining_s) for fact in held))
 
-    def removed(self, tenant: str) -> None:
+    async def removed(self, tenant: str) -> None:
         """Drop all pins of a removed tenant here."""
         for mine in list(self._tenants.get(tenant, {}).values()):
-            self._drop(mine)
+            await self._drop(mine)
 
     def tick(self) -> None:
         """Begin a step, unless the last one is still running."""
@@ -242,7 +248,7 @@ class FleetPins:
         """Compare the pins of this replica with the facts in the store, and correct differences."""
         for tenant, kept in list(self._tenants.items()):
             for mine in [mine for mine in kept.values() if mine.until <= self._clock()]:
-                self._drop(mine)
+                await self._drop(mine)
             try:
                 facts = {pin.id: pin for pin in await self._ask_store(self._coordinator.fleet_pins, tenant)}
                 for mine in list(kept.values()):
@@ -264,29 +270,29 @@ class FleetPins:
     async def _update(self, mine: PinReplica, fact: FleetPin | None) -> None:
         tenant, now = mine.namespace.tenant, self._clock()
         if self._is_purged(mine):
-            self._drop(mine)
+            await self._drop(mine)
             await self._ask_store(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)
         elif fact is None:
             await self._ask_store(self._coordinator.keep_pin, tenant, mine.fact, mine.until - now, anew=False)
             await self._state(mine)
         elif fact.is_ended or not self._is_for(fact, self._name):
-            self._drop(mine)
+            await self._drop(mine)
         else:
             mine.fact = fact
-            self._pin_again(mine, now)
+            await self._pin_again(mine, now)
             await self._state(mine)
             await self._tell_lacking(mine, fact)
 
-    def _pin_again(self, mine: PinReplica, now: float) -> None:
+    async def _pin_again(self, mine: PinReplica, now: float) -> None:
         """Pin again if the pin was renewed, if it failed and may work now, or if the cache lost it without a purge.
 
         The cache loses a pin without a purge if a store lost a generation: see ``coordination.purges``.
         """
-        if mine.task is not None:
+        is_gone = mine.state == "done" and not await self._holds(mine.namespace.tenant, mine.pin)
+        if mine.task is not None or not self._is_current(mine):
             return
         is_later = mine.fact.remaining_s > mine.until - now + _RENEW_S
         mine.until = now + mine.fact.remaining_s
-        is_gone = mine.state == "done" and not self._holds(mine.namespace.tenant, mine.pin)
         may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
         if mine.prompt_key is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
@@ -321,12 +327,12 @@ class FleetPins:
                 mine.state, mine.error = "queued", ""
             with suppress(CoordinationError):
                 await self._state(mine)
-            self._require_budget(mine.namespace, prompt_key)
+            await self._ask_cache(mine.namespace.tenant, self._require_budget, mine.namespace, prompt_key)
             with self._warmer.join(mine.namespace, prompt_key) as warming:
                 await warming.result()
                 left_s = mine.until - self._clock()
                 if self._is_current(mine) and left_s > 0:
-                    mine.pin = self._cache.pin(mine.namespace, prompt_key, left_s)
+                    await self._ask_cache(mine.namespace.tenant, self._pin, mine, prompt_key, left_s)
             mine.state, mine.error = "done", ""
         except Exception as error:  # noqa: BLE001 no request waits for it: its part has the error
             problem = self._failures.answer(error)
@@ -337,6 +343,18 @@ class FleetPins:
             mine.task = None
         with suppress(CoordinationError):
             await self._state(mine)
+
+    def _pin(self, mine: PinReplica, prompt_key: bytes, left_s: float) -> None:
+        """Pin a prefix. In a thread, ``_drop`` may come meanwhile: then one of the two finds the other's work."""
+        mine.pin = self._cache.pin(mine.namespace, prompt_key, left_s)
+        if not self._is_current(mine):
+            self._unpin(mine.pin)
+
+    def _unpin(self, pin: Pin) -> None:
+        with suppress(
+            LeaseError, ControlError
+        ):  # it has expired, or was cleared; an engine that ended has no pins
+            self._cache.unpin(pin)
 
     def _require_budget(self, namespace: Namespace, prompt_key: bytes) -> None:
         """Raise PinBudgetExceeded before the prefix is computed, if it couldn't be pinned afterwards."""
@@ -361,7 +379,7 @@ class FleetPins:
             others = tuple(each for each in mine.fact.parts if each.replica_id != info.id)
             mine.fact = replace(mine.fact, parts=(*others, part))
 
-    def _drop(self, mine: PinReplica) -> None:
+    async def _drop(self, mine: PinReplica) -> None:
         """Drop a pin here: unpin it, or cancel its task."""
         kept = self._tenants.get(mine.namespace.tenant, {})
         if kept.get(mine.fact.id) is mine:
@@ -371,8 +389,7 @@ class FleetPins:
         if mine.task is not None:
             mine.task.cancel()
         if mine.pin is not None:
-            with suppress(LeaseError):  # it has expired, or was cleared
-                self._cache.unpin(mine.pin)
+            await self._ask_cache(mine.namespace.tenant, self._unpin, mine.pin)
 
     # ---- other replicas
 

@@ -30,5 +30,7 @@ class Placement:
     def best(self, namespace: Namespace, prompt_key: bytes) -> list[str]:
         """Return the replicas that could hold the prefix, the best first, as for routing."""
         reachable = {self._coordinator.replica_id, *(peer.id for peer in self._coordinator.peers())}
+        if len(reachable) == 1:
+            return list(reachable)
         ranked = [each.replica.id for each in self._router.rank(namespace, prompt_key)]
         return [name for name in ranked if name in reachable]

@@ -88,7 +88,7 @@ class TenantPurges:
         for tenant in self._tenant_sync.unpurged:
             self._gate.forget(tenant)
             self._jobs.forget(tenant)
-            self._fleet_pins.removed(tenant)
+            await self._fleet_pins.removed(tenant)
             self._again_at = self._clock() + _AGAIN_S
             await self.purge(tenant)
             self._again_at = float("-inf")

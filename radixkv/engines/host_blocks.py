@@ -1,0 +1,318 @@
+"""A worker's half of the second level: the bytes of blocks in host memory, copied from and to the engine's KV caches.
+
+    StepWork      what all workers do in one step, decided by the scheduler's half (``second_level``)
+    HostBlocks    does it, on this worker's shard of every block
+    StepReport    what became of it; the reports of all workers are added up
+
+A block's bytes of all layers are one row of host memory, its *slot*. A slot is *stamped* with the step that saved it,
+after its last byte has come. A load names the stamp that it expects. So a load of a slot that was never saved, whose
+save failed, or that holds something else by now fails, and is reported.
+
+**On a GPU** copies pass through pinned memory, on the engine's own stream. So they are in order with everything that
+computes, and no save reads a block that the next step overwrites. A save ends in the first later step that finds it
+complete; it never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixkv.errors import ArgumentError, ConfigError
+
+Slots: TypeAlias = NDArray[np.int64]
+"""Ids of slots, of the engine's blocks, or stamps."""
+
+NEVER: Final = -1
+"""A stamp that no slot has: its load fails."""
+_EMPTY: Final = 0
+_ALIGNMENT: Final = 64
+_MOST_BYTES: Final = 64 << 20
+"""Bytes that are copied at once, at least one block."""
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_log = logging.getLogger(__name__)
+
+
+def _no_ids() -> Slots:
+    return np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What every worker does in step ``step``, the number of which is above 0.
+
+    - ``zero``: slots to zero first.
+    - ``loads``: ``(request id, number of blocks)`` of each load, in the order of the three arrays that follow.
+    - ``load_slots``, ``load_stamps``, ``load_blocks``: from where, what it must be, to which of the engine's blocks.
+    - ``save_blocks``, ``save_slots``: from which of the engine's blocks, and to where, after the step has computed.
+    """
+
+    step: int
+    zero: Slots = field(default_factory=_no_ids)
+    loads: tuple[tuple[str, int], ...] = ()
+    load_slots: Slots = field(default_factory=_no_ids)
+    load_stamps: Slots = field(default_factory=_no_ids)
+    load_blocks: Slots = field(default_factory=_no_ids)
+    save_blocks: Slots = field(default_factory=_no_ids)
+    save_slots: Slots = field(default_factory=_no_ids)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What became of steps' work.
+
+    - ``ended``: by step, how many workers have ended its saves, well or not.
+    - ``unsaved``: steps of which a save failed.
+    - ``failed``: by request, the position of the first block of its load that failed.
+    """
+
+    ended: dict[int, int] = field(default_factory=dict)
+    unsaved: set[int] = field(default_factory=set)
+    failed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not (self.ended or self.unsaved or self.failed)
+
+    def add(self, other: StepReport) -> None:
+        """Add another worker's report."""
+        for step, num_workers in other.ended.items():
+            self.ended[step] = self.ended.get(step, 0) + num_workers
+        self.unsaved |= other.unsaved
+        for request_id, position in other.failed.items():
+            self.failed[request_id] = min(position, self.failed.get(request_id, position))
+
+
+class _Layer(NamedTuple):
+    """One tensor of the engine by its blocks, and the same of the host's rows."""
+
+    engine: torch.Tensor
+    host: torch.Tensor
+
+
+class _Save(NamedTuple):
+    """Saves of a step that are on their way: pinned copies of each layer."""
+
+    step: int
+    slots: Slots
+    copies: list[torch.Tensor]
+    event: Any
+
+
+class HostBlocks:
+    """``num_slots`` slots of host memory for the blocks of ``kv_caches``, the engine's tensors by layer.
+
+    ``num_blocks``: of the engine. The axis of the blocks is the first of each tensor, or the second behind keys and
+    values; the kernels' blocks may be smaller. Raises ConfigError for other tensors. Used by one thread.
+    """
+
+    def __init__(self, num_slots: int, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        engine = _distinct(kv_caches, num_blocks)
+        if not engine:
+            raise ConfigError("kv_caches", "{}", "at least one layer")
+        self.num_slots = num_slots
+        sizes = [_size_of(each) for each in engine]
+        self.block_bytes = sum(sizes)
+        self._rows = torch.zeros((num_slots, self.block_bytes), dtype=torch.uint8)
+        self._layers, start = [], 0
+        for each, size in zip(engine, sizes, strict=True):
+            used = each[0].numel() * each.element_size()
+            row = self._rows[:, start : start + used].view(each.dtype)
+            self._layers.append(_Layer(each, row.view(num_slots, *each.shape[1:])))
+            start += size
+        self._device = engine[0].device
+        self._num_engine_blocks = num_blocks
+        self._stamps = np.full(num_slots, _EMPTY, np.int64)
+        self._saving: deque[_Save] = deque()
+        self._report = StepReport()
+        self._loaded: set[str] = set()
+        self._invalid: set[int] = set()
+        self.counts = dict.fromkeys(("loaded_blocks", "failed_blocks", "saved_blocks", "unsaved_blocks"), 0)
+
+    def load(self, work: StepWork) -> None:
+        """Zero slots, then load. What can't be loaded is reported, whatever the reason."""
+        self._zero(work.zero)
+        if not work.loads:
+            return
+        is_good = self._is_good(work)
+        good = np.flatnonzero(is_good)
+        for part in self._parts(good):
+            try:
+                self._copy_in(work.load_slots[part], work.load_blocks[part])
+            except Exception:  # noqa: BLE001 - whatever it is, it is reported, and the step goes on
+                _log.exception("a load from host memory failed; its tokens are computed again")
+                is_good[part] = False
+        start = 0
+        for request_id, num_blocks in work.loads:
+            bad = np.flatnonzero(~is_good[start : start + num_blocks])
+            if len(bad):
+                self._report.failed[request_id] = int(bad[0])
+            self._loaded.add(request_id)
+            start += num_blocks
+        self._invalid.update(work.load_blocks[~is_good].tolist())
+        self.counts["loaded_blocks"] += int(is_good.sum())
+        self.counts["failed_blocks"] += int((~is_good).sum())
+
+    def save(self, work: StepWork) -> None:
+        """Save what the step computed, after it was computed, and end earlier saves that are complete."""
+        self._end_saves()
+        if not len(work.save_slots):
+            return
+        for part in self._parts(np.arange(len(work.save_slots))):
+            self._save(work.step, work.save_blocks[part], work.save_slots[part])
+        self._end_saves()
+        self._end_if_all(work.step)
+
+    def take_loaded(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call, well or not."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_invalid(self) -> set[int]:
+        """Return the engine's blocks that weren't loaded since the last call, though they were to be."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> StepReport:
+        """Return what became of steps since the last call."""
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, with ``loaded_bytes`` and ``saved_bytes``."""
+        taken = self.counts
+        self.counts = dict.fromkeys(taken, 0)
+        for name in ("loaded", "saved"):
+            taken[f"{name}_bytes"] = taken[f"{name}_blocks"] * self.block_bytes
+        return taken
+
+    # --- checks
+
+    def _is_good(self, work: StepWork) -> NDArray[np.bool_]:
+        """Return which loads name a slot with the stamp that they expect, and a block of the engine."""
+        slots, blocks = work.load_slots, work.load_blocks
+        is_there = (slots >= 0) & (slots < self.num_slots)
+        is_there &= (blocks >= 0) & (blocks < self._num_engine_blocks) & (work.load_stamps > _EMPTY)
+        is_there[is_there] = self._stamps[slots[is_there]] == work.load_stamps[is_there]
+        return is_there
+
+    def _require_places(self, slots: Slots, blocks: Slots) -> None:
+        for name, ids, end in (("slots", slots, self.num_slots), ("blocks", blocks, self._num_engine_blocks)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < end:
+                raise ArgumentError(name, (int(ids.min()), int(ids.max())), f"0 to {end - 1}")
+
+    def _parts(self, at: Slots) -> Iterator[Slots]:
+        """Cut into parts of at most _MOST_BYTES."""
+        size = max(_MOST_BYTES // self.block_bytes, 1)
+        for start in range(0, len(at), size):
+            yield at[start : start + size]
+
+    # --- copies
+
+    def _zero(self, slots: Slots) -> None:
+        if len(slots):
+            self._require_places(slots, _no_ids())
+            self._stamps[slots] = _EMPTY
+            self._rows.index_fill_(0, torch.from_numpy(slots), 0)
+
+    def _copy_in(self, slots: Slots, blocks: Slots) -> None:
+        source, target = torch.from_numpy(slots), torch.from_numpy(blocks).to(self._device)
+        for layer in self._layers:
+            layer.engine.index_copy_(0, target, self._staged(layer.host, source))
+
+    def _staged(self, host: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return rows of the host on the engine's device, without waiting for it."""
+        if self._device.type == "cpu":
+            return host.index_select(0, slots)
+        pinned = torch.empty((len(slots), *host.shape[1:]), dtype=host.dtype, pin_memory=True)
+        return torch.index_select(host, 0, slots, out=pinned).to(self._device, non_blocking=True)
+
+    def _save(self, step: int, blocks: Slots, slots: Slots) -> None:
+        """Begin to save: the slots are empty until it is complete."""
+        try:
+            self._require_places(slots, blocks)
+            self._stamps[slots] = _EMPTY
+            self._saving.append(_Save(step, slots, self._copied_out(blocks), self._event()))
+        except Exception:  # noqa: BLE001 - whatever it is, it is reported, and the step goes on
+            self._fail(step, len(slots))
+
+    def _copied_out(self, blocks: Slots) -> list[torch.Tensor]:
+        source = torch.from_numpy(blocks).to(self._device)
+        copies = [layer.engine.index_select(0, source) for layer in self._layers]
+        if self._device.type == "cpu":
+            return copies
+        pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in copies]
+        for to, each in zip(pinned, copies, strict=True):
+            to.copy_(each, non_blocking=True)
+        return pinned
+
+    def _event(self) -> Any:
+        """Return something whose ``query`` tells whether the copies are complete; None if they are."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _end_saves(self) -> None:
+        """Write complete copies to their slots, the oldest first. The report of a step follows its last copy."""
+        while self._saving and (self._saving[0].event is None or self._saving[0].event.query()):
+            save = self._saving.popleft()
+            try:
+                self._write(save)
+            except Exception:  # noqa: BLE001 - whatever it is, it is reported, and the step goes on
+                self._fail(save.step, len(save.slots))
+            self._end_if_all(save.step)
+
+    def _end_if_all(self, step: int) -> None:
+        if not any(each.step == step for each in self._saving):
+            self._report.ended[step] = 1
+
+    def _write(self, save: _Save) -> None:
+        slots = torch.from_numpy(save.slots)
+        for layer, copied in zip(self._layers, save.copies, strict=True):
+            layer.host.index_copy_(0, slots, copied)
+        self._stamps[save.slots] = save.step
+        self.counts["saved_blocks"] += len(save.slots)
+
+    def _fail(self, step: int, num_blocks: int) -> None:
+        _log.exception("a save to host memory failed; nothing of it will be found")
+        self._report.unsaved.add(step)
+        self.counts["unsaved_blocks"] += num_blocks
+
+
+def _distinct(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
+    """Return each tensor once, by blocks: layers may share one."""
+    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"kv_caches[{name!r}]", type(tensor).__name__, "one tensor")
+        found.setdefault(
+            (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()), _by_block(name, tensor, num_blocks)
+        )
+    return list(found.values())
+
+
+def _by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return a view whose first axis has the engine's blocks, of integers as wide as the elements."""
+    bits = tensor.view(_BITS[tensor.element_size()])
+    for axis in (0, 1):
+        if axis < bits.dim() and bits.shape[axis] >= num_blocks and bits.shape[axis] % num_blocks == 0:
+            shape = (*bits.shape[:axis], num_blocks, bits.shape[axis] // num_blocks, *bits.shape[axis + 1 :])
+            return bits.view(shape).movedim(axis, 0)
+    allowed = f"a tensor with {num_blocks} blocks on its first axis, or on its second"
+    raise ConfigError(f"kv_caches[{name!r}]", tuple(tensor.shape), allowed)
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a block, rounded up so that the next layer is aligned."""
+    return -(-tensor[0].numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,419 @@
+"""A second level of KV in host memory, behind an engine's own cache: what is saved and loaded. Imports nothing of vLLM.
+
+    an engine's scheduler                         here
+    how much more of a prompt could be loaded     found
+    the engine allocated blocks for it            load        leases the slots until the load has ended
+    a request computes up to a token              save        whole blocks that aren't here yet
+    the work of all workers in this step          take_work   (``host_blocks.StepWork``)
+    what became of it                             reported, loads_ended
+    the request ended                             forget
+
+The index is a PrefixCache; a block of its pool is a slot of host memory, on each worker. So tenants, policies and the
+audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM loads.
+
+**Complete saves only.** A step's blocks are committed after all workers have reported the step as saved. Until then no
+load finds them; other requests don't save them again. If blocks that another connector loads are wrong, no running
+step is committed.
+
+**Loads** happen between steps: a request waits until its load has ended, and computes afterwards. Requests of one
+namespace never load a slot at the same time: the second waits, and finds it in the engine's own cache. A load that
+fails is forgotten with everything behind it, so the request that asks again computes.
+
+**A purge** or a reset reaches loads that no worker has begun: they fail. A request that computes on what was there
+before saves nothing. Slots that change tenant are zeroed first, with
+``scrub="always"`` all slots as soon as they are free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
+
+import numpy as np
+
+from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.engines.host_blocks import NEVER, Slots, StepReport, StepWork
+from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
+from radixkv.engines.salt import SaltReader
+from radixkv.errors import CapacityError, ConfigError, LeaseError
+from radixkv.index.cache import PrefixCache
+from radixkv.index.leases import Lease
+from radixkv.index.sequence import Sequence as Held
+from radixkv.index.tokens import TOKEN_BYTES
+
+MAX_SLOTS: Final = 2**31 - 1
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]iB)?")
+_ONE_MORE: Final = bytes(TOKEN_BYTES)
+"""A token behind a key: an open sequence and ``match_ahead`` leave the last token out."""
+_NO_BLOCKS: Final = np.empty(0, np.int64)
+
+Scrub = Literal["cross-tenant", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class SecondLevelSettings:
+    """Settings of the second level. Raises ConfigError.
+
+    - ``host_memory``: bytes on each worker, or a text such as ``"8GiB"``. ``host_blocks``: blocks, in its place.
+    - ``policy``: the eviction policy. ``scrub``: see CacheConfig.
+    - ``keys``: file of the engine's keys (``radixkv keys derive``): tenants come from salts. ``anonymous``: whether
+      requests without such a salt are served.
+    - ``model``: identity of model and tokenizer in namespaces.
+    - ``control``: folder of a control channel; needs ``keys``.
+    """
+
+    host_memory: int | str | None = None
+    host_blocks: int | None = None
+    policy: str = "learned"
+    scrub: Scrub = "cross-tenant"
+    keys: str | None = None
+    anonymous: bool = True
+    model: str = "vllm"
+    control: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Return settings by name. Raises ConfigError for other names too."""
+        names = [each.name for each in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ConfigError("kv_connector_extra_config", name, f"only {', '.join(names)}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if (self.host_memory is None) == (self.host_blocks is None):
+            allowed = "one of the two: bytes, or blocks, of host memory"
+            raise ConfigError("host_memory, host_blocks", (self.host_memory, self.host_blocks), allowed)
+        if self.host_blocks is not None and not _is_count(self.host_blocks):
+            raise ConfigError("host_blocks", self.host_blocks, f"an integer from 1 to {MAX_SLOTS}")
+        if self.host_memory is not None:
+            _bytes_of(self.host_memory)
+        for name in ("policy", "model"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(name, getattr(self, name), "a text")
+        for name in ("keys", "control"):
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
+                raise ConfigError(name, getattr(self, name), "a path")
+        if not isinstance(self.anonymous, bool):
+            raise ConfigError("anonymous", self.anonymous, "true or false")
+        if self.scrub not in get_args(Scrub):
+            raise ConfigError("scrub", self.scrub, f"one of {', '.join(get_args(Scrub))}")
+        if self.control is not None and self.keys is None:
+            raise ConfigError("control", self.control, "with keys, of the purpose 'control'")
+
+    def num_slots(self, block_bytes: int) -> int:
+        """Return the number of slots, for blocks of so many bytes on a worker. Raises ConfigError if none fits."""
+        if self.host_memory is None:
+            assert self.host_blocks is not None
+            return self.host_blocks
+        num_slots = _bytes_of(self.host_memory) // block_bytes
+        if not _is_count(num_slots):
+            raise ConfigError("host_memory", self.host_memory, f"at least a block, {block_bytes:,} bytes")
+        return num_slots
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SLOTS
+
+
+def _bytes_of(value: object) -> int:
+    """Return bytes. Raises ConfigError."""
+    found = (
+        _SIZE.fullmatch(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    )
+    if found is None:
+        raise ConfigError("host_memory", value, "bytes, or a text such as '8GiB'")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+class _Request(RequestKey):
+    """A request that the engine has named.
+
+    ``num_local``: tokens in the engine's own cache. ``num_saved``: leading blocks that are here, or were handed to a
+    save. ``generation``: its tenant's.
+    """
+
+    __slots__ = ("generation", "num_local", "num_saved")
+
+    def __init__(self, namespace: Namespace, facts: RequestFacts, block_size: int, generation: int) -> None:
+        super().__init__(namespace, facts, block_size)
+        self.num_local = self.num_saved = 0
+        self.generation = generation
+
+
+class _Load(NamedTuple):
+    """A load, from its decision until all workers have ended it. ``lease``: None if nothing could be leased."""
+
+    namespace: Namespace
+    generation: int
+    key: bytes
+    start: int
+    slots: Slots
+    lease: Lease | None
+    blocks: Slots
+
+
+class _Save(NamedTuple):
+    request_id: str
+    start: int
+    sequence: Held
+
+
+class SecondLevel:
+    """The index of ``num_slots`` slots for blocks of ``block_size`` tokens, which ``num_workers`` workers hold.
+
+    ``salts``: reads whose request it is. None: all requests are of one tenant, by their salts in namespaces.
+
+    ``weights`` is the version of the model's weights, in the namespaces of requests that begin now.
+
+    Raises ConfigError. One thread uses it, except for what a control channel does with ``cache``.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        *,
+        model: str = "vllm",
+        salts: SaltReader | None = None,
+        policy: str = "learned",
+        scrub: Scrub = "cross-tenant",
+        num_workers: int = 1,
+    ) -> None:
+        config = CacheConfig(
+            num_slots,
+            block_size,
+            policy=policy,
+            default_tenant=Tenant("default"),
+            scrub=scrub,
+            writes_before_reads=True,
+        )
+        self._to_zero: deque[Slots] = deque()
+        self.cache = PrefixCache(config, scrub_blocks=self._note_to_zero)
+        self._size, self._num_workers = block_size, num_workers
+        self._keys = RequestKeys(model, salts)
+        self._requests: dict[str, _Request] = {}
+        self._stamps = np.zeros(num_slots, np.int64)
+        self._is_loading = np.zeros(num_slots, np.bool_)
+        self._loads: dict[str, _Load] = {}
+        self._new_loads: list[str] = []
+        self._saves: dict[int, list[_Save]] = {}
+        self._reports: dict[int, int] = {}
+        self._work = StepWork(1)
+        self._save_blocks: list[Sequence[int]] = []
+        self._save_slots: list[Slots] = []
+        self.weights = 0
+        self.counts = dict.fromkeys(("loads", "failed_loads", "refused_saves", "refused_requests"), 0)
+
+    # --- requests
+
+    def found(self, request_id: str, facts: RequestFacts, ids: Sequence[int], num_local: int) -> int | None:
+        """Return how many tokens behind the first ``num_local`` could be loaded, always less than all of ``ids``.
+
+        None if another request loads some of them: ask again after the step. Changes no block.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self._is_current(request.namespace, request.generation):
+            namespace, facts = self._keys.read(facts, self.weights)
+            request = _Request(namespace, facts, self._size, self.cache.generation(namespace.tenant))
+            self._requests[request_id] = request
+        request.read(ids)
+        request.num_local = num_local
+        if request.facts.is_private:
+            return 0
+        match = self.cache.match(request.namespace, request.between(0, self._usable(len(ids))))
+        request.num_saved = match.num_blocks
+        if not request.facts.looks_up or match.num_tokens <= num_local:
+            return 0
+        if self._is_loading[match.block_ids[num_local // self._size :]].any():
+            return None
+        return match.num_tokens - num_local
+
+    def load(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
+        """Load ``num_tokens`` tokens, as ``found`` said, to the engine's ``blocks``: all blocks of the request.
+
+        What was evicted or purged since then fails.
+        """
+        request = self._requests[request_id]
+        start, stop = request.num_local // self._size, (request.num_local + num_tokens) // self._size
+        key = request.between(0, stop * self._size)
+        try:
+            lease = self.cache.match_and_lease(request.namespace, key)
+        except CapacityError:
+            lease = None
+        slots = np.full(stop - start, NEVER, np.int64)
+        if lease is not None:
+            there = lease.block_ids[start:stop]
+            slots[: len(there)] = there
+            self._is_loading[there] = True
+        to = np.array(blocks[start:stop], np.int64)
+        self._loads[request_id] = _Load(request.namespace, request.generation, key, start, slots, lease, to)
+        self._new_loads.append(request_id)
+        self.counts["loads"] += 1
+
+    def save(
+        self, request_id: str, ids: Sequence[int], num_computed: int, blocks: Callable[[], Sequence[int]]
+    ) -> None:
+        """Save whole blocks among the first ``num_computed`` tokens, which exist at the end of the present step.
+
+        ``blocks``: returns the engine's blocks of the request, in order. O(1) unless a block is full since the last
+        call.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.facts.is_private:
+            return
+        stop = min(num_computed, len(ids)) // self._size
+        if stop <= request.num_saved:
+            return
+        request.read(ids)
+        if request.facts.is_private:
+            return
+        before, request.num_saved = request.num_saved, stop
+        key = request.between(0, stop * self._size)
+        if self.cache.match_ahead(request.namespace, key + _ONE_MORE) >= stop * self._size:
+            return
+        try:
+            sequence = self.cache.open(request.namespace, key, ahead=True)
+        except CapacityError:
+            self.counts["refused_saves"] += 1
+            return
+        try:
+            sequence.computing(stop * self._size, step=self._work.step)
+            is_current = self._is_current(request.namespace, request.generation)
+        except LeaseError:  # purged since it was opened
+            is_current = False
+        if not is_current:
+            sequence.release()
+            return
+        start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
+        slots = sequence.block_table[start:].astype(np.int64)
+        self._saves.setdefault(self._work.step, []).append(_Save(request_id, min(before, start), sequence))
+        self._save_blocks.append(blocks()[start:stop])
+        self._save_slots.append(slots)
+        self._stamps[slots] = self._work.step
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended. Its loads and saves that run go on."""
+        self._requests.pop(request_id, None)
+
+    # --- steps
+
+    def take_work(self) -> StepWork:
+        """Return what the workers do in the present step, and begin the next step."""
+        work = self._work
+        for request_id in self._new_loads:
+            load = self._loads[request_id]
+            is_there = self._is_current(load.namespace, load.generation) & (load.slots >= 0)
+            stamps = np.where(is_there, self._stamps[load.slots], NEVER)
+            work.loads += ((request_id, len(load.blocks)),)
+            work.load_slots = np.append(work.load_slots, load.slots)
+            work.load_stamps = np.append(work.load_stamps, stamps)
+            work.load_blocks = np.append(work.load_blocks, load.blocks)
+        if self._save_slots:
+            work.save_slots = np.concatenate(self._save_slots)
+            work.save_blocks = np.concatenate([np.asarray(each, np.int64) for each in self._save_blocks])
+            self._reports[work.step] = 0
+        to_zero = [self._to_zero.popleft() for _ in range(len(self._to_zero))]
+        if to_zero:
+            work.zero = np.unique(np.concatenate(to_zero))
+        self._new_loads, self._save_blocks, self._save_slots = [], [], []
+        self._work = StepWork(work.step + 1)
+        return work
+
+    def reported(self, report: StepReport, invalid: Iterable[int] = ()) -> None:
+        """Take the workers' report: commit what all of them saved, forget what couldn't be loaded.
+
+        ``invalid``: the engine's blocks that were reported as not loaded, by whomever. Blocks that this level didn't
+        load may be read by running steps, so nothing of these is committed.
+        """
+        others = set(invalid)
+        for request_id, position in report.failed.items():
+            others.difference_update(self._load_failed(request_id, position).tolist())
+        if others:
+            self._fail_running()
+        for step in report.unsaved:
+            self._fail(step)
+        for step, num_workers in report.ended.items():
+            if step in self._reports:
+                self._reports[step] += num_workers
+                if self._reports[step] >= self._num_workers:
+                    self._end(step)
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """Release the slots of loads that all workers have ended. Ids without a load are ignored."""
+        for request_id in request_ids:
+            load = self._loads.pop(request_id, None)
+            if load is not None and load.lease is not None:
+                self._is_loading[load.slots[load.slots >= 0]] = False
+                load.lease.release()
+
+    def reset(self) -> bool:
+        """Forget everything: the model's weights may be others. Returns False if a load still runs."""
+        self.weights += 1
+        for namespace in self.cache.namespaces():
+            self.cache.clear(namespace)
+        self._fail_running()
+        return not self._loads
+
+    @property
+    def num_running(self) -> int:
+        """Loads and steps with saves that haven't ended."""
+        return len(self._loads) + len(self._reports)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        taken, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        taken["refused_requests"], self._keys.num_refused = self._keys.num_refused, 0
+        return taken
+
+    # --- inside
+
+    def _usable(self, num_tokens: int) -> int:
+        """Return whole blocks of tokens before the last one, which is computed for its logits."""
+        return max(num_tokens - 1, 0) // self._size * self._size
+
+    def _is_current(self, namespace: Namespace, generation: int) -> bool:
+        """Whether there was no purge of the tenant since then, and no reset."""
+        return namespace.weights == self.weights and self.cache.generation(namespace.tenant) == generation
+
+    def _end(self, step: int) -> None:
+        """Commit and release what a step saved."""
+        del self._reports[step]
+        self.cache.step_done(step)
+        for save in self._saves.pop(step, ()):
+            save.sequence.release()
+
+    def _fail_running(self) -> None:
+        for step in list(self._saves):
+            self._fail(step)
+
+    def _fail(self, step: int) -> None:
+        """Commit nothing of a step. Its slots stay taken until all workers have ended it."""
+        self.cache.step_failed(step)
+        for save in self._saves.get(step, ()):
+            if (request := self._requests.get(save.request_id)) is not None:
+                request.num_saved = min(request.num_saved, save.start)
+
+    def _load_failed(self, request_id: str, position: int) -> Slots:
+        """Forget the block that failed, and everything behind it. Returns the engine's blocks of the load."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return _NO_BLOCKS
+        self.counts["failed_loads"] += 1
+        good = load.start + position
+        if (request := self._requests.get(request_id)) is not None:
+            request.num_saved = min(request.num_saved, good)
+        try:
+            with self.cache.open(load.namespace, load.key + _ONE_MORE) as sequence:
+                if sequence.num_cached_tokens > good * self._size:
+                    self.cache.forget(sequence, good * self._size)
+        except (CapacityError, LeaseError):  # no room to keep the good blocks, or a purge in between
+            self.cache.clear(load.namespace)
+        return load.blocks
+
+    def _note_to_zero(self, slots: Any) -> None:
+        self._to_zero.append(slots.astype(np.int64))

@@ -1,0 +1,328 @@
+"""A second level in host memory behind vLLM's own cache: a KV connector of vLLM 0.32.
+
+    python -m vllm.entrypoints.openai.api_server --model … --kv-transfer-config '{
+        "kv_connector": "RadixConnector", "kv_connector_module_path": "radixkv.engines.vllm_connector",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_memory": "8GiB"}}'
+
+The settings of ``kv_connector_extra_config`` are those of ``SecondLevelSettings``. The scheduler's half decides
+(``second_level``), each worker holds its own shard of every block (``host_blocks``). Loads happen between steps, so a
+request waits until its load has ended, and what fails is computed by vLLM as any other token.
+
+vLLM's ``reset_prefix_cache(reset_connector=True)`` and new weights (``vllm_weights``) forget everything here, and begin
+another version of the weights.
+A purge by the control channel reaches this level only. vLLM's own cache is keyed by salts, so salts of a newer
+generation find nothing of an older one there.
+
+Refused at the start, by name: another version of vLLM, several groups of KV blocks, anything but full attention or MLA,
+context parallelism, and the policy that a failed load fails its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from radixkv.engines import vllm_weights
+from radixkv.engines.control import ControlServer
+from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
+from radixkv.engines.request_keys import facts_of
+from radixkv.engines.salt import SaltReader
+from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
+from radixkv.errors import ConfigError
+from radixkv.signing import KeySet
+
+VERSIONS = ("0.32.",)
+"""Versions of vLLM whose connectors this is one of."""
+
+
+@dataclass
+class RadixMetadata(KVConnectorMetadata):
+    work: StepWork
+
+
+@dataclass
+class RadixWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: RadixWorkerMetadata) -> RadixWorkerMetadata:
+        """Add another worker's report."""
+        self.report.add(other.report)
+        return self
+
+
+@dataclass
+class RadixStats(KVConnectorStats):
+    """Counts since the last step, by name. Those of several workers are added up."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self.data = {}
+
+    def aggregate(self, other: RadixStats) -> RadixStats:
+        """Add other counts."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts, for vLLM's log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+
+COUNTS = {
+    "loads": "requests that loaded KV from host memory",
+    "failed_loads": "loads of requests of which a block failed; its tokens were computed",
+    "refused_saves": "saves for which host memory had no room",
+    "refused_requests": "requests without this cache: their salt or adapter was refused",
+    "loaded_blocks": "blocks loaded, by each worker",
+    "failed_blocks": "blocks that failed to load",
+    "saved_blocks": "blocks saved",
+    "unsaved_blocks": "blocks that failed to be saved",
+    "loaded_bytes": "bytes loaded",
+    "saved_bytes": "bytes saved",
+}
+"""Names of the counts, and what each means."""
+
+
+class RadixMetrics(KVConnectorPromMetrics):
+    """The counts as Prometheus counters ``vllm:radixkv_…_total``."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:radixkv_{name}", documentation=meaning, labelnames=labelnames)
+            for name, meaning in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(count)
+
+
+class RadixConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both halves, one for each role. Arguments and methods are vLLM's."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _require_known(vllm_config, self._kv_transfer_config)
+        spec = _spec_of(kv_cache_config)
+        settings = SecondLevelSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        block_bytes = (
+            sum(each.size for each in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
+        )
+        if settings.host_memory is not None and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError("host_memory", settings.host_memory, "host_blocks, with pipeline parallelism")
+        self._num_slots = settings.num_slots(block_bytes)
+        self._num_engine_blocks = kv_cache_config.num_blocks
+        self._requests: dict[str, Any] = {}
+        self._control: ControlServer | None = None
+        self._blocks: HostBlocks | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            salts = None if settings.keys is None else _salts(settings.keys, settings.anonymous)
+            self.radixkv = SecondLevel(
+                self._num_slots,
+                spec.block_size,
+                model=settings.model,
+                salts=salts,
+                policy=settings.policy,
+                scrub=settings.scrub,
+                num_workers=vllm_config.parallel_config.world_size,
+            )
+            vllm_weights.watch(self.radixkv.reset)
+            if settings.control is not None and settings.keys is not None:
+                self._control = ControlServer(
+                    self.radixkv.cache,
+                    settings.control,
+                    settings.keys,
+                    salts=salts,
+                    weights=lambda: self.radixkv.weights,
+                ).__enter__()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is lost is a later miss."""
+        return False
+
+    def shutdown(self) -> None:
+        """Stop the control channel."""
+        if self._control is not None:
+            self._control.stop()
+            self._control = None
+
+    # --- the scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens a load would bring; None while another request loads them."""
+        self._requests[request.request_id] = request
+        num_found = self.radixkv.found(
+            request.request_id, facts_of(request), request._all_token_ids, num_computed_tokens
+        )
+        return num_found, bool(num_found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Begin a load of so many tokens, if there are any."""
+        if num_external_tokens > 0:
+            self.radixkv.load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> RadixMetadata:
+        """Return the work of this step: its loads, and saves of what its requests compute."""
+        blocks_of = scheduler_output.kv_connector_block_state.get_block_ids
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                num_computed = request.num_computed_tokens + num_new
+                blocks = partial(_first_group, blocks_of, request_id)
+                self.radixkv.save(request_id, request._all_token_ids, num_computed, blocks)
+        if self._control is not None:
+            self._control.run_pending()
+        return RadixMetadata(self.radixkv.take_work())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers report of a step."""
+        found = connector_output.kv_connector_worker_meta
+        report = found.report if isinstance(found, RadixWorkerMetadata) else StepReport()
+        self.radixkv.reported(report, connector_output.invalid_block_ids)
+        self.radixkv.loads_ended(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request. Its blocks can be freed: saves have read them in their step."""
+        self._requests.pop(request.request_id, None)
+        self.radixkv.forget(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request."""
+        return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """Forget everything. False if a load still runs: reset again after it."""
+        return self.radixkv.reset()
+
+    # --- a worker
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Take host memory for the blocks of these tensors."""
+        self._blocks = HostBlocks(self._num_slots, kv_caches, self._num_engine_blocks)
+
+    def start_load_kv(self, forward_context: Any, **named: Any) -> None:
+        """Load."""
+        self._worker.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no step reads what it loads."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **named: Any) -> None:
+        """Do nothing: all layers are saved at once, at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        """Save what the step computed."""
+        self._worker.save(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended, well or not."""
+        return None, self._worker.take_loaded() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that were not loaded, though they were to be."""
+        return self._worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> RadixWorkerMetadata | None:
+        """Return what became of steps, for the scheduler."""
+        report = self._worker.take_report()
+        return None if report.is_empty else RadixWorkerMetadata(report)
+
+    @property
+    def _worker(self) -> HostBlocks:
+        assert self._blocks is not None
+        return self._blocks
+
+    @property
+    def _step(self) -> StepWork:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RadixMetadata)
+        return metadata.work
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> RadixStats | None:
+        """Return counts since the last call: a worker's, or the scheduler's."""
+        if self._blocks is not None:
+            stats = RadixStats(self._blocks.take_counts())
+        elif self.role == KVConnectorRole.SCHEDULER:
+            stats = RadixStats(self.radixkv.take_counts())
+        else:
+            return None
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RadixStats:
+        """Return counts of these names."""
+        return RadixStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> RadixMetrics:
+        """Return the Prometheus counters."""
+        return RadixMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _first_group(blocks_of: Callable[[str], tuple[Sequence[int], ...]], request_id: str) -> Sequence[int]:
+    return blocks_of(request_id)[0]
+
+
+def _salts(path: str, allows_anonymous: bool) -> SaltReader:
+    return SaltReader(KeySet.load(path), allows_anonymous=allows_anonymous)
+
+
+def _spec_of(kv_cache_config: Any) -> Any:
+    """Return the kind of the only group of blocks. Raises ConfigError."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise ConfigError("kv_cache_groups", kinds, "one group of full attention or MLA")
+    return groups[0].kv_cache_spec
+
+
+def _require_known(vllm_config: Any, transfer: Any) -> None:
+    """Raise ConfigError for what the connector can't serve."""
+    if not vllm.__version__.startswith(VERSIONS):
+        raise ConfigError("vllm", vllm.__version__, " or ".join(f"{each}x" for each in VERSIONS))
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", transfer.kv_role, "kv_both")
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError("kv_load_failure_policy", transfer.kv_load_failure_policy, "recompute")
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(name, getattr(parallel, name), "1")

@@ -1,0 +1,146 @@
+"""The engine ``vllm`` of the service, over a real control channel and a server in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.engines.control import ControlServer
+from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
+from radixkv.engines.engine_protocol import EngineLimits
+from radixkv.engines.salt import SaltReader
+from radixkv.engines.vllm_serve import VllmEngine
+from radixkv.errors import ArgumentError, ControlError, QuotaExceeded, StaleGeneration
+from radixkv.index.cache import PrefixCache
+from radixkv.signing import KeySet
+from tests.engines.test_completion_stream import HEAD, answering, choice, event
+
+__all__ = ["answering"]  # the fixture
+
+KEYS = KeySet.derive([b"the fleet's own secret"])
+IDS = list(range(10))
+ACME = Namespace("acme", "m")
+
+
+class Served:
+    """A cache behind its control channel. ``is_busy``: commands wait for a step that never ends, so 0.3 s."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.is_busy = folder, False
+        KEYS.write(folder / "engine.keys")
+        self.control: ControlServer | None = None
+        self.cache = ControlCache(folder / "control" / "control.sock", KEYS, "m")
+
+    def begin(self) -> None:
+        self.end()
+        config = CacheConfig(64, 4, default_tenant=Tenant("default"))
+        self.control = ControlServer(
+            PrefixCache(config),
+            self.folder / "control",
+            self.folder / "engine.keys",
+            salts=SaltReader(KEYS, allows_anonymous=False),
+            patience_s=0.3,
+            is_idle=lambda: not self.is_busy,
+        )
+        self.control.__enter__()
+
+    def end(self) -> None:
+        if self.control is not None:
+            self.control.stop()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    found = Served(tmp_path)
+    found.begin()
+    yield found
+    found.cache.close()
+    found.end()
+
+
+def engine_of(served: Served, http: Path) -> VllmEngine:
+    process: Any = SimpleNamespace(http=http, problem=None)
+    return VllmEngine(process, served.cache, EngineLimits(100, 64, 64, 4, cache_waits=True), "m")
+
+
+def refusal(status: int, message: str) -> bytes:
+    body = json.dumps({"error": {"message": message, "type": "x", "code": status}})
+    return f"HTTP/1.1 {status} no\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def test_what_vllm_cannot_serve_is_an_argument(served: Served, answering: Callable[..., Path]) -> None:
+    answer = refusal(400, "the prompt\nis too odd" + "!" * 1_000)
+    for call in ("generate", "prefill"):
+        engine = engine_of(served, answering(answer))
+        with pytest.raises(ArgumentError, match=r"refused by vLLM: the prompt is too odd!+$") as found:
+            engine.generate(ACME, [IDS], 2) if call == "generate" else engine.prefill(ACME, IDS)
+        assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        refusal(500, "Internal server error"),
+        HEAD + event({"error": {"message": "Internal server error", "code": 500}}),
+        HEAD + event({"error": "odd"}),
+        b"HTTP/1.1 404 no\r\nconnection: close\r\n\r\n",
+        b"HTTP/1.1 500 no\r\nconnection: close\r\n\r\n" + b"x" * 100_000,
+    ],
+)
+def test_what_vllm_fails_at_is_a_purge_or_its_own_fault(
+    served: Served, answering: Callable[..., Path], answer: bytes
+) -> None:
+    with pytest.raises(ControlError, match=r"refuses a request: (500|404)"):
+        engine_of(served, answering(answer)).generate(ACME, [IDS], 2)
+
+    def purging() -> bool:
+        served.cache.purge("acme")
+        return False
+
+    with pytest.raises(StaleGeneration, match="purged before vLLM began"):
+        engine_of(served, answering(b"", answer, pause_s=0.3)).generate(ACME, [IDS], 2, stop=purging)
+
+
+def test_a_tenant_that_may_never_use_so_much_is_told_before_vllm_is_asked(served: Served) -> None:
+    served.cache.add_tenant(Tenant("acme", max_blocks=3))
+    engine = engine_of(served, served.folder / "none")
+    for ask in (lambda: engine.generate(ACME, [IDS], 3), lambda: engine.prefill(ACME, list(range(12)))):
+        with pytest.raises(QuotaExceeded) as found:
+            ask()
+        assert (found.value.needed, found.value.limit) == (4, 3)
+    with pytest.raises(ControlError, match="can't be reached"):
+        engine.generate(ACME, [IDS], 2)
+
+
+def test_others_have_their_turn_while_a_lookup_waits(served: Served, answering: Callable[..., Path]) -> None:
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 8}}
+    answer = HEAD + choice([1], "stop") + event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+    served.is_busy, turns = True, 0
+
+    def stop() -> bool:
+        nonlocal turns
+        turns += 1
+        return False
+
+    found = engine_of(served, answering(answer)).generate(ACME, [IDS], 2, stop=stop)
+    assert turns > 10 and (found.token_ids, found.num_cached_tokens) == ([[1]], [8])
+
+
+def test_lookups_are_made_together_and_a_broken_connection_is_replaced(served: Served) -> None:
+    with ThreadPoolExecutor(3 * MAX_CONNECTIONS) as pool:
+        found = list(pool.map(lambda at: served.cache.match(ACME, [at] * 8).num_tokens, range(60)))
+        assert found == [0] * 60
+        served.begin()  # the engine restarts
+        with pytest.raises(ControlError):
+            served.cache.match(ACME, IDS)
+        assert list(pool.map(lambda at: served.cache.match(ACME, [at]).num_tokens, range(20))) == [0] * 20
+        served.begin()
+        served.cache.restore()
+        assert served.cache.match(ACME, IDS).num_tokens == 0

@@ -1,0 +1,73 @@
+"""A soak of the real vLLM: sessions, cancels, preemptions and purges, and every token compared with a cold run.
+
+``RADIXKV_SOAK_S=1800 make engines PYTEST="-k soak"`` soaks for half an hour each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.engines.hf import demo_model
+from radixkv.signing import KeySet
+
+SECONDS = float(os.environ.get("RADIXKV_SOAK_S", "15"))
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("vllm_soak.py")
+MARGIN_KIB = 128 << 10
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600 + 10 * SECONDS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a small model whose tokens depend on the whole context, with keys beside it."""
+    folder = tmp_path_factory.mktemp("soaked")
+    demo_model(vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096).save_pretrained(folder)
+    KeySet.derive([b"the fleet's own secret"]).write(folder / "engine.keys")
+    return str(folder)
+
+
+@functools.cache
+def soaked(folder: str, cache: str, is_async: bool = False) -> dict[str, Any]:
+    """What one soak found. The same one runs once."""
+    given = {
+        "cache": cache,
+        "blocks": 120,
+        "host_blocks": 300,
+        "is_async": is_async,
+        "seconds": SECONDS,
+        "seed": 0,
+    }
+    given |= {"model": folder, "keys": f"{folder}/engine.keys"}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "policies")))
+    done = subprocess.run(
+        [os.environ["RADIXKV_VLLM"], str(SCRIPT), json.dumps(given)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.parametrize(("cache", "is_async"), [("radixkv", False), ("radixkv", True), ("connector", True)])
+def test_no_token_is_wrong_nothing_is_left_and_memory_is_as_flat_as_stock(
+    folder: str, cache: str, is_async: bool
+) -> None:
+    found = soaked(folder, cache, is_async)
+    assert found["wrong"] == []
+    nothing = dict.fromkeys(("requests", "sequences", "leased", "unaccounted"), 0)
+    assert found["left"] == {"violations": [], **nothing}
+    for name in ("num_finished", "num_cancelled", "num_preempted", "num_purges"):
+        assert found[name] > 0, name
+    assert max(found["memory"]) < max(soaked(folder, "stock")["memory"]) + MARGIN_KIB
