@@ -482,6 +482,7 @@ def families() -> dict[str, list[Family]]:
     serve_levels = [(name, text, float) for name, text, _ in Service._levels(cast(Any, None))]
     route_levels = [(name, text, float) for name, text, _ in RouterHost._levels(cast(Any, None))]
     serve = Metrics(cache, lambda: ["acme"], alone, serve_levels)
+    serve.read_cache()
     serve.completed("acme", prompt=2, cached=1, generated=1, first_token_s=0.1)
     route = RequestMetrics(route_levels)
     for each in (serve, route):

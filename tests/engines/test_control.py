@@ -429,16 +429,23 @@ def test_the_server_needs_keys_of_its_own(cache: PrefixCache, tmp_path: Path) ->
 
 
 def test_stop_ends_all_threads(cache: PrefixCache, tmp_path: Path) -> None:
-    before = threading.active_count()
-    with serving(cache, tmp_path) as control:
-        clients = [ControlClient(control.path, KEYS) for _ in range(3)]
-        raw = connected(control)
-        assert threading.active_count() > before + 3
-    assert threading.active_count() == before
-    for client in clients:
-        with client:
+    before = {*threading.enumerate()}
+
+    def new_threads() -> list[threading.Thread]:
+        found = {*threading.enumerate()} - before
+        return [each for each in found if each.name.startswith("radixkv-control")]
+
+    with ExitStack() as open_connections:
+        with serving(cache, tmp_path) as control:
+            clients = [open_connections.enter_context(ControlClient(control.path, KEYS)) for _ in range(3)]
+            open_connections.enter_context(connected(control))
+            until = time.monotonic() + 30
+            while len(new_threads()) < 5 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert len(new_threads()) == 5, "one that accepts, one for each connection"
+        assert not new_threads()
+        for client in clients:
             refused(client, "stats")
-    raw.close()
 
 
 # --- attacks
