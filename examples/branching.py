@@ -28,6 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from radixkv import CacheConfig, PrefixCache, audit
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.engines.hf_cache import CACHE_ARGUMENT
 
 BLOCK_SIZE = 16
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50}
@@ -125,9 +126,8 @@ class Stock:
             attention_mask=torch.ones((1, len(ids)), dtype=torch.long, device=self.model.device),
             max_new_tokens=num_new,
             eos_token_id=None,
-            past_key_values=past,
             stopping_criteria=StoppingCriteriaList([self._told]),
-            **({"do_sample": False} | how),
+            **({"do_sample": False, CACHE_ARGUMENT: past} | how),
         )
         self.watch.stop(num_new)
         self.kv_bytes = max(

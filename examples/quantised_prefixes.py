@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from radixkv.engines.hf_cache import CACHE_ARGUMENT
 from radixkv_kernels import Pool, Quantized, dequantize, quantize
 from radixkv_kernels.quantized import Scheme
 
@@ -128,12 +129,13 @@ def evaluate(
     losses, errors = [], []
     for window in windows:
         prefix, rest = window[:, :PREFIX], window[:, PREFIX:]
-        computed = model(prefix, use_cache=True, logits_to_keep=1)
-        keys_values = [(layer.keys, layer.values) for layer in computed.past_key_values.layers]
+        cache = DynamicCache(config=model.config)
+        computed = model(prefix, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+        keys_values = [(layer.keys, layer.values) for layer in cache.layers]
         outputs.take()
         exact: list[torch.Tensor] = []
         for scheme in schemes:
-            read = model(rest, past_key_values=through(keys_values, scheme, block_size))
+            read = model(rest, **{CACHE_ARGUMENT: through(keys_values, scheme, block_size)})
             logits = torch.cat((computed.logits, read.logits[:, :-1]), dim=1)
             losses.append(cross_entropy(logits.transpose(1, 2), rest, reduction="none").mean(1))
             seen = outputs.take()

@@ -43,7 +43,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.control import ControlServer
 from radixkv.engines.engine_protocol import ABILITIES, Ability, EngineLimits, Generation, Prefill, WaitForRoom
-from radixkv.engines.hf_cache import PagedCache, layout_of
+from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
@@ -294,11 +294,13 @@ class HFEngine:
     @torch.no_grad()
     def _compute(self, paged: PagedCache, ids: Ids) -> Iterator[int]:
         """Prefill the one row of an attached ``paged`` to the end of ``ids``. Yields the tokens done so far."""
-        extra = {"logits_to_keep": 1} if self._keeps_logits else {}
+        settings: dict[str, Any] = {CACHE_ARGUMENT: paged, "use_cache": True}
+        if self._keeps_logits:
+            settings["logits_to_keep"] = 1
         while paged.width < len(ids):
             chunk = ids[paged.width : paged.width + self._chunk_tokens]
             input_ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
-            self.model(input_ids=input_ids, past_key_values=paged, use_cache=True, **extra)
+            self.model(input_ids=input_ids, **settings)
             paged.commit()
             if self._control is not None:
                 self._control.run_pending()
@@ -430,8 +432,8 @@ class HFEngine:
             output: Tensor = cast(Any, self.model).generate(
                 input_ids,
                 attention_mask=attention_mask,
-                past_key_values=paged,
                 stopping_criteria=StoppingCriteriaList([watcher]),
+                **{CACHE_ARGUMENT: paged},
                 **self._settings(request),
             )
         paged.settle()

@@ -38,6 +38,7 @@ from radixkv.errors import require_extra
 
 require_extra("radixkv.engines.hf_cache", "hf")
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
 from radixkv.config import KVLayout
@@ -56,6 +57,13 @@ from radixkv.index.cache import PrefixCache
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
+
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""The name of a model's argument for its cache: transformers renamed it in 5.24."""
 
 _GROWTH_COLUMNS = 256
 """The rectangle grows by this many columns: one copy every 256 decode steps, and at most 256 unused columns."""
@@ -168,7 +176,7 @@ class PagedCache(Cache):
         """Within the context, each forward of ``model`` with this cache first calls ``begin_step``."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kwargs.get("past_key_values") is self:
+            if kwargs.get(CACHE_ARGUMENT) is self:
                 self._begin_with_room(kwargs["input_ids"])
 
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
@@ -463,11 +471,8 @@ def layout_of(model: PreTrainedModel) -> KVLayout:
 @torch.no_grad()
 def _measure(model: PreTrainedModel, config: Any, name: str) -> KVLayout:
     past = DynamicCache(config=config)
-    model(
-        input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
-        past_key_values=past,
-        use_cache=True,
-    )
+    input_ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=input_ids, use_cache=True, **{CACHE_ARGUMENT: past})
     layers = [layer for layer in past.layers if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {
         tuple(tensor.shape) for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None

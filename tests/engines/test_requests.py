@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from radixkv import audit
 from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.hf_cache import PagedCache
+from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
 from radixkv.index.cache import PrefixCache
 from radixkv.service.worker import ModelWorker, Work
@@ -34,7 +34,7 @@ def resident_kv(engine: HFEngine, ns: Namespace, ids: list[int]) -> torch.Tensor
 def stock_kv(engine: HFEngine, ids: list[int]) -> torch.Tensor:
     past = DynamicCache(config=engine.model.config)
     with torch.no_grad():
-        engine.model(input_ids=torch.tensor([ids]), past_key_values=past)
+        engine.model(input_ids=torch.tensor([ids]), **{CACHE_ARGUMENT: past})
     return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in past.layers])
 
 
