@@ -141,7 +141,8 @@ def main(rank: int, port: int, seed: int, is_agreed: bool) -> dict[str, object]:
                 requests.serve()
             if number == NUM_STEPS // 2 and rank == 1 and not is_agreed:
                 requests.free += cache.reclaim(1).tolist()
-            commands.is_over = number >= NUM_STEPS
+            is_enough = min(commands.counts[each] for each in ("pins", "purges", "limits")) > 5
+            commands.is_over = number >= (NUM_STEPS if is_enough else 20 * NUM_STEPS)
             goes_on = number < NUM_STEPS or bool(is_asked)
             time.sleep(0.001)
     except IntegrityError as error:
