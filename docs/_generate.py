@@ -74,6 +74,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "radixkv": ("The cache", ("radixkv",)),
     "policies": ("Eviction policies", ("radixkv_policies", "radixkv_policies.leaves")),
     "storage": ("Storage", ("radixkv.storage",)),
+    "scheduling": ("Scheduling", ("radixkv.scheduling",)),
     "engines": (
         "Engines",
         (

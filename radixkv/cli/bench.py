@@ -365,6 +365,38 @@ def bench_control(as_json: bool, **options: Any) -> None:
     print_result(result, polling.table, as_json)
 
 
+@bench.command(
+    "scheduling",
+    short_help="Measure the order of waiting requests.",
+    epilog=examples("radixkv bench scheduling", "radixkv bench scheduling --requests 1000 --decisions 2000"),
+)
+@click.option(
+    "--requests", type=click.IntRange(1, 10**6), default=10_000, show_default=True, help="Waiting requests."
+)
+@click.option(
+    "--tenants", type=click.IntRange(1, 10**6), default=16, show_default=True, help="Tenants of the requests."
+)
+@click.option(
+    "--changes",
+    type=click.IntRange(0),
+    default=4,
+    show_default=True,
+    help="Residency changes before a decision.",
+)
+@click.option(
+    "--decisions", type=click.IntRange(1, 10**6), default=20_000, show_default=True, help="Decisions to time."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@json_option
+def bench_scheduling(as_json: bool, **options: Any) -> None:
+    """Measure the time of a decision over a long queue: residency changes, choice, start and a new arrival."""
+    from radixkv.bench import scheduling
+
+    print_result(scheduling.run(**options), scheduling.table, as_json)
+
+
 def _fork_table(result: dict[str, Any]) -> str:
     head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
     return "\n".join([head, table(result["results"], tuple(result["results"][0]))])

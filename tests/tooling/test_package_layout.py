@@ -26,6 +26,8 @@ LOCATIONS = {
     "key rotation": ("service/key_store.py", "KeyStore.rotate"),
     "keys of engines": ("signing.py", "KeySet.derive"),
     "KV events": ("events/event_stream.py", "EventStream"),
+    "order of waiting requests": ("scheduling/request_queue.py", "RequestQueue"),
+    "fairness between tenants": ("scheduling/virtual_time.py", "VirtualTime"),
 }
 """The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
 
@@ -47,6 +49,7 @@ PACKAGES = {
     "engines",
     "events",
     "index",
+    "scheduling",
     "service",
     "storage",
     "tokenizer",

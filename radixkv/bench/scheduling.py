@@ -1,0 +1,114 @@
+"""The cost of a scheduling decision over a long queue: residency changes, the choice, the start, and a new arrival.
+
+A decision is what an engine does for each request that it starts: it reports the waiting requests whose residency
+changed since the last one, asks who is next, starts it, and lets the next arrival wait. The queue's length stays the
+same. Times are CPU time of the calling thread.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
+from radixkv.errors import ConfigError
+from radixkv.scheduling import RequestQueue, WaitingRequest
+
+MAX_REQUESTS = 1_000_000
+
+
+def run(
+    *, requests: int = 10_000, tenants: int = 16, changes: int = 4, decisions: int = 20_000, seed: int = 0
+) -> dict[str, Any]:
+    """Measure ``decisions`` decisions over a queue of ``requests``. Returns a dict that JSON can encode.
+
+    ``changes``: residency changes before each decision. The result has ``median_us``, ``p99_us`` and ``mean_us`` of a
+    decision with its changes and its arrival, and ``peek_us``: the mean of the choice alone.
+
+    Raises ConfigError for an invalid setting.
+    """
+    for name, value, most in (
+        ("--requests", requests, MAX_REQUESTS),
+        ("--tenants", tenants, MAX_REQUESTS),
+        ("--decisions", decisions, MAX_REQUESTS),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(name, value, f"from 1 to {most:,}")
+    if not 0 <= changes <= requests:
+        raise ConfigError("--changes", changes, f"from 0 to {requests:,}, the requests")
+    dice = random.Random(seed)
+    queue = RequestQueue()
+    for number in range(tenants):
+        queue.set_weight(str(number), 1.0 + number % 4)
+    waiting = [_arrival(queue, tenants, dice) for _ in range(requests)]
+    place = {request.arrival: at for at, request in enumerate(waiting)}
+    found = np.zeros(decisions, np.int64)
+    with frozen_heap():
+        for at in range(decisions):
+            found[at] = _decision(queue, waiting, place, tenants, changes, dice)
+    took = found / 1e3
+    return {
+        "benchmark": "scheduling",
+        "requests": requests,
+        "tenants": tenants,
+        "changes": changes,
+        "decisions": decisions,
+        "seed": seed,
+        **surroundings(),
+        "median_us": float(np.median(took)),
+        "p99_us": float(np.percentile(took, 99)),
+        "mean_us": float(took.mean()),
+        "peek_us": _peek_us(queue),
+    }
+
+
+def _arrival(queue: RequestQueue, tenants: int, dice: random.Random) -> WaitingRequest:
+    tenant, tokens = str(dice.randrange(tenants)), dice.randrange(1_000, 200_000)
+    return queue.add(tenant, tokens=tokens, missing=dice.random(), priority=dice.randrange(2))
+
+
+def _decision(
+    queue: RequestQueue,
+    waiting: list[WaitingRequest],
+    place: dict[int, int],
+    tenants: int,
+    changes: int,
+    dice: random.Random,
+) -> int:
+    """Make a decision. Returns its CPU time in ns."""
+    changed = [(waiting[dice.randrange(len(waiting))], dice.random()) for _ in range(changes)]
+    tenant, tokens, missing = str(dice.randrange(tenants)), dice.randrange(1_000, 200_000), dice.random()
+    priority = dice.randrange(2)
+    began = time.thread_time_ns()
+    for request, share in changed:
+        queue.update(request, share)
+    chosen = queue.peek(0.0)
+    assert chosen is not None
+    queue.start(chosen)
+    added = queue.add(tenant, tokens=tokens, missing=missing, priority=priority)
+    took = time.thread_time_ns() - began
+    place[added.arrival] = place.pop(chosen.arrival)
+    waiting[place[added.arrival]] = added
+    return took
+
+
+def _peek_us(queue: RequestQueue, calls: int = 10_000) -> float:
+    began = time.thread_time_ns()
+    for _ in range(calls):
+        queue.peek(0.0)
+    return (time.thread_time_ns() - began) / calls / 1e3
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format a result as text."""
+    head = (
+        f"{result['requests']:,} waiting requests of {result['tenants']:,} tenants, {result['changes']} residency "
+        f"changes before each of {result['decisions']:,} decisions\n{heading(result)}"
+    )
+    names = ("median_us", "p99_us", "mean_us", "peek_us")
+    heads = ["decision, median", "99th percentile", "mean", "choice alone, mean"]
+    figures = [f"{result[name]:.2f} µs" for name in names]
+    return f"{head}\n\n{columns([heads, figures])}"

@@ -1,0 +1,33 @@
+"""``radixkv bench scheduling``: a short run has all figures, and a decision is fast."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from radixkv.bench import scheduling
+from radixkv.errors import ConfigError
+
+
+def test_a_decision_over_a_long_queue_is_fast() -> None:
+    result = scheduling.run(requests=10_000, decisions=2_000)
+    assert 0 < result["peek_us"] < result["median_us"] <= result["p99_us"]
+    assert result["median_us"] <= 50
+    assert json.loads(json.dumps(result)) == result
+    assert "10,000 waiting requests of 16 tenants" in scheduling.table(result)
+
+
+def test_a_longer_queue_costs_little_more() -> None:
+    short, long = (scheduling.run(requests=size, decisions=2_000)["median_us"] for size in (100, 20_000))
+    assert long < 10 * short
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"requests": 0}, {"requests": 10**7}, {"tenants": 0}, {"decisions": 0}, {"changes": -1}, {"changes": 9}],
+)
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
+        scheduling.run(**{"requests": 8, **wrong})
