@@ -24,6 +24,7 @@ COMPILED: Final = prefer_compiled(__path__)
 
 from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
 from radixkv.errors import (
+    AnnouncementLimitExceeded,
     ArgumentError,
     CapacityError,
     ConfigError,
@@ -46,6 +47,7 @@ from radixkv.errors import (
     StoreUnavailable,
     TokenError,
 )
+from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
@@ -67,6 +69,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "COMPILED",
+    "Announcement",
+    "AnnouncementLimitExceeded",
     "ArgumentError",
     "BeamsState",
     "CacheConfig",

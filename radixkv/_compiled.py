@@ -57,6 +57,7 @@ INDEX = Build(
     "index",
     (
         "ahead",
+        "announcements",
         "bases",
         "blocks",
         "cache",
@@ -72,6 +73,7 @@ INDEX = Build(
         "ranking",
         "registry",
         "requests",
+        "residency",
         "runs",
         "sequence",
         "state",

@@ -271,6 +271,9 @@ Scrub = Literal["cross-tenant", "always", "never"]
 MAX_BLOCKS = 2**31 - 1
 """Block ids are int32."""
 
+MAX_ANNOUNCEMENTS: Final = 16_384
+"""The most announcements of a tenant, unless the configuration gives another number."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -295,6 +298,8 @@ class CacheConfig:
       them, as vLLM does. Then a sequence may read blocks that its own step computes (``Sequence.computing``).
     - ``segment_tokens``: the grain at which a policy may remember evicted prefixes, rounded down to whole blocks, at
       least one.
+    - ``max_announcements``: the most announcements of a tenant at a time (``PrefixCache.announce``), ≥ 0. Each holds
+      its ids, 4 bytes a token.
     """
 
     num_blocks: int
@@ -308,6 +313,7 @@ class CacheConfig:
     scrub: Scrub = "cross-tenant"
     blocks: Literal["cache", "engine"] = "cache"
     writes_before_reads: bool = False
+    max_announcements: int = MAX_ANNOUNCEMENTS
 
     @property
     def segment_blocks(self) -> int:
@@ -319,6 +325,7 @@ class CacheConfig:
         _require_int("block_size", self.block_size, 1, 2**20)
         _require_int("seed", self.seed, 0, 2**63 - 1)
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
+        _require_int("max_announcements", self.max_announcements, 0, 2**20)
         if self.scrub not in ("cross-tenant", "always", "never"):
             raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
         if self.blocks not in ("cache", "engine"):

@@ -11,7 +11,8 @@
     │   │   └── FlushRequired the pool can give them after the engine has executed waiting copies
     │   ├── QuotaExceeded     the tenant's own limit is too low
     │   ├── PinBudgetExceeded the tenant may not pin that many blocks
-    │   └── PinLimitExceeded  the tenant may not have that many pins
+    │   ├── PinLimitExceeded  the tenant may not have that many pins
+    │   └── AnnouncementLimitExceeded the tenant may not have that many announcements
     ├── LeaseError            a lease, match or sequence that is no longer valid
     │   ├── StaleGeneration   its tenant was purged while it ran
     │   ├── SequenceLent      it is lent to the device, which advances it by itself
@@ -195,6 +196,16 @@ class PinLimitExceeded(CapacityError):
     def __init__(self, limit: int, num_pins: int) -> None:
         self.limit, self.num_pins = limit, num_pins
         super().__init__(f"{num_pins} of the tenant's {limit} pins are in use: unpin one, or let one end")
+
+
+class AnnouncementLimitExceeded(CapacityError):
+    """The tenant has as many open announcements as ``limit`` allows (``CacheConfig.max_announcements``)."""
+
+    hint: ClassVar[str] = "Open or withdraw announced requests, or raise max_announcements."
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"the tenant has {limit} announcements, its limit: open or withdraw one first")
 
 
 class LeaseError(RadixKVError):

@@ -105,6 +105,21 @@ class Policy:
         """
         return hints
 
+    # --- optional: requests that wait
+
+    def announced(
+        self, request: Handle, node: Handle | None, num_blocks: int, missing: float, hints: object
+    ) -> None:
+        """A request waits. The first ``num_blocks`` of ``node`` are the end of its resident prefix.
+
+        Called again after each change of these, and for a new policy in the order of the announcements. ``node``: None
+        if nothing is resident. ``missing``: the share of its blocks that isn't resident. ``hints``: its RequestHints or
+        None. Nothing is promised to it.
+        """
+
+    def withdrawn(self, request: Handle) -> None:
+        """The request waits no longer."""
+
     # --- optional: changes of a node
 
     def inserted(

@@ -22,6 +22,7 @@ The laws, as named in a report:
     quotas             no tenant uses more than its limit, and every guarantee can be met
     usage              the used, resident and evictable blocks of a tenant, and the blocks of a tree, equal their sums
     policy             a policy holds exactly the nodes that no lease protects
+    announcements      an announcement hangs in trees of its namespace only, where its resident part ends, and counts it
     pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
 """
 
@@ -37,7 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError
-from radixkv.index.snapshot import NodeSnapshot, RunSnapshot, SequenceSnapshot, Snapshot, TreeSnapshot
+from radixkv.index.snapshot import (
+    AnnouncementSnapshot,
+    NodeSnapshot,
+    RunSnapshot,
+    SequenceSnapshot,
+    Snapshot,
+    TreeSnapshot,
+)
 
 TOKEN_BYTES = 4
 ID_BYTES = 4
@@ -180,6 +188,7 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "leases": len(snapshot.leases),
         "tenants": len(snapshot.tenants),
         "pins": len(snapshot.pins),
+        "announcements": len(snapshot.announcements),
         "lendings": len(snapshot.lendings),
     }
 
@@ -211,6 +220,7 @@ class _Audit:
         yield from self._lendings()
         yield from self._usage()
         yield from self._pins()
+        yield from self._announcements()
 
     def _sliced(self, items: Iterable[T]) -> Iterator[T]:
         for at, item in enumerate(items, 1):
@@ -577,6 +587,76 @@ class _Audit:
                 yield Violation(
                     "pins", f"a tenant counts {counted.pinned_blocks} pinned blocks, {pinned} are"
                 )
+
+    # Requests that wait.
+
+    def _announcements(self) -> Iterator[Violation]:
+        if not self.snapshot.announcements:
+            return
+        own = Counter(
+            tree.namespace for tree in self.snapshot.trees if not tree.detached and tree.base is None
+        )
+        below = self._below()
+        for at, waiting in self._sliced(enumerate(self.snapshot.announcements)):
+            resident, hooked = self._from_bases(waiting), 0
+            for (tree_at, node), end in waiting.hooks:
+                tree = self.snapshot.trees[tree_at] if 0 <= tree_at else None
+                if tree is None or tree.detached or tree.namespace != waiting.namespace:
+                    yield Violation("announcements", f"announcement {at} hangs in a tree that can't serve it")
+                    continue
+                hooked += tree.base is None
+                resident = max(resident, end)
+                if not self._ends_there((tree_at, node), end, waiting, below):
+                    yield Violation(
+                        "announcements", f"announcement {at} hangs where its resident part doesn't end"
+                    )
+            if hooked != own[waiting.namespace]:
+                yield Violation(
+                    "announcements", f"announcement {at} isn't kept up in the tree of its namespace"
+                )
+            if waiting.resident != resident:
+                counts = f"counts {waiting.resident} resident bytes, {resident} are there"
+                yield Violation("announcements", f"announcement {at} {counts}")
+
+    def _below(self) -> set[tuple[int, int | None, bytes]]:
+        """Return each child as (tree, parent, first block)."""
+        return {
+            (at, node.parent, node.child_key)
+            for at, tree in enumerate(self.snapshot.trees)
+            for node in self._sliced(tree.nodes)
+        }
+
+    def _ends_there(
+        self, at: NodeAt, end: int, waiting: AnnouncementSnapshot, below: set[tuple[int, int | None, bytes]]
+    ) -> bool:
+        """Whether the path to a node and the ids agree in ``end`` bytes, within the node, and in no block more."""
+        key, step, path = waiting.key[: waiting.size], self.block_bytes, self._path_key(at)
+        start = len(path) - (0 if at[1] is None else len(self.snapshot.trees[at[0]].nodes[at[1]].label))
+        if (
+            end % step
+            or not path.startswith(key[:end])
+            or not (start < end <= len(path) or end == start == len(path))
+        ):
+            return False
+        following = key[end : end + step]
+        if len(following) < step:
+            return True
+        if end < len(path):
+            return path[end : end + step] != following
+        return (*at, following) not in below
+
+    def _from_bases(self, waiting: AnnouncementSnapshot) -> int:
+        """Return how many bytes bases give."""
+        found, key, step = 0, waiting.key[: waiting.size], self.block_bytes
+        for base in self.snapshot.bases:
+            owner = self.snapshot.trees[base.node[0]].namespace
+            same_kv = owner[1:3] + owner[4:] == waiting.namespace[1:3] + waiting.namespace[4:]
+            if not base.is_over and same_kv and waiting.namespace.tenant in base.readers:
+                end = 0
+                while end < len(key) and key[end : end + step] == base.key[end : end + step]:
+                    end += step
+                found = max(found, end)
+        return found
 
     def _private_runs(self) -> set[tuple[str, int]]:
         """(tenant, run) of the runs that own their blocks.

@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from radixkv.index.announcements import Announcement
     from radixkv.index.match import Match
     from radixkv.storage.device import BlockStorage
     from radixkv_policies import RequestHints
+
+Announced: TypeAlias = "Announcement | None"
+"""The announcement of a request that is opened."""
 
 Flag: TypeAlias = bool
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.errors import ArgumentError
+from radixkv.index.residency import Claim
 from radixkv.index.tenants import Base, NamespaceTree, Readable, TenantState
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import num_common_bytes
@@ -151,6 +152,22 @@ class Bases:
                 if found:
                     bases[place] = sorted(found, key=_num_bytes, reverse=True)
                 state.bases = bases or None
+                self.settle_heads(state, base.key[: self._block_bytes])
+
+    def settle_heads(self, tenant: TenantState, first: bytes = b"") -> None:
+        """Note what bases give of a tenant's announced prompts that begin with ``first``. O(claims × bases)."""
+        if tenant.waiting is not None:
+            for claim in tenant.waiting.by_number.values():
+                if claim.key.startswith(first):
+                    tenant.waiting.set_head(claim, self.num_head_bytes(tenant, claim))
+
+    def num_head_bytes(self, tenant: TenantState, claim: Claim) -> int:
+        """Return how many bytes of an announced prompt the tenant's bases give. O(bases with its first block)."""
+        step = self._block_bytes
+        if tenant.bases is None or claim.size < step:
+            return 0
+        found = tenant.bases.get(_place(claim.namespace, claim.key, step), [])
+        return max([num_common_bytes(base.key, claim.key, 0, claim.size, step) for base in found], default=0)
 
     def _place(self, base: Base) -> tuple[Any, Any, bytes]:
         return _place(base.namespace, base.key, self._block_bytes)

@@ -3,6 +3,7 @@
 These functions work on the ``CacheState`` that this class extends:
 
     requests           the life of a request
+    announcements      prompts that wait
     purge              clear, purge and unpublish
     snapshot           snapshots for the audit
     device_beams       beam search on the device
@@ -34,6 +35,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index import (
+    announcements,
     device_beams,
     engine_blocks,
     failed_loads,
@@ -46,7 +48,8 @@ from radixkv.index import (
     tenant_settings,
 )
 from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_done, step_failed
-from radixkv.index.bases import BaseInfo, Publication
+from radixkv.index.announcements import DEFAULT_TTL_S, Announcement
+from radixkv.index.bases import Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease, lease_match, take_lease, take_pin
@@ -72,6 +75,7 @@ from radixkv.index.validation import (
     require_base_id,
     require_between,
     require_flags,
+    require_hints,
     require_namespace,
     require_parts,
     require_policy,
@@ -84,8 +88,16 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.index.arguments import BaseId, Flag, Hints, MatchLike, Removed, StorageLike, TenantId
-    from radixkv.storage.device import BlockStorage
+    from radixkv.index.arguments import (
+        Announced,
+        BaseId,
+        Flag,
+        Hints,
+        MatchLike,
+        Removed,
+        StorageLike,
+        TenantId,
+    )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -121,23 +133,6 @@ class PrefixCache(CacheState):
     ) -> None:
         require_parts(config, clock, journal)
         super().__init__(config, clock, journal, scrub_blocks, storage_of(config, storage))
-
-    def __repr__(self) -> str:
-        config, standing = self._config, "dead" if self.is_dead else "broken" if self.is_broken else ""
-        if standing:
-            return f"<PrefixCache, {standing}>"
-        blocks = f"{self._pool.num_free} of {config.num_blocks} blocks free"
-        return f"<PrefixCache: {blocks}, {len(self._sequences)} sequences, {len(self._tenants)} tenants>"
-
-    @property
-    def config(self) -> CacheConfig:
-        """The configuration that the cache was made with."""
-        return self._config
-
-    @property
-    def storage(self) -> BlockStorage | None:
-        """The block storage: a DeviceStorage if there is a layout, None if the engine executes ``flush`` itself."""
-        return self._storage
 
     def maintain(self) -> None:
         """End expired pins, and let policies learn without the lock.
@@ -198,6 +193,32 @@ class PrefixCache(CacheState):
         with self._lock, Mending(self):
             return requests.touch(self, namespace, key)
 
+    # --- requests that wait
+
+    def announce(
+        self, namespace: Namespace, ids: TokenIds, hints: Hints = None, *, ttl_s: Any = DEFAULT_TTL_S
+    ) -> Announcement:
+        """Tell the cache of a request that waits. Its prompt is not protected, and nothing is promised.
+
+        The announcement shows at any time how much of the prompt is resident. The tenant's policy may evict the blocks
+        of idle prompts first. It ends by ``open(announcement=…)``, ``withdraw`` or after ``ttl_s`` seconds, at most a
+        year. ``hints``: facts that the policy may use, also at ``open``.
+
+        A tenant has at most ``CacheConfig.max_announcements``. Each keeps its ids, 4 bytes a token. Raises TokenError,
+        NamespaceError, ArgumentError, AnnouncementLimitExceeded, and then changes nothing. O(nodes on the path).
+        """
+        require_namespace(namespace)
+        require_hints(hints)
+        return announcements.announce(self, namespace, encode(ids), hints, require_ttl(ttl_s))
+
+    def changed_announcements(self) -> list[Announcement]:
+        """Return the open announcements of all tenants whose residency has changed since the last call.
+
+        Each comes once, in the order of their announcement. A new one hasn't changed. For the operator: don't show a
+        tenant those of others. O(changed × log changed + expired + tenants that announced).
+        """
+        return announcements.changed(self)
+
     # --- requests
 
     def open(
@@ -210,12 +231,15 @@ class PrefixCache(CacheState):
         ahead: Flag = False,
         on_pending: Removed = None,
         timeout_s: Removed = None,
+        announcement: Announced = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
         Uses at most ``(n − 1) // block_size`` matched blocks, so that at least one token is left to compute logits.
 
-        ``hints``: facts about the request that the policy may use.
+        ``hints``: facts about the request that the policy may use; None for those of the announcement.
+
+        ``announcement``: of this request in this namespace; it ends. One that has ended already is ignored.
 
         ``lookup``: False finds nothing: all tokens are computed, and count as neither hit nor missed.
 
@@ -229,13 +253,15 @@ class PrefixCache(CacheState):
         if type(namespace) is not Namespace:
             require_namespace(namespace)
         if hints is not None and not isinstance(hints, RequestHints):
-            raise ArgumentError("hints", hints, "a RequestHints, or None")
+            require_hints(hints)
+        if announcement is not None:
+            announcements.require_own(self, announcement, namespace)
         if on_pending is not None or timeout_s is not None:
             problem = "and timeout_s were removed: use ahead=True"
             raise ArgumentError("on_pending", on_pending, "ahead=True", problem=problem)
         if type(lookup) is not bool or type(ahead) is not bool:
             require_flags(lookup=lookup, ahead=ahead)
-        return open_handle(self, namespace, encode(ids), hints, None, lookup, ahead)
+        return open_handle(self, namespace, encode(ids), hints, None, lookup, ahead, announcement)
 
     def step_done(self, step: SupportsIndex) -> int:
         """Commit what step ``step`` computed (``Sequence.computing``), also for the sequences that lean on it.
@@ -395,8 +421,7 @@ class PrefixCache(CacheState):
         O(nodes on the path + blocks), and O(free) if a block is free.
         """
         require_namespace(namespace)
-        if hints is not None and not isinstance(hints, RequestHints):
-            raise ArgumentError("hints", hints, "a RequestHints, or None")
+        require_hints(hints)
         key, size = encode(ids), self._block_size
         key, first = key[: len(key) - len(key) % self._block_bytes], first_block(start, len(key), size)
         packed, num_blocks = packed_ids(block_ids), len(key) // self._block_bytes - first
@@ -568,29 +593,7 @@ class PrefixCache(CacheState):
         """
         purge.set_readers(self, base_id, readers)
 
-    def bases(self) -> list[BaseInfo]:
-        """Return all bases, also those that are being computed. For the operator: don't show one tenant the other
-        readers.
-        """
-        with self._lock:
-            return self._bases.infos()
-
     # --- counts
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that can be taken without an eviction; with ``blocks="engine"``, those to reclaim. O(1), no lock."""
-        return self._pool.num_free
-
-    @property
-    def evictable_blocks(self) -> int:
-        """Resident blocks that no lease protects. O(1), no lock."""
-        return self._evictor.evictable_blocks
-
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks that a match can reach. O(1), no lock."""
-        return self._evictor.resident_blocks
 
     def blocks_of(self, tenant: TenantId) -> TenantBlocks:
         """Return the same counts of one tenant, as an object to keep: its properties always show the present."""
@@ -608,11 +611,6 @@ class PrefixCache(CacheState):
         with self._lock, Mending(self):
             self._pins.end_due(tenant)
             return stats.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
-
-    def tenants(self) -> list[str]:
-        """Return the tenants that the cache has seen."""
-        with self._lock:
-            return list(self._tenants)
 
     def snapshot(self) -> Snapshot:
         """Return everything the audit needs, at one moment, under one hold of the lock. O(nodes + sequences + free
@@ -638,10 +636,11 @@ class PrefixCache(CacheState):
     def _give_up(self, held: Held) -> None:
         forgotten.give_up(self, held)
 
-    def _end_due_pins(self) -> None:
+    def _end_due(self) -> None:
         is_over = False
         while not is_over:
             with self._lock, Mending(self):
                 is_over = self._pins.end_slice()
+                self._claims.end_due()
             if not is_over:
                 requests.let_others()

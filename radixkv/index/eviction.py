@@ -153,6 +153,8 @@ class Evictor:
                 self.report_removed(at, num_blocks)
             tenant.on_removed(at)
             tree.remove(at)
+            if tree.hooks is not None:
+                tree.hooks.removed(at)
             freed += at.block_ids
             tenant.evictable_blocks -= num_blocks
             self.evictable_blocks -= num_blocks
@@ -176,6 +178,8 @@ class Evictor:
         upper = tree.split(child, at)
         if tree.tenant.on_split is not None:
             tree.tenant.on_split(upper, child, upper.num_blocks)
+        if tree.hooks is not None:
+            tree.hooks.split(upper, child)
         return upper
 
     def add_leased(
@@ -197,6 +201,8 @@ class Evictor:
             self.count_resident(tree.tenant, len(block_ids) // ID_BYTES)
         if tree.tenant.on_inserted is not None:
             self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
+        if tree.hooks is not None:
+            tree.hooks.attached(parent, key[start : start + tree.block_bytes])
         return deepest
 
     def _tell_inserted(
@@ -235,6 +241,8 @@ class Evictor:
             self.count_resident(tree.tenant, added)
         if tree.tenant.on_extended is not None:
             tree.tenant.on_extended(leaf, added, hints, ghost_keys or ())
+        if tree.hooks is not None:
+            tree.hooks.grown(leaf, len(label))
 
     def count_resident(self, tenant: TenantState, num_blocks: int) -> None:
         """Count blocks that a match can reach from now on; a negative number if it can't any more."""
@@ -453,30 +461,36 @@ class Evictor:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
         most, num_detached = tenant.on_most, 0
+        if tenant.waiting is not None:
+            tenant.waiting.end_due()  # what is evicted must not depend on when somebody looked
         while left:
             node = victim()
             if not isinstance(node, Node) or node.children is not None or node.uses:
                 raise IntegrityError(
                     f"policy {type(tenant.policy).__name__} named a victim that isn't an evictable leaf"
                 )
-            tree, ids = node.tree, node.block_ids
+            tree, ids = cast(NamespaceTree, node.tree), node.block_ids
             cut = left if most is None else min(most(node) * ID_BYTES, left)
             if trimmed is not None:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:
                 self.report_removed(node, min(len(ids), cut) // ID_BYTES)
-            if cast(NamespaceTree, tree).detached:
+            if tree.detached:
                 num_detached += min(len(ids), cut) // ID_BYTES
             if len(ids) > cut:
                 freed += tree.trim(node, cut)
                 left -= cut
+                if tree.hooks is not None:
+                    tree.hooks.trimmed(node)
                 continue
             removed(node)
             tree.remove(node)
             freed += ids
             left -= len(ids)
+            if tree.hooks is not None:
+                tree.hooks.removed(node)
             if tree.root.children is None:
-                tenant.drop_if_empty(cast(NamespaceTree, tree))
+                tenant.drop_if_empty(tree)
         num_blocks = size // ID_BYTES
         tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks

@@ -49,8 +49,8 @@ class Owner(Protocol):
     def _give_up(self, held: Held) -> None:
         """Release what a finaliser gave up, unless it is released already."""
 
-    def _end_due_pins(self) -> None:
-        """End expired pins."""
+    def _end_due(self) -> None:
+        """End expired pins and announcements."""
 
 
 class Lock(Protocol):
@@ -122,6 +122,7 @@ _UNDER_THE_LOCK = frozenset(
         "recovery",
         "registry",
         "requests",
+        "residency",
         "runs",
         "scrubbing",
         "tenants",

@@ -1,4 +1,4 @@
-"""Maintenance: a separate thread that ends pins and lets policies learn.
+"""Maintenance: a separate thread that ends pins and announcements and lets policies learn.
 
 The cache holds its ``Maintenance``. The thread calls ``maintain`` about once a second. It rests at least nine times as
 long as it worked, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from radixkv.index.cachelock import CacheLock
     from radixkv.index.pins import Pins
+    from radixkv.index.residency import Claims
     from radixkv.index.tenants import TenantState
 
 PERIOD_S: Final = 1.0
@@ -27,17 +28,19 @@ REST: Final = 9.0
 class Maintenance:
     """Lets the policies of ``tenants`` learn. ``lock`` is the cache's, held only to read the list of tenants."""
 
-    def __init__(self, lock: CacheLock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
-        self._lock, self._tenants, self._pins = lock, tenants, pins
+    def __init__(
+        self, lock: CacheLock, tenants: Mapping[str, TenantState], pins: Pins, claims: Claims
+    ) -> None:
+        self._lock, self._tenants, self._pins, self._claims = lock, tenants, pins, claims
         self._has_started = False
 
     def maintain(self) -> None:
-        """End expired pins, then let policies learn without the lock. Raises the first error at the end."""
+        """End what has expired, then let policies learn without the lock. Raises the first error at the end."""
         with self._lock:
             duties = [tenant.policy.maintain for tenant in self._tenants.values()]
-            cache = self._pins.cache
+            cache = self._pins.cache or self._claims.cache
         if cache is not None:
-            duties.insert(0, cache._end_due_pins)
+            duties.insert(0, cache._end_due)
             del cache
         failures: list[Exception] = []
         for duty in duties:

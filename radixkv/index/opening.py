@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from radixkv.errors import ArgumentError, FlushRequired, OutOfBlocks
 from radixkv.index import ahead, requests
+from radixkv.index.announcements import Announcement, end
 from radixkv.index.bases import Publication
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
@@ -27,15 +28,18 @@ def open_handle(
     publication: Publication | None,
     lookup: bool,
     may_lean: bool = False,
+    announcement: Announcement | None = None,
 ) -> Sequence:
     """See PrefixCache.open and PrefixCache.publish."""
     if cache._pool.is_engines:
         raise requests.engine_has_blocks("open" if publication is None else "publish")
+    if announcement is not None and hints is None:
+        hints = cast("Hints", announcement.hints)
     if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
         cache, len(key)
     ):
-        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean)
-    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean)
+        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean, announcement)
+    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement)
 
 
 def _open(
@@ -46,7 +50,8 @@ def _open(
     already_touched: Node | None,
     publication: Publication | None,
     lookup: bool,
-    may_lean: bool = False,
+    may_lean: bool,
+    announcement: Announcement | None,
 ) -> Sequence:
     sequence: SequenceState | None = None
     with cache._lock:
@@ -59,6 +64,8 @@ def _open(
                 )
             handle = Sequence(cache, sequence)
             cache._sequences.add(sequence)
+            if announcement is not None:
+                end(cache, announcement)
             return handle
         except BaseException as error:
             cache._damage.error, cache._lock.broken = error, cache
@@ -73,7 +80,8 @@ def _open_long(
     hints: Hints,
     publication: Publication | None,
     lookup: bool,
-    may_lean: bool = False,
+    may_lean: bool,
+    announcement: Announcement | None,
 ) -> Sequence:
     """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
 
@@ -95,7 +103,7 @@ def _open_long(
         with Lease(cache, lease, match):
             requests.make_room(cache, needed, tenant)
             above = lease._node if lookup else None
-            sequence = _open(cache, namespace, key, hints, above, publication, lookup, may_lean)
+            sequence = _open(cache, namespace, key, hints, above, publication, lookup, may_lean, announcement)
         return sequence
     except BaseException as error:
         opened = None if sequence is None else sequence._state

@@ -65,6 +65,8 @@ def purge(cache: CacheState, tenant: str) -> int:
         trees = list(state.trees.values())
         forgotten = sum([tree.num_blocks for tree in trees])
         state.generation += 1
+        if state.waiting is not None:
+            state.waiting.end_all()
         state.owner_tag = cache._registry.new_owner_tag(state.settings)
         if cache._journal is not None:
             for namespace in state.namespaces:

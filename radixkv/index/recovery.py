@@ -12,6 +12,7 @@ keeps what is certain and rebuilds everything else from it:
     copies that wait
     pins, by the leases that they hold                  how many blocks they hold, and which ends first
     published bases                                     their readers, and which other bases are still held
+    announced prompts that haven't ended                where they hang, and how much of each is resident
 
 - **An interrupted call costs the sequences that it worked on.** They are closed. Sequences that it was about to return
   never exist for the user. Other sequences keep their blocks, with one exception: sequences that were lent to the
@@ -243,6 +244,7 @@ class _Books:
 
     def rebuild(self) -> None:
         """Rebuild everything that follows from the certain facts."""
+        self._unhook()
         self._finish_moves()
         self._settle_bases()
         trees = self._trees()
@@ -257,7 +259,27 @@ class _Books:
         self._hold_for_copies()
         self._count()
         self._refill_pool()
+        self._hook_again()
         self._tell_journal(trees)
+
+    # --- announced prompts
+
+    def _unhook(self) -> None:
+        """Keep up no residency while trees are rebuilt."""
+        for tenant in self.tenants:
+            tenant.waiting = None
+        for tree in self._trees():
+            tree.hooks = None
+
+    def _hook_again(self) -> None:
+        """Hook the open claims in the rebuilt trees. O(claims × nodes on the path)."""
+        cache = self.cache
+        for tenant in self.tenants:
+            waiting = cache._claims.tenants.get(tenant.tenant_id)
+            if waiting is not None:
+                waiting.forget_hooks()
+                tenant.wait(waiting)
+                cache._bases.settle_heads(tenant)
 
     # --- moves
 

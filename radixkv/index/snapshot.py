@@ -122,6 +122,20 @@ class PinSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnouncementSnapshot:
+    """An open announcement. ``size``: key bytes in whole blocks. ``resident``: bytes of them that are resident.
+
+    ``hooks``: for each tree that could serve it, the (tree, node) where its resident part ends, and the bytes.
+    """
+
+    namespace: Namespace
+    key: bytes
+    size: int
+    resident: int
+    hooks: tuple[tuple[tuple[int, int | None], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSnapshot:
     """A tenant's counts as the cache keeps them. ``policy_nodes``: how many nodes its policy calls evictable.
 
@@ -182,6 +196,7 @@ class Snapshot:
     bases: tuple[BaseSnapshot, ...] = ()
     lendings: tuple[LendingSnapshot, ...] = ()
     has_tails: bool = False
+    announcements: tuple[AnnouncementSnapshot, ...] = ()
 
 
 SLICE_NODES = 256
@@ -240,6 +255,7 @@ class _End(NamedTuple):
     sequences: list[_SequenceState]
     leases: list[tuple[Node, bytes]]
     pins: list[tuple[str, Node, bytes, float]]
+    announcements: list[tuple[Namespace, bytes, int, int, list[tuple[Node, int]]]]
     bases: dict[Base, tuple[frozenset[str], bool]]
     lendings: tuple[LendingSnapshot, ...]
     tenants: tuple[TenantSnapshot, ...]
@@ -407,6 +423,17 @@ class Gathering:
                 for tenant_id, own in cache._pins.tenants.items()
                 for held in own.by_id.values()
             ],
+            announcements=[
+                (
+                    claim.namespace,
+                    claim.key,
+                    claim.size,
+                    claim.end,
+                    [(each.node, each.end) for each in claim.hooks],
+                )
+                for waiting in cache._claims.tenants.values()
+                for claim in waiting.by_number.values()
+            ],
             bases={base: (base.readers, base.is_over) for base in cache._bases.held()},
             lendings=tuple(
                 [
@@ -493,6 +520,16 @@ class Gathering:
             ),
             lendings=end.lendings,
             has_tails=cache._evictor.has_tails,
+            announcements=tuple(
+                AnnouncementSnapshot(
+                    namespace,
+                    key,
+                    size,
+                    resident,
+                    tuple((where.get(node, NOWHERE), stop) for node, stop in hooks),
+                )
+                for namespace, key, size, resident, hooks in end.announcements
+            ),
         )
 
     def _tree_snapshot(

@@ -17,7 +17,7 @@ from radixkv._compiled import mypyc_attr
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, resolve
 from radixkv.errors import ConfigError
-from radixkv.index.bases import Bases
+from radixkv.index.bases import BaseInfo, Bases
 from radixkv.index.blocks import BlockPool
 from radixkv.index.cachelock import CacheLock
 from radixkv.index.changes import Journal, Recorder
@@ -27,6 +27,7 @@ from radixkv.index.locking import Held, SourceLock
 from radixkv.index.maintenance import Maintenance
 from radixkv.index.pins import Pins
 from radixkv.index.registry import Registry
+from radixkv.index.residency import Claims
 from radixkv.index.runs import Runs
 from radixkv.index.scrubbing import ENGINE, Scrubber, ScrubBlocks
 from radixkv.index.tenants import TenantState
@@ -102,7 +103,8 @@ class CacheState:
         self._runs = Runs(self._pool, self._evictor, self._block_bytes)
         self._recorder = Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
-        self._maintenance = Maintenance(self._lock, self._tenants, self._pins)
+        self._claims = Claims(clock)
+        self._maintenance = Maintenance(self._lock, self._tenants, self._pins, self._claims)
         self._registry = Registry(
             config,
             clock,
@@ -115,6 +117,50 @@ class CacheState:
         )
         if clock is monotonic and resolve("policy", config.policy).maintain is not Policy.maintain:
             self._maintenance.start()
+
+    def __repr__(self) -> str:
+        config, standing = self._config, "dead" if self.is_dead else "broken" if self.is_broken else ""
+        if standing:
+            return f"<PrefixCache, {standing}>"
+        blocks = f"{self._pool.num_free} of {config.num_blocks} blocks free"
+        return f"<PrefixCache: {blocks}, {len(self._sequences)} sequences, {len(self._tenants)} tenants>"
+
+    @property
+    def config(self) -> CacheConfig:
+        """The configuration that the cache was made with."""
+        return self._config
+
+    @property
+    def storage(self) -> BlockStorage | None:
+        """The block storage: a DeviceStorage if there is a layout, None if the engine executes ``flush`` itself."""
+        return self._storage
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be taken without an eviction; with ``blocks="engine"``, those to reclaim. O(1), no lock."""
+        return self._pool.num_free
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Resident blocks that no lease protects. O(1), no lock."""
+        return self._evictor.evictable_blocks
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that a match can reach. O(1), no lock."""
+        return self._evictor.resident_blocks
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that the cache has seen."""
+        with self._lock:
+            return list(self._tenants)
+
+    def bases(self) -> list[BaseInfo]:
+        """Return all bases, also those that are being computed. For the operator: don't show one tenant the other
+        readers.
+        """
+        with self._lock:
+            return self._bases.infos()
 
     @property
     def is_dead(self) -> bool:
@@ -139,8 +185,8 @@ class CacheState:
         """Release what a finaliser gave up, unless it is released already. For the lock."""
         raise NotImplementedError("PrefixCache does this")
 
-    def _end_due_pins(self) -> None:
-        """End expired pins, in slices. For maintenance. O(expired pins)."""
+    def _end_due(self) -> None:
+        """End expired pins, in slices, and expired announcements. For maintenance. O(what has expired)."""
         raise NotImplementedError("PrefixCache does this")
 
 

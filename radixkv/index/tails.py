@@ -163,10 +163,14 @@ def drop(cache: CacheState, namespace: Namespace, key: bytes) -> bool:
             tenant.on_trimmed(node, 1)
         if len(node.block_ids) > ID_BYTES:
             freed = tree.trim(node, ID_BYTES)
+            if tree.hooks is not None:
+                tree.hooks.trimmed(node)
         else:
             freed = node.block_ids
             tenant.on_removed(node)
             tree.remove(node)
+            if tree.hooks is not None:
+                tree.hooks.removed(node)
         tenant.evictable_blocks -= 1
         evictor.evictable_blocks -= 1
         evictor.count_resident(tenant, -1)

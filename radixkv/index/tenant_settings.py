@@ -40,6 +40,8 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     if settings.limit is not None and state.protected_blocks > settings.limit:
         allowed = f"a tenant whose sequences and pins hold at most {settings.limit} blocks, the default limit"
         raise ArgumentError("tenant", tenant, allowed)
+    if state.waiting is not None:
+        state.waiting.end_all()
     _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant
     state.forget_counts()
     state.is_added = False

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.index.blocks import BlockPool
+from radixkv.index.residency import Claim, Hooks, Waiting
 from radixkv.index.tokens import ID_BYTES
-from radixkv.index.tree import Node, RadixTree
+from radixkv.index.tree import Node, RadixTree, num_common_bytes
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace, Tenant
@@ -38,6 +39,7 @@ class TenantState:
       look-up and calls no empty function.
     - ``trees``: by namespace; trees behind a base by ``NamespaceTree.place``. ``behind`` lists these by namespace.
     - ``bases``: the bases that it may read, or None.
+    - ``waiting``: its announced prompts; None until the first.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class TenantState:
         "tenant_id",
         "trees",
         "uses_ghost_keys",
+        "waiting",
         "weight",
     )
 
@@ -83,6 +86,7 @@ class TenantState:
         self.tenant_id = settings.id
         self.owner_tag = owner_tag
         self.is_added = is_added
+        self.waiting: Waiting | None = None
         self.set(settings)
         self.follow(policy)
         self.trees: dict[object, NamespaceTree] = {}
@@ -109,6 +113,15 @@ class TenantState:
         self.on_extended, self.on_split = policy.hook("extended"), policy.hook("split")
         self.on_trimmed, self.on_most = policy.hook("trimmed"), policy.hook("most")
         self.on_opened, self.on_admit = policy.hook("opened"), policy.hook("admit")
+        if self.waiting is not None:
+            self._announce_to(policy)
+
+    def _announce_to(self, policy: Policy) -> None:
+        """Tell a policy of the announced prompts from now on."""
+        assert self.waiting is not None
+        self.waiting.on_announced = policy.hook("announced")
+        self.waiting.on_withdrawn = policy.hook("withdrawn")
+        self.waiting.tell_all()
 
     def set(self, settings: Tenant) -> None:
         """Apply new settings from now on."""
@@ -143,9 +156,38 @@ class TenantState:
         self.trees[tree.place] = tree
         if tree.base is not None:
             self.behind.setdefault(tree.namespace, {})[tree] = None
+        if self.waiting is not None:
+            self.hook(tree)
+
+    def wait(self, waiting: Waiting) -> None:
+        """Keep up the residency of these claims from now on. O(trees + claims × nodes on the path)."""
+        self.waiting = waiting
+        waiting.on_announced = waiting.on_withdrawn = None
+        for tree in list(self.trees.values()):
+            self.hook(tree)
+        self._announce_to(self.policy)
+
+    def hook(self, tree: NamespaceTree) -> None:
+        """Hook the claims of a reachable tree's namespace, unless they are hooked. O(claims × nodes on the path)."""
+        assert self.waiting is not None
+        if tree.hooks is None and tree.namespace in self.waiting.by_namespace:
+            hooks = self.hooks_of(tree)
+            for claim in self.waiting.by_namespace[tree.namespace]:
+                if tree.may_serve(claim):
+                    hooks.add(claim)
+
+    def hooks_of(self, tree: NamespaceTree) -> Hooks:
+        """The hooks of a reachable tree, while there are claims."""
+        if tree.hooks is None:
+            assert self.waiting is not None
+            tree.hooks = Hooks(tree, self.waiting)
+        return tree.hooks
 
     def _strike(self, tree: NamespaceTree) -> None:
-        """Make a tree unreachable. O(1)."""
+        """Make a tree unreachable. O(1), and O(announced prompts of its namespace)."""
+        if tree.hooks is not None:
+            tree.hooks.close()
+            tree.hooks = None
         self.trees.pop(tree.place, None)
         behind = self.behind.get(tree.namespace)
         if behind is not None:
@@ -223,7 +265,7 @@ class NamespaceTree(RadixTree):
     tenant's trees.
     """
 
-    __slots__ = ("base", "detached", "namespace", "place", "tenant")
+    __slots__ = ("base", "detached", "hooks", "namespace", "place", "tenant")
 
     def __init__(
         self,
@@ -245,6 +287,17 @@ class NamespaceTree(RadixTree):
         self.namespace = namespace
         self.tenant = tenant
         self.detached = False
+        self.hooks: Hooks | None = None  # of announced prompts, if there are any
+
+    def may_serve(self, claim: Claim) -> bool:
+        """Whether a match of the claim's prompt could use this tree, see ``bases.longest``."""
+        if self.base is None:
+            return True
+        step, size = self.block_bytes, claim.size
+        if size < step or not claim.key.startswith(self.head_key[:step]):
+            return False
+        common = num_common_bytes(self.base.key, claim.key, 0, size, step)
+        return common - step <= len(self.head_key) <= common
 
 
 class Base:

@@ -16,6 +16,7 @@ from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index.bases import MAX_BASE_ID_BYTES
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.plan import BlockIds
+from radixkv_policies import RequestHints
 
 if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
@@ -52,6 +53,12 @@ def require_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise ArgumentError(name, flag, "True or False")
+
+
+def require_hints(hints: object) -> None:
+    """Raise unless these are a request's hints, or None."""
+    if hints is not None and not isinstance(hints, RequestHints):
+        raise ArgumentError("hints", hints, "a RequestHints, or None")
 
 
 def require_policy(policy: object) -> None:
