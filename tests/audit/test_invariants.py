@@ -46,6 +46,8 @@ def _busy() -> tuple[PrefixCache, list[Any]]:
     with cache.publish("base", Namespace("op", "m"), range(6), ["r"]) as sequence:
         sequence.commit(6)
     compute(cache, [*range(6), 7, 7], Namespace("r", "m"))
+    cache.announce(NS, [*range(5), 7, 7])
+    cache.announce(Namespace("r", "m"), range(8))
     return cache, [*kept, parent, *children]
 
 
@@ -86,6 +88,10 @@ def _of_base(snapshot: Snapshot, **changes: Any) -> Snapshot:
 
 def _behind(snapshot: Snapshot, **changes: Any) -> Snapshot:
     return replace(snapshot, trees=(*snapshot.trees[:3], replace(snapshot.trees[3], **changes)))
+
+
+def _waiting(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    return replace(snapshot, announcements=_first(snapshot.announcements, _any, **changes))
 
 
 def _any(_: Any) -> bool:
@@ -265,6 +271,21 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
     ),
     "two pins with one lease": ("pins", lambda s: replace(s, pins=s.pins * 2)),
     "a pin in another tenant's tree": ("pins", lambda s: replace(s, pins=_first(s.pins, _any, tenant="b"))),
+    "an announcement in another namespace's tree": (
+        "announcements",
+        lambda s: _waiting(s, namespace=Namespace("b", "m")),
+    ),
+    "an announcement in no tree": ("announcements", lambda s: _waiting(s, hooks=())),
+    "an announcement of a node that is gone": (
+        "announcements",
+        lambda s: _waiting(s, hooks=(((-1, None), 0),)),
+    ),
+    "an announcement that stayed behind": (
+        "announcements",
+        lambda s: _waiting(s, hooks=(((0, None), 0),), resident=0),
+    ),
+    "an announcement of other ids": ("announcements", lambda s: _waiting(s, key=b"\7" * 28)),
+    "an announcement miscounted": ("announcements", lambda s: _waiting(s, resident=8)),
     "pinned blocks miscounted": (
         "pins",
         lambda s: replace(s, tenants=_first(s.tenants, _any, pinned_blocks=99)),
