@@ -20,7 +20,7 @@ import pytest
 from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
-from radixkv.index import ahead, bases, device_beams, requests
+from radixkv.index import ahead, announcements, bases, device_beams, requests
 from radixkv.index import cache as cache_module
 from radixkv.index import registry as registry_module
 from radixkv.index import tree as tree_module
@@ -29,6 +29,7 @@ from radixkv.index.eviction import Evictor
 from radixkv.index.match import End
 from radixkv.index.pins import Pins
 from radixkv.index.registry import Registry
+from radixkv.index.residency import Hooks, Waiting
 from radixkv.index.runs import Runs
 from radixkv.index.sequence import Sequence
 from radixkv.index.tenants import TenantState
@@ -871,6 +872,36 @@ def fence_ignored(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, requests, "release_after", released)
 
 
+def eviction_not_told(patch: pytest.MonkeyPatch) -> None:
+    """A waiting request isn't told when blocks of its prompt are trimmed."""
+    patch.setattr(Hooks, "trimmed", lambda self, leaf: None)
+
+
+def waits_in_every_tree(patch: pytest.MonkeyPatch) -> None:
+    """A waiting request is told what is resident for any tenant."""
+
+    def hook(original: Any, cache: Any, waiting: Any, claim: Any) -> None:
+        original(cache, waiting, claim)
+        for tenant in cache._tenants.values():
+            for tree in tenant.trees.values():
+                if tree.namespace != claim.namespace and tree.namespace[1:] == claim.namespace[1:]:
+                    waiting.set_head(claim, tree.walk(claim.key, claim.size, bytearray())[1])
+
+    original = announcements._hook
+    patch.setattr(announcements, "_hook", lambda *args: hook(original, *args))
+
+
+def waiting_protects(patch: pytest.MonkeyPatch) -> None:
+    """An announcement leases what is resident."""
+
+    def add(original: Any, self: Any, claim: Any) -> None:
+        original(self, claim)
+        for hook in claim.hooks:
+            claim._cache._evictor.lease(hook.node, hook.node.tree)
+
+    _wrap(patch, Waiting, "add", add)
+
+
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
 _WRONG_LOOKUP = "another namespace|never committed|forgotten|wrong KV|cleared|free and evictable are"
 
@@ -1003,6 +1034,11 @@ BUGS = {
     "offered to other tenants": Bug(offered_to_other_tenants, _WRONG, ObservationAlone),
     "committed before its step": Bug(committed_before_its_step, "ArgumentError was expected|never committed"),
     "fence ignored": Bug(fence_ignored, "conservation|tables|wrong KV"),
+    "eviction not told": Bug(eviction_not_told, "announcements|tokens match"),
+    "waits in every tree": Bug(
+        waits_in_every_tree, "A observes|counts, names or bytes", ObservationAlone, "strict"
+    ),
+    "waiting protects": Bug(waiting_protects, "leases|an announcement changed"),
     "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 

@@ -24,6 +24,9 @@ The machine also uses each of these that the adapter has:
     pin(namespace, ids, ttl_s)         the prefix stays resident for ttl_s seconds; the result is compared
     unpin(tenant, which)               ends one of the tenant's pins, if it has any
     pins(tenant) -> object             the tenant's pins; compared by ==
+    announce(namespace, ids, ttl_s)    a request waits
+    withdraw(tenant, which)            ends one of the tenant's announcements, if it has any
+    announced(tenant) -> object        how much of each waiting request is cached; compared by ==
     restart()                          the process dies and restarts empty; older objects are never used again
     publish(base_id, namespace, ids, readers)   an operator computes and publishes the whole blocks of ids for tenants
     unpublish(base_id)                 ends the base: no tenant reads it any more
@@ -92,6 +95,9 @@ class CacheAdapter:
             self.open_ahead, self.end_step = self._open_ahead, self._end_step
         if hasattr(cache, "pin"):
             self.pin, self.pins, self.unpin = self._pin, self._pins, self._unpin
+        if hasattr(cache, "announce"):
+            self.announce, self.announced, self.withdraw = self._announce, self._announced, self._withdraw
+        self._waits: list[Any] = []
         if hasattr(cache, "publish"):
             self.publish, self.unpublish = self._publish, self._unpublish
         if make is not None:
@@ -241,12 +247,30 @@ class CacheAdapter:
         if pins:
             self.cache.unpin(pins[which % len(pins)])
 
+    def _announce(self, namespace: Namespace, ids: Sequence[int], ttl_s: float) -> None:
+        self._waits.append(
+            self.cache.announce(namespace, ids, ttl_s=ttl_s if self._tells_time else _FOR_GOOD_S)
+        )
+
+    def _announced(self, tenant: str) -> Any:
+        waits = [each for each in self._waits if each.namespace.tenant == tenant and each.is_open]
+        changed = [each for each in self.cache.changed_announcements() if each not in self._waits]
+        if changed:
+            raise AssertionError("a change of an announcement that nobody made")
+        return [(each.num_tokens, each.resident_tokens, each.missing) for each in waits]
+
+    def _withdraw(self, tenant: str, which: int) -> None:
+        waits = [each for each in self._waits if each.namespace.tenant == tenant]
+        if waits:
+            waits[which % len(waits)].withdraw()
+            self._waits.remove(waits[which % len(waits)])
+
     def _purge(self, tenant: str) -> int:
         return int(self.cache.purge(tenant))
 
     def _restart(self) -> None:
         assert self._make is not None
-        self._bases = {}
+        self._bases, self._waits = {}, []
         self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:

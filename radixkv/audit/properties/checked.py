@@ -56,6 +56,7 @@ class CheckedCache(RuleBasedStateMachine):
         self.guaranteed: dict[str, int] = {}  # blocks, by tenant
         self.declines = False  # the policy may give blocks up as soon as they are unused
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
+        self.waits: list[tuple[Any, tuple[int, ...], float]] = []  # announcements, their ids and ends
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
 
     # After each step.
@@ -87,10 +88,19 @@ class CheckedCache(RuleBasedStateMachine):
                 self._reads(held.lease.block_ids, chain(held.namespace, held.ids[: held.lease.num_tokens]))
         for namespace, ids in self.pinned:
             expect(self._matched(namespace, ids).num_tokens == len(ids), "what is pinned was forgotten")
+        self._waiting_agree()
         for tenant in self.counts if self.pinned else ():
             pinned = self._pinned_prefixes(tenant)
             counted = self.cache.tenant_stats(tenant).pinned_blocks
             expect(counted == len(pinned), f"{counted} pinned blocks, and {len(pinned)} are")
+
+    def _waiting_agree(self) -> None:
+        """Each announcement shows what is resident, and only open ones are told."""
+        self.waits = [each for each in self.waits if each[0].is_open]
+        for waits, ids, until in self.waits:
+            expect(self.clock() < until, "an announcement outlived its time")
+            found = self._matched(waits.namespace, ids).num_tokens
+            expect(waits.resident_tokens == found, f"{waits}, and {found} tokens match")
 
     def _counts_agree(self) -> None:
         """The counts of the cache and of each tenant match the calls that were made, whatever other tenants did."""

@@ -13,6 +13,7 @@ from radixkv.audit import invariants
 from radixkv.audit.properties.checked import CheckedCache
 from radixkv.audit.properties.material import (
     MAX_PINS,
+    MAX_WAITING,
     NAMESPACES,
     Held,
     expect,
@@ -204,6 +205,27 @@ class Lookups(CheckedCache):
         expect(not is_full, f"{pin} was granted beyond the {MAX_PINS} pins of a tenant")
         expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
         self.pinned[namespace, ids] = pin, self.clock() + seconds
+
+    # Requests that wait.
+
+    @precondition(lambda self: hasattr(self.cache, "announce"))
+    @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 30), which=small, ends=st.booleans())
+    def announce(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, ends: bool) -> None:
+        """A request waits, or one waits no longer. What the cache holds stays the same."""
+        before, num_changed = self.cache.snapshot(), len(self.cache.changed_announcements())
+        expect(num_changed <= len(self.waits), "changes of announcements that have ended")
+        if ends and self.waits:
+            waits, _, _ = self.waits.pop(which % len(self.waits))
+            waits.withdraw()
+            expect(not waits.is_open and waits not in self.cache.changed_announcements(), "it is open")
+        elif len(self.waits) < MAX_WAITING:
+            namespace, ids = self._place(where, prompt)
+            waits = self.cache.announce(namespace, ids, ttl_s=float(seconds))
+            expect(waits.num_tokens == len(ids), f"{waits} of {len(ids)} tokens")
+            self.waits.append((waits, ids, self.clock() + seconds))
+            expect(not self.cache.changed_announcements(), "a new announcement has changed")
+        changed = set(invariants.differences(before, self.cache.snapshot())) - {"announcements", "tenants"}
+        expect(not changed, f"an announcement changed {', '.join(sorted(changed))}")
 
     @rule(where=where_to)
     def clear(self, where: int) -> None:

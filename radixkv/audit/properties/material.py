@@ -29,6 +29,9 @@ MAX_PROMPT_BLOCKS = 4
 MAX_PINS = 2
 """Maximum pins of a tenant, in all machines."""
 
+MAX_WAITING = 6
+"""Requests that wait at a time."""
+
 small = st.integers(0, 7)
 WITH_MATERIAL = len(NAMESPACES)
 """Where a prompt of the first namespace has an image in place of its second token."""

@@ -6,7 +6,7 @@
 
 The calls:
 
-- requests, whole or cancelled, lookups, chunks of prefill, rollbacks, forks, beam steps and leases
+- requests, whole or cancelled, waiting ones, lookups, chunks of prefill, rollbacks, forks, beam steps and leases
 - appends, one by one and in batches
 - bursts of equal requests that share what running steps compute
 - blocks that an engine inserts, evictions by hand, clears, purges with open requests
@@ -359,11 +359,25 @@ class Player:
             return Observed(())
         return self._told(lambda: Observed((self.system.unpin(self.tenant, which),)))
 
+    def announce(self, where: int, prompt: Sequence[int], seconds: int) -> Observed:
+        """A request waits, or why it was refused."""
+        if not hasattr(self.system, "announce"):
+            return Observed(())
+        namespace = self.namespaces[_PLACES[where % 8]]
+        return self._told(lambda: Observed((self.system.announce(namespace, prompt, seconds),)))
+
+    def withdraw(self, which: int) -> Observed:
+        """One of the tenant's requests waits no longer."""
+        if hasattr(self.system, "withdraw"):
+            self.system.withdraw(self.tenant, which)
+        return Observed(())
+
     def standing(self) -> tuple[object, ...]:
-        """What the tenant sees between calls: its own counts, pins, names and bytes."""
+        """What the tenant sees between calls: its own counts, pins, waiting requests, names and bytes."""
         counts = self.system.stats(self.tenant) if hasattr(self.system, "stats") else None
         pins = self.system.pins(self.tenant) if hasattr(self.system, "pins") else None
-        return (counts, pins), [
+        waits = self.system.announced(self.tenant) if hasattr(self.system, "announced") else None
+        return (counts, pins, waits), [
             (self._name(each), self._read(each, each.num_committed)) for each in self.open_requests
         ]
 
@@ -572,6 +586,17 @@ class TwoSystems(RuleBasedStateMachine):
         ids = self._prompt(prompt)
         self._play(by, lambda player: player.serve(where, ids))
         self._play(by, lambda player: player.pin(where, ids, seconds))
+
+    @rule(
+        by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), ends=st.integers(0, 3)
+    )
+    def announce(self, by: int, where: int, prompt: tuple[int, ...], seconds: int, ends: int) -> None:
+        """A request waits, or waits no longer."""
+        if not ends:
+            self._play(by, lambda player: player.withdraw(where))
+            return
+        ids = self._prompt(prompt)
+        self._play(by, lambda player: player.announce(where, ids, seconds))
 
     @precondition(lambda self: getattr(self, "compares_all", False) and hasattr(self.systems[0], "publish"))
     @rule(
