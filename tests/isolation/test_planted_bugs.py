@@ -746,7 +746,7 @@ def insert_without_its_lease(patch: pytest.MonkeyPatch) -> None:
 
 def lookup_all_the_same(patch: pytest.MonkeyPatch) -> None:
     """``open(lookup=False)`` still finds what is resident."""
-    _wrap(patch, requests, "open_sequence", lambda original, *args: original(*args[:-1], True))
+    _wrap(patch, requests, "open_sequence", lambda original, *args: original(*args[:6], True))
 
 
 def uncounted_lookup(patch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ class CheckedCache(RuleBasedStateMachine):
         self.declines = False  # the policy may give blocks up as soon as they are unused
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
         self.waits: list[tuple[Any, tuple[int, ...], float]] = []  # announcements, their ids and ends
+        self.num_waited = 0
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
 
     # After each step.

@@ -43,7 +43,10 @@ class Lookups(CheckedCache):
 
     @rule(where=where_to, prompt=prompts, opens=st.booleans())
     def match(self, where: int, prompt: tuple[int, ...], opens: bool) -> None:
-        """A lookup changes nothing. Its match is kept for a lease, now or when it is stale. A request may follow."""
+        """A lookup changes nothing. Its match is kept for a lease, now or when it is stale.
+
+        A request waits or waits no longer, and one may follow.
+        """
         namespace, ids = self._place(where, prompt)
         before = self.cache.snapshot()
         match = self._matched(namespace, ids)
@@ -53,6 +56,7 @@ class Lookups(CheckedCache):
         if len(unleased) > 3:
             self.held.remove(unleased[0])
         self._note_end(match.end, namespace, ids[: match.num_tokens])
+        self._wait(namespace, ids)
         if opens:
             self._follow(where, prompt)
 
@@ -208,19 +212,23 @@ class Lookups(CheckedCache):
 
     # Requests that wait.
 
-    @precondition(lambda self: hasattr(self.cache, "announce"))
-    @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 30), which=small, ends=st.booleans())
-    def announce(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, ends: bool) -> None:
-        """A request waits, or one waits no longer. What the cache holds stays the same."""
+    def _wait(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
+        """A request waits, or one waits no longer. What the cache holds stays the same.
+
+        Nothing is drawn for this, so that other steps stay as they were.
+        """
+        if not hasattr(self.cache, "announce"):
+            return
         before, num_changed = self.cache.snapshot(), len(self.cache.changed_announcements())
         expect(num_changed <= len(self.waits), "changes of announcements that have ended")
-        if ends and self.waits:
-            waits, _, _ = self.waits.pop(which % len(self.waits))
+        self.num_waited += 1
+        if self.waits and (self.num_waited % 3 == 0 or len(self.waits) == MAX_WAITING):
+            waits, _, _ = self.waits.pop(self.num_waited % len(self.waits))
             waits.withdraw()
             expect(not waits.is_open and waits not in self.cache.changed_announcements(), "it is open")
-        elif len(self.waits) < MAX_WAITING:
-            namespace, ids = self._place(where, prompt)
-            waits = self.cache.announce(namespace, ids, ttl_s=float(seconds))
+        else:
+            seconds = 1.0 + 7 * self.num_waited % 40
+            waits = self.cache.announce(namespace, ids, ttl_s=seconds)
             expect(waits.num_tokens == len(ids), f"{waits} of {len(ids)} tokens")
             self.waits.append((waits, ids, self.clock() + seconds))
             expect(not self.cache.changed_announcements(), "a new announcement has changed")

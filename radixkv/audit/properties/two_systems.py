@@ -96,6 +96,7 @@ class Player:
     ahead: list[tuple[int, Request]] = field(default_factory=list)
     """Running steps, each with the request that it computes."""
     num_steps: int = 0
+    num_waited: int = 0
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -160,11 +161,12 @@ class Player:
         return Observed(tuple(told), served)
 
     def match(self, where: int, prompt: Sequence[int]) -> Observed:
-        """How much is matched."""
+        """How much is matched. The request waits afterwards, or an older one waits no longer."""
         namespace = self.namespaces[_PLACES[where % 8]]
         matched = self.system.match(namespace, prompt)
         self._is_no_lie(namespace, prompt, matched)
-        return Observed((matched,))
+        waits = self._wait(namespace, prompt).answer if hasattr(self.system, "announce") else ()
+        return Observed((matched, *waits))
 
     def go_on(self, kind: int, which: int, amount: int) -> Observed:
         """A request commits, grows, shrinks or forks; or several grow in one call or make a beam step."""
@@ -359,18 +361,13 @@ class Player:
             return Observed(())
         return self._told(lambda: Observed((self.system.unpin(self.tenant, which),)))
 
-    def announce(self, where: int, prompt: Sequence[int], seconds: int) -> Observed:
-        """A request waits, or why it was refused."""
-        if not hasattr(self.system, "announce"):
-            return Observed(())
-        namespace = self.namespaces[_PLACES[where % 8]]
+    def _wait(self, namespace: Namespace, prompt: Sequence[int]) -> Observed:
+        """A request waits, or an older one waits no longer. A refusal is observed."""
+        self.num_waited += 1
+        if self.num_waited % 3 == 0:
+            return self._told(lambda: Observed((self.system.withdraw(self.tenant, self.num_waited),)))
+        seconds = 1 + 7 * self.num_waited % 40
         return self._told(lambda: Observed((self.system.announce(namespace, prompt, seconds),)))
-
-    def withdraw(self, which: int) -> Observed:
-        """One of the tenant's requests waits no longer."""
-        if hasattr(self.system, "withdraw"):
-            self.system.withdraw(self.tenant, which)
-        return Observed(())
 
     def standing(self) -> tuple[object, ...]:
         """What the tenant sees between calls: its own counts, pins, waiting requests, names and bytes."""
@@ -586,17 +583,6 @@ class TwoSystems(RuleBasedStateMachine):
         ids = self._prompt(prompt)
         self._play(by, lambda player: player.serve(where, ids))
         self._play(by, lambda player: player.pin(where, ids, seconds))
-
-    @rule(
-        by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), ends=st.integers(0, 3)
-    )
-    def announce(self, by: int, where: int, prompt: tuple[int, ...], seconds: int, ends: int) -> None:
-        """A request waits, or waits no longer."""
-        if not ends:
-            self._play(by, lambda player: player.withdraw(where))
-            return
-        ids = self._prompt(prompt)
-        self._play(by, lambda player: player.announce(where, ids, seconds))
 
     @precondition(lambda self: getattr(self, "compares_all", False) and hasattr(self.systems[0], "publish"))
     @rule(
