@@ -530,16 +530,81 @@ def _seconds(setting: str, text: str) -> float:
     return float(_amount(setting, text, {"s": 1, "m": 60, "h": 3_600}))
 
 
+_SERVING = (
+    "scheduler", "sessions", "rate", "prefill", "decode", "chunk_tokens", "host", "host_speed", "replicas", "route",
+    "pauses", "kappa", "labels", "warm_up", "measure",
+)  # fmt: skip
+"""The options of ``--serve``."""
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _require_served_alone() -> None:
+    """Raise ConfigError for an option that means nothing with --serve."""
+    for name in ("tenants", "score_from", "svg", "block_tokens", "keep_tails", "jobs"):
+        if _is_given(name):
+            given = click.get_current_context().params[name]
+            raise ConfigError(f"--{name.replace('_', '-')}", given, "only without --serve")
+
+
+def _simulate_serving(
+    traces: Sequence[str],
+    policy: str,
+    capacity: str,
+    given: dict[str, Any],
+    html: str | None,
+    as_json: bool,
+) -> None:
+    from pathlib import Path
+
+    from radixkv.bench import simulate_serving as simulator
+    from radixkv.bench.simulation import serving_report
+    from radixkv.bench.simulation.serving import Settings
+
+    schedulers = listed(given.pop("scheduler")) or ()
+    thousands = {"k": 1_000, "m": 1_000_000}
+    given["host_blocks"] = int(_amount("--host", given.pop("host"), thousands))
+    given["host_gb_per_s"] = given.pop("host_speed")
+    speed = given.pop("prefill")
+    if speed is not None:
+        given |= {"prefill": float(_amount("--prefill", speed, thousands)), "profile": None}
+    for name in ("warm_up", "measure"):
+        given[f"{name}_s"] = _seconds(f"--{name.replace('_', '-')}", given.pop(name))
+    if html is not None:
+        require_extra("radixkv simulate --html", "bench")
+    find_in_working_directory(policy)
+    with progress_bar(1_000, "simulating") as advance:
+        result = simulator.run(
+            [Path(each) for each in traces],
+            settings=Settings(**given),
+            capacities=_capacities(capacity),
+            schedulers=schedulers,
+            policies=(listed(policy) or ()) if policy != "all" else simulator.POLICIES,
+            progress=lambda done, of: advance(1_000 * done // of),
+        )
+    if html is not None:
+        said = simulator.heading(result)
+        report = serving_report.render(result, said, simulator.HEAD, simulator.cells)
+        Path(html).write_text(report, encoding="utf-8")
+    print_result(result, simulator.table, as_json)
+
+
 @commands.command(
     short_help="Simulate policies on traces.",
     epilog=examples(
         "radixkv simulate trace.jsonl",
         "radixkv simulate trace.jsonl --policy lru,lfu,optimum --capacity 1k,10k --html report.html",
+        "radixkv simulate --serve sessions.jsonl.gz --sessions 64 --capacity 5k,10k --scheduler fcfs,cache-first",
     ),
 )
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
 @click.option(
-    "--policy", default="all", show_default=True, help="all, or names: lru,lfu,optimum,optimum_bypass …"
+    "--policy",
+    default="all",
+    show_default=True,
+    help="all, or names: lru,lfu,optimum,optimum_bypass … With --serve: lru,lru+queue,learned+queue,clairvoyant …",
 )
 @click.option(
     "--capacity",
@@ -572,6 +637,34 @@ def _seconds(setting: str, text: str) -> float:
 @click.option("--jobs", type=click.IntRange(1), help="Worker processes.  [one for each core]")
 @click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
 @click.option("--svg", type=NewFile(), help="Draw the hit rates in this SVG file.")
+@click.option(
+    "--serve", is_flag=True, help="Simulate serving packed sessions of agents. The options below are for it."
+)
+@click.option(
+    "--scheduler", default="fcfs,lpm,cache-first", show_default=True, help="Orders of the waiting requests."
+)
+@click.option("--sessions", type=int, default=32, show_default=True, help="Sessions at a time.")
+@click.option("--rate", type=float, help="Sessions that begin in an hour, instead of --sessions.")
+@click.option("--prefill", help="Tokens of prefill a second.  [20k, or what --profile says if it is given]")
+@click.option("--decode", type=float, default=50.0, show_default=True, help="Tokens a second of each answer.")
+@click.option(
+    "--chunk-tokens",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Prefill tokens in a step that decodes too.",
+)
+@click.option("--host", default="0", show_default=True, help="Blocks of the host tier, such as 20k.")
+@click.option("--host-speed", type=float, default=25.0, show_default=True, help="GB/s from the host.")
+@click.option("--replicas", type=int, default=1, show_default=True, help="Replicas behind the router.")
+@click.option("--route", default="linear", show_default=True, help="Cost by which the router chooses.")
+@click.option(
+    "--pauses", type=float, default=1.0, show_default=True, help="Factor of the pauses of sessions."
+)
+@click.option("--kappa", type=int, default=8, show_default=True, help="κ of the order cache-first.")
+@click.option("--labels/--no-labels", default=True, show_default=True, help="What policies hear of requests.")
+@click.option("--warm-up", default="1h", show_default=True, help="Time before the measured one.")
+@click.option("--measure", default="2h", show_default=True, help="Measured time.")
 @json_option
 def simulate(
     traces: tuple[str, ...],
@@ -584,12 +677,16 @@ def simulate(
     html: str | None,
     svg: str | None,
     as_json: bool,
+    serve: bool,
     **options: Any,
 ) -> None:
     """Compute the hit rate of each policy at each capacity on TRACEs, beside the offline optimum.
 
     A TRACE is a file of JSON lines, in the format of Mooncake or Bailian, or written by `radixkv serve --record` or
     `radixkv workload`. Several traces are merged by time. There are two optima: with and without bypass.
+
+    With --serve, a TRACE holds packed sessions of agents (`radixkv workload --sessions`). Each scheduler and policy
+    serves them, beside clairvoyant eviction.
     """
     from pathlib import Path
 
@@ -597,6 +694,17 @@ def simulate(
     from radixkv.bench.simulation import picture, profiles, report
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
+    serving = {name: options.pop(name) for name in _SERVING}
+    if serve:
+        _require_served_alone()
+        given_by_user = _is_given("profile") or tflops is not None
+        serving |= {"seed": options["seed"], "profile": model if given_by_user else None}
+        serving["block_bytes"] = model.kv_bytes_per_token * 512
+        _simulate_serving(traces, policy, capacity, serving, html, as_json)
+        return
+    for name in _SERVING:
+        if _is_given(name):
+            raise ConfigError(f"--{name.replace('_', '-')}", serving[name], "only with --serve")
     find_in_working_directory(policy)
     given = {"policies": listed(policy), "capacities": _capacities(capacity), "tenants": listed(tenants)}
     for option, path in (("--html", html), ("--svg", svg)):

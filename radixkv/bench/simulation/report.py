@@ -44,23 +44,33 @@ _CONTENT_POLICY: Final = (
 
 def render(result: Result) -> str:
     """Return the page, about 5 MB, nearly all of it Plotly's script. O(rows)."""
-    from plotly.offline import get_plotlyjs
-
     names = result["tenants"] if len(result["tenants"]) > 1 else []
     tenants = [
         f"<h2>Tenant {escape(name)}</h2>{_chart(result, name)}{_table(result, name)}" for name in names
     ]
-    return "\n".join(
+    return page(
+        "radixkv simulate",
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">',
-            f"<title>radixkv simulate</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
             f"<h1>Hit rate by capacity and policy</h1>{_facts(result)}",
             f'<ul class="advice">{"".join(f"<li>{escape(each)}</li>" for each in result["advice"])}</ul>',
             f"<h2>Token hit rate</h2>{_chart(result, None)}{_table(result, None)}",
             f"<h2>Above or below LRU, by stretch of time</h2>{_slices(result)}{_dips(result)}",
             *tenants,
+        ],
+    )
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return a page of these parts that loads nothing."""
+    from plotly.offline import get_plotlyjs
+
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">',
+            f"<title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
+            *parts,
             "</body></html>",
         ]
     )
@@ -85,16 +95,16 @@ def _chart(result: Result, tenant: str | None) -> str:
     """Hit rate over capacity. LRU and the optimum are the band's edges; every other policy is a line."""
     curves = curves_of(result, tenant)
     band = [
-        _line(LRU, curves.pop(LRU), color=BOUND_COLOURS[LRU], width=3),
-        _line(OPTIMUM, curves.pop(OPTIMUM), color=BOUND_COLOURS[OPTIMUM], width=3)
+        line(LRU, curves.pop(LRU), color=BOUND_COLOURS[LRU], width=3),
+        line(OPTIMUM, curves.pop(OPTIMUM), color=BOUND_COLOURS[OPTIMUM], width=3)
         | {"fill": "tonexty", "fillcolor": _BAND},
     ]
     bound = curves.pop(OPTIMUM_BYPASS, None)
     if bound is not None:
-        band.append(_line(OPTIMUM_BYPASS, bound, color=BOUND_COLOURS[OPTIMUM], width=2, dash="dot"))
-    lines = [_line(name, points, **look(index)) for index, (name, points) in enumerate(curves.items())]
+        band.append(line(OPTIMUM_BYPASS, bound, color=BOUND_COLOURS[OPTIMUM], width=2, dash="dot"))
+    lines = [line(name, points, **look(index)) for index, (name, points) in enumerate(curves.items())]
     sizes = f"capacity, blocks of {result['block_tokens']:,} tokens"
-    return _figure([*band, *lines], sizes, "token hit rate, %", log=True)
+    return figure([*band, *lines], sizes, "token hit rate, %", log=True)
 
 
 def curves_of(result: Result, tenant: str | None = None) -> Curves:
@@ -115,11 +125,11 @@ def _slices(result: Result) -> str:
     lines = []
     for index, row in enumerate(row for row in rows if row["capacity"] == capacity):
         points = [(each["to_s"], 100 * each["above_lru"]) for each in row["slices"]]
-        lines.append(_line(row["policy"], points, **look(index)))
+        lines.append(line(row["policy"], points, **look(index)))
     said = (
         f"<p>At {capacity:,} blocks, where the deepest dip is; each point is the stretch that ends there.</p>"
     )
-    return said + _figure(lines, "time, s", "points above LRU", log=False)
+    return said + figure(lines, "time, s", "points above LRU", log=False)
 
 
 def _dips(result: Result) -> str:
@@ -133,7 +143,7 @@ def _dips(result: Result) -> str:
         f"<td>{row['capacity']:,}</td><td>{_hundredfold(_above_lru(row), 2)}</td></tr>"
         for name, row in deepest.items()
     )
-    return _grid(("policy", "its worst stretch", "blocks", "points above LRU"), body) if body else ""
+    return grid(("policy", "its worst stretch", "blocks", "points above LRU"), body) if body else ""
 
 
 def _above_lru(row: Row) -> float:
@@ -149,9 +159,10 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
-def _line(
+def line(
     name: str, points: list[tuple[float, float]] | list[tuple[int, float]], **look: Any
 ) -> dict[str, Any]:
+    """A curve of a chart."""
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -163,7 +174,8 @@ def _line(
     }
 
 
-def _figure(lines: list[dict[str, Any]], x: str, y: str, *, log: bool) -> str:
+def figure(lines: list[dict[str, Any]], x: str, y: str, *, log: bool) -> str:
+    """A chart. ``x``, ``y``: the titles of its axes. ``log``: of the x axis."""
     from plotly.io import to_html
 
     values = sorted({value for line in lines for value in line["x"]})
@@ -213,10 +225,11 @@ _HEAD: Final = (
 def _table(result: Result, tenant: str | None) -> str:
     rows = sorted(_distinct([*result["results"], *result["baselines"]]), key=lambda row: int(row["capacity"]))
     body = "".join(_row(row, rows[at - 1] if at else None, result, tenant) for at, row in enumerate(rows))
-    return _grid(_HEAD, body)
+    return grid(_HEAD, body)
 
 
-def _grid(names: Iterable[str], body: str) -> str:
+def grid(names: Iterable[str], body: str) -> str:
+    """A table with these names at its head."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
