@@ -17,7 +17,15 @@ from typing import Any, Final
 import numpy as np
 
 from radixkv.bench.policies import chosen
-from radixkv.bench.simulation.serving import CLAIRVOYANT, SCHEDULERS, WITH_QUEUE, Result, Served, Serving, Settings
+from radixkv.bench.simulation.serving import (
+    CLAIRVOYANT,
+    SCHEDULERS,
+    WITH_QUEUE,
+    Result,
+    Served,
+    Serving,
+    Settings,
+)
 from radixkv.bench.simulation.sessions import BLOCK_TOKENS, Session, read_sessions
 from radixkv.config import policy_names
 from radixkv.errors import ConfigError

@@ -330,11 +330,9 @@ class Serving:
         self._clock = ManualClock()
         self._announces = policy.endswith(WITH_QUEUE)
         self._futures: dict[int, Future] | None = {} if policy == CLAIRVOYANT else None
-        made = (
-            type("Clairvoyant", (Clairvoyant,), {"futures": self._futures})
-            if policy == CLAIRVOYANT
-            else policy
-        )
+        made: Any = policy.removesuffix(WITH_QUEUE)
+        if self._futures is not None:
+            made = type("Clairvoyant", (Clairvoyant,), {"futures": self._futures})
         self._replicas = [
             _Replica(settings, scheduler, made, capacity, self._clock) for _ in range(settings.replicas)
         ]
