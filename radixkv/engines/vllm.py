@@ -15,8 +15,11 @@ as it is.
 
 A request whose salt is refused is served without the cache; with ``RADIXKV_ANONYMOUS=0`` it ends with an error, before
 anything is computed. KV connectors work beside the cache. When weights change in place, what the old ones computed is
-found no more, paused or not (``vllm_weights``). Refused at the start, by name: another version of vLLM, several groups
-of KV blocks, encoder-decoder models, context parallelism.
+found no more, paused or not (``vllm_weights``).
+
+Models: full attention, MLA and sliding windows, in one group of KV blocks (``--disable-hybrid-kv-cache-manager`` makes
+one of full attention and windows). Refused at the start, by name: another version of vLLM, several groups, other kinds
+of layers (Mamba, sinks, cross attention), encoder-decoder models, context parallelism.
 """
 
 from __future__ import annotations
@@ -35,7 +38,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.request import RequestStatus
 
 from radixkv.config import Namespace
@@ -53,6 +62,9 @@ from radixkv.signing import KeySet
 VERSIONS: Final = ("0.32.",)
 """Versions of vLLM whose manager this one can stand in for."""
 
+_SPECS: Final = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}
+"""Kinds of layers whose KV one block table holds."""
+
 _KNOWN: Final = RequestFacts()
 """For requests of which the cache knows the facts already."""
 
@@ -66,10 +78,9 @@ class RadixManager(KVCacheManager):
         self, kv_cache_config: Any, max_model_len: int, vllm_config: Any = None, **settings: Any
     ) -> None:
         """``vllm_config``: of the engine; without it there is neither a control channel nor an event."""
-        _require_one_group(kv_cache_config, settings)
+        spec = _layers_spec(kv_cache_config, max_model_len)
         super().__init__(kv_cache_config=kv_cache_config, max_model_len=max_model_len, **settings)
         self.enable_caching = True
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._salts, self._adapters = _salts(), dict[str, tuple[str, str]]()
         self.outlets = self._outlets(vllm_config, spec.block_size)
         self.radixkv = VllmCache(
@@ -413,8 +424,23 @@ def _require_known(vllm_config: Any, *_: Any, **__: Any) -> None:
             raise ConfigError("scheduler_cls", name, "without it; RADIXKV_OFF=1 uses vLLM's own cache")
 
 
-def _require_one_group(kv_cache_config: Any, settings: Any) -> None:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, (FullAttentionSpec, MLAAttentionSpec)):
-        raise ConfigError("kv_cache_groups", kinds, "one group of full attention or MLA")
+def _layers_spec(kv_cache_config: Any, max_model_len: int) -> Any:
+    """Return the spec of the first layer. Raises ConfigError unless one block table holds the KV of all layers.
+
+    Classes derived from the known ones are refused: they keep sinks, hot pages or hidden states too.
+    """
+    groups = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups]
+    specs = [
+        spec
+        for each in groups
+        for spec in (each.kv_cache_specs.values() if isinstance(each, UniformTypeKVCacheSpecs) else [each])
+    ]
+    if len(groups) != 1 or not {type(each) for each in specs} <= _SPECS:
+        found = ", ".join(sorted({type(each).__name__ for each in specs})) or "none"
+        allowed = "one group of full attention, MLA or sliding windows; RADIXKV_OFF=1 uses vLLM's own cache"
+        raise ConfigError("kv_cache_groups", f"{len(groups)} ({found})", allowed)
+    # vLLM frees the blocks that a window has passed, so it only checks that a window fits. Here they stay, for others.
+    room = (kv_cache_config.num_blocks - 1) * specs[0].block_size
+    if room < max_model_len and isinstance(specs[0], SlidingWindowSpec):
+        raise ConfigError("max_model_len", max_model_len, f"at most the tokens of all blocks: {room}")
+    return specs[0]

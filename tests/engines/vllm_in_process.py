@@ -8,6 +8,7 @@ Run by ``test_vllm.py`` with the Python of an environment that has vLLM. Argumen
     workload   "chats", "burst", "tenants" or "strict"
     seed       of the prompts
     model      folder of the model
+    settings   further arguments of ``vllm.LLM``, if any
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         os.environ["RADIXKV_ANONYMOUS"] = "0"
     is_stock = given["cache"] == "stock"
     named = "AsyncScheduler" if given["is_async"] else "Scheduler"
-    settings: dict[str, Any] = {} if is_stock else {"scheduler_cls": f"radixkv.engines.vllm.{named}"}
-    llm = LLM(
-        model=given["model"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=2048,
-        block_size=32,
-        max_num_seqs=8,
-        max_num_batched_tokens=given.get("batch", 512),
-        num_gpu_blocks_override=given["blocks"],
-        async_scheduling=given["is_async"],
-        enable_prefix_caching=is_stock,
-        disable_log_stats=False,
-        **settings,
-    )
+    settings: dict[str, Any] = {
+        "model": given["model"],
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": given.get("batch", 512),
+        "num_gpu_blocks_override": given["blocks"],
+        "async_scheduling": given["is_async"],
+        "enable_prefix_caching": is_stock,
+        "disable_log_stats": False,
+        **given.get("settings", {}),
+    }
+    if not is_stock:
+        settings["scheduler_cls"] = f"radixkv.engines.vllm.{named}"
+    llm = LLM(**settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     computed = _counted(scheduler)
     found = _WORKLOADS[given["workload"]](llm, random.Random(given["seed"]))
