@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,42 @@ def test_where_salts_are_not_required_nothing_is_refused(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert answer(RequireSalt(_echo), b"{}") == (200, b"{}")
+
+
+def test_a_body_is_bounded_before_it_is_read_whole(app: RequireSalt) -> None:
+    status, body = answer(app, *[b" " * 2**20] * 66, b"never asked for")
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["param"]) == (413, 413, None)
+    assert "more than 67108864 bytes" in error["message"]
+    assert answer(app, b" " * 2**20, b"{}")[0] == 400, "a body within the bound is read"
+
+
+def test_long_bodies_keep_the_event_loop_for_a_short_time(app: RequireSalt) -> None:
+    """One of 2 million ids holds the loop for a part of what parsing it takes."""
+    ids = list(range(10_000, 12_000)) * 1_000
+    body = json.dumps({"prompt": ids, "cache_salt": make_salt(KEYS, "acme")}).encode()
+
+    def seconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            began = time.process_time()
+            work()
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert answer(app, body)[0] == 200
+    assert seconds(lambda: answer(app, body)) < 0.7 * seconds(lambda: json.loads(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":' * 50_000,
+        b'{"cache_salt": {"a": ' + b"[" * 5_000 + b"]" * 5_000 + b"}}",
+        b'{"\xff": 1}',
+        b'{"cache_salt": 1e999}',
+    ],
+)
+def test_hostile_bodies_go_on_or_are_refused(app: RequireSalt, body: bytes) -> None:
+    status, answered = answer(app, body)
+    assert (status, answered) == (200, body) or (status == 400 and b"cache_salt" in answered)
