@@ -37,7 +37,7 @@ from radixkv_policies.learned import Learned, Leaves
 from radixkv_policies.leaves import LeafHeap
 from radixkv_policies.lrfu import LRFU
 from radixkv_policies.lru import LRU
-from radixkv_policies.policy import GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy, Shape
 
 MAX_SHADOW: Final = 1_024
 """Segments that a shadow holds."""
@@ -170,6 +170,22 @@ class Auto(Policy):
         self._num_blocks -= self._lrfu.num_blocks(node)
         for policy in self._candidates:
             policy.removed(node)
+
+    # --- waiting requests
+
+    def expect_requests(self, shape: Shape) -> None:
+        self._lru.expect_requests(shape)
+
+    def announced(
+        self, request: Handle, node: Handle | None, num_blocks: int, missing: float, hints: object
+    ) -> None:
+        self._learned.announced(request, node, num_blocks, missing, hints)
+        self._lrfu.announced(request, node, num_blocks, missing, hints)
+        self._lru.announced(request, node, num_blocks, missing, hints)
+
+    def withdrawn(self, request: Handle) -> None:
+        for policy in self._candidates:
+            policy.withdrawn(request)
 
     # --- the order
 

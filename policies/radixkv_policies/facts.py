@@ -12,7 +12,7 @@ doesn't join two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
+from math import floor, log
 from typing import Final
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -21,7 +21,43 @@ from radixkv_policies.hints import Label, RequestHints
 LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
 """Labels that policies use."""
 
+PACE: Final = 0.3
+"""The weight of a conversation's last pause among its pauses."""
+
+OTHERS: Final = 2
+"""The pauses of all conversations weigh as much as this many of its own."""
+
+SHORTEST_PAUSE_S: Final = 0.1
+
 _NO_LABELS: Final[dict[str, Label]] = {}
+
+
+class Pauses:
+    """The past pauses of a conversation: the mean of their logarithms, after a tool's call and otherwise.
+
+    ``logs``, ``nums``: mean and number of each kind.
+    """
+
+    __slots__ = ("logs", "nums")
+
+    def __init__(self, logs: tuple[float, float] = (0.0, 0.0), nums: tuple[int, int] = (0, 0)) -> None:
+        self.logs, self.nums = logs, nums
+
+    def after(self, pause_s: float, is_pending: bool) -> Pauses:
+        """Return the pauses with one more."""
+        new = log(max(pause_s, SHORTEST_PAUSE_S))
+        (plain, pending), (num_plain, num_pending) = self.logs, self.nums
+        if is_pending:
+            pending += (new - pending) * (PACE if num_pending else 1.0)
+            return Pauses((plain, pending), (num_plain, num_pending + 1))
+        plain += (new - plain) * (PACE if num_plain else 1.0)
+        return Pauses((plain, pending), (num_plain + 1, num_pending))
+
+    def typical(self, is_pending: bool, all_log: float) -> float:
+        """The logarithm of the next pause, from its own pauses and those of all."""
+        kind = 1 if is_pending else 0
+        num = self.nums[kind]
+        return (num * self.logs[kind] + OTHERS * all_log) / (num + OTHERS)
 
 
 @mypyc_attr(acyclic=True)
@@ -33,11 +69,12 @@ class Facts:
     in no reference cycle.
     """
 
-    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number", "superseded")
+    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number", "pauses", "superseded")
 
     def __init__(self, labels: dict[str, Label], slack: int) -> None:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
+        self.pauses = Pauses()
         self.groups: dict[int, object] = {}
         self.superseded = False
 
@@ -46,7 +83,15 @@ class Facts:
         self.end = max(self.end, end)
         is_its_end = earlier is not self and earlier.end - end <= self._slack
         self.gap_s = gap_s if is_its_end else 0.0
-        self.number = earlier.number + 1 if self._continues(earlier, is_its_end) else 1
+        continues = self._continues(earlier, is_its_end)
+        self.number = earlier.number + 1 if continues else 1
+        if earlier is not self:
+            self.pauses = earlier.pauses.after(gap_s, earlier.is_pending) if continues else Pauses()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a tool's answer continues the conversation, by its label."""
+        return bool(self.labels) and bool(self.labels.get("tool_pending"))
 
     def _continues(self, earlier: Facts, is_its_end: bool) -> bool:
         if self.labels and earlier.labels and earlier is not self:

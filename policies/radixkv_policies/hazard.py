@@ -41,7 +41,7 @@ Floats: TypeAlias = NDArray[np.float64]
 NUM_BINS: Final = 25
 MAX_ROWS: Final = 32_768
 MAX_CLASSES: Final = 4_096
-NUM_FEATURES: Final = 30
+NUM_FEATURES: Final = 31
 """Features of a class, about −1 … 1."""
 
 HALF_LIFE_S: Final = 3_600.0

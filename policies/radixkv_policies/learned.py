@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from math import log
 from typing import ClassVar, Final
 
 import numpy as np
@@ -58,6 +59,12 @@ _NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
 _TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _PAUSES_S: Final = [0.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Limits of the pause before a turn. The first range means that the request opens a conversation."""
+
+MIN_PAUSES: Final = 6
+"""After this many pauses of a conversation, the pause that is typical for it replaces the last one."""
+
+_TYPICAL_LOGS: Final = [log(pause_s) for pause_s in (3.0, 6.0, 12.0, 24.0, 48.0, 96.0, 192.0)]
+"""Limits of the pause that is typical for a conversation."""
 
 _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USES[-1] + 2)]
 
@@ -95,6 +102,7 @@ class Learned(LeafPolicy[Returning]):
         self._leaf_of: dict[Facts, Handle] = {}  # per request: the evictable leaf that ends with its blocks
         self.moved: list[Returning] = []  # pieces that the request opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
+        self._all_logs, self._all_nums = [log(20.0), log(20.0)], [0, 0]
         self._num_ended = 0  # ended uses so far
         self._num_waiting = 0  # blocks that no request uses
         self.yields = True
@@ -111,10 +119,12 @@ class Learned(LeafPolicy[Returning]):
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
         facts = Facts(labels_of(hints), self._segment_blocks)
         left_behind = self._before(facts)
+        earlier_pending = False
         if nodes:
             state = self._states[nodes[-1]]
             last = state.pieces[-1]
             earlier = last.facts
+            earlier_pending = earlier.is_pending
             facts.found(state.depth, earlier, self._clock() - last.ended_s)
             if facts.supersedes(earlier, state.depth, last.num_uses - 1):
                 left_behind = earlier
@@ -122,9 +132,18 @@ class Learned(LeafPolicy[Returning]):
                 for piece in self._states[node].pieces:
                     piece.facts = facts
         self.moved.clear()
+        if facts.gap_s > 0.0:
+            self._note_pause(earlier_pending, facts.gap_s)
         if left_behind is not None:
             self._supersede(left_behind)
         return facts
+
+    def _note_pause(self, is_pending: bool, pause_s: float) -> None:
+        """Add a pause to those of all conversations."""
+        kind = 1 if is_pending else 0
+        self._all_nums[kind] += 1
+        weight = 1.0 / min(self._all_nums[kind] + 10, 2_000)
+        self._all_logs[kind] += (log(max(pause_s, 0.1)) - self._all_logs[kind]) * weight
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Returning:
         facts = hints if isinstance(hints, Facts) else Facts(labels_of(hints), self._segment_blocks)
@@ -185,8 +204,16 @@ class Learned(LeafPolicy[Returning]):
         self._leaves.discard(node)
         self._leaf_of.pop(piece.facts, None)
 
+    def announced(
+        self, request: Handle, node: Handle | None, num_blocks: int, missing: float, hints: object
+    ) -> None:
+        self.wait(request, node, num_blocks, missing)
+
+    def withdrawn(self, request: Handle) -> None:
+        self.wait_no_longer(request)
+
     def victim(self) -> Handle | None:
-        return self._leaves.first()
+        return self.pick(self._leaves.first())
 
     @property
     def rank(self) -> Floats:
@@ -260,7 +287,7 @@ class Learned(LeafPolicy[Returning]):
         labels = facts.labels
         turn, new = _place(_TURNS, facts.turn), _place(self._new_blocks, facts.num_new)
         length = _place(self._num_blocks, facts.end)
-        pause = bisect_left(_PAUSES_S, facts.gap_s) if facts.gap_s > 0.0 else 0
+        pause = self._place_of_pause(facts)
         places = ((((place << 4 | turn) << 4 | new) << 4 | length) << 4 | pause) << 1 | facts.superseded
         if not labels:
             group = self._groups.get(places)
@@ -283,6 +310,19 @@ class Learned(LeafPolicy[Returning]):
                 labelled, (place, turn, new, length, pause, facts.superseded, kind, is_over, is_pending)
             )
         return group
+
+    def _place_of_pause(self, facts: Facts) -> int:
+        """The range of the last pause of its conversation, or of the typical one after ``_PAUSES_S``; 0 without one."""
+        if facts.gap_s <= 0.0:
+            return 0
+        kind = 1 if facts.is_pending else 0
+        if facts.pauses.nums[0] + facts.pauses.nums[1] < MIN_PAUSES:
+            return bisect_left(_PAUSES_S, facts.gap_s)
+        return (
+            len(_PAUSES_S)
+            + 1
+            + bisect_left(_TYPICAL_LOGS, facts.pauses.typical(facts.is_pending, self._all_logs[kind]))
+        )
 
     def _new_group(self, name: object, key: _Key) -> int:
         """Add a class. Returns class 0 if there are already MAX_CLASSES."""
@@ -310,10 +350,14 @@ def _features(key: _Key, kind: int) -> list[float]:
         2 * place / len(places) - 1
         for place, places in ((uses, _USES), (turn, _TURNS), (new, _NEW_TOKENS), (length, _TOKENS))
     )
-    p = 2 * (pause - 1) / (len(_PAUSES_S) - 1) - 1 if pause else 0.0
+    is_known = pause > len(_PAUSES_S)
+    if is_known:
+        p = 2 * (pause - len(_PAUSES_S) - 1) / len(_TYPICAL_LOGS) - 1
+    else:
+        p = 2 * (pause - 1) / (len(_PAUSES_S) - 1) - 1 if pause else 0.0
     numbers = [u, t, n, s, p, u * u, t * t, n * n, s * s, p * p]
     products = [u * t, u * n, t * n, n * s, u * s, t * s]
-    flags = [uses == 0, turn == 0, new == 0, pause == 0, superseded, is_over, is_pending]
+    flags = [uses == 0, turn == 0, new == 0, pause == 0, superseded, is_over, is_pending, is_known]
     return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
 
 

@@ -12,8 +12,7 @@ A leaf ranks by its last piece, and loses no more than that piece before it is r
 a piece may survive eviction. ``memory`` passes it to the ``Ghosts``, under the keys of its segments, and ``made``
 gets it back. Blocks that a request adds to its own leaf join the last piece, if no other request used that piece.
 
-``LeafHeap`` orders leaves by a key that doesn't grow while a leaf is in it. ``LeafQueue`` is for keys that mostly
-arrive in order.
+``heaps`` has orders of leaves.
 
 State a node: about 300 bytes with one piece, plus the subclass's. Cost: O(1) a hook, O(pieces) for ``touched`` and
 ``split``, plus the subclass's.
@@ -22,11 +21,15 @@ State a node: about 300 bytes with one piece, plus the subclass's. Cost: O(1) a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.heaps import Heap as Heap
+from radixkv_policies.heaps import LeafHeap as LeafHeap
+from radixkv_policies.heaps import LeafQueue as LeafQueue
+from radixkv_policies.heaps import Place as Place
 from radixkv_policies.policy import GhostKeys, Handle, Policy
+from radixkv_policies.queue import Queue
 
 Keys = tuple[Any, ...]
 """Ghost keys: opaque integers."""
@@ -208,6 +211,7 @@ class LeafPolicy(Policy, Generic[P]):
         super().begin()
         self._states: dict[Handle, State[P]] = {}
         self._num_evictable = self._stamp = 0
+        self._queue: Queue | None = None  # of waiting requests, for policies that heed them
         self._hears_of_losses = type(self).lost is not LeafPolicy.lost
         self._ghosts = self.make_ghosts(
             max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * self._capacity // self._segment_blocks)
@@ -313,7 +317,7 @@ class LeafPolicy(Policy, Generic[P]):
         state.evictable = False
         self._num_evictable -= 1
         if not state.num_children:
-            self.left(node, state.pieces[-1])
+            self._leave(node, state.pieces[-1])
 
     def unleased(self, node: Handle) -> None:
         state = self._states[node]
@@ -323,18 +327,17 @@ class LeafPolicy(Policy, Generic[P]):
             piece.is_new = False
             self.ended(piece)
         if not state.num_children:
-            self.entered(node, state.pieces[-1], state.depth)
+            self._enter(node, state)
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:
         state = self._states[node]
         piece = state.pieces[-1]
         anew = self.ranks_by_depth or num_blocks >= piece.num_blocks
         if anew:
-            self.left(node, piece)
+            self._leave(node, piece)
         self._cut(state, piece, num_blocks)
-        piece = state.pieces[-1]
-        if anew and piece.num_blocks:
-            self.entered(node, piece, state.depth)
+        if anew and state.pieces[-1].num_blocks:
+            self._enter(node, state)
 
     def _cut(self, state: State[P], piece: P, num_blocks: int) -> None:
         """Remove the last blocks of a node that ends with ``piece``."""
@@ -365,21 +368,68 @@ class LeafPolicy(Policy, Generic[P]):
             self.uncovered(above.pieces[-1], last)
             above.num_children -= 1
             if above.evictable and not above.num_children:
-                self.entered(state.parent, above.pieces[-1], above.depth)
+                self._enter(state.parent, above)
 
     def _cleared(self, node: Handle, state: State[P]) -> None:
         """The node is removed without an eviction, so nothing is remembered."""
         if not state.num_children:
-            self.left(node, state.pieces[-1])
+            self._leave(node, state.pieces[-1])
         for piece in state.pieces:
             size, piece.num_blocks = piece.num_blocks, 0
             self.lost(piece, size)
 
     def most(self, node: Handle) -> int:
-        return self._states[node].pieces[-1].num_blocks
+        most = self._states[node].pieces[-1].num_blocks
+        if self._queue is None:
+            return most
+        free = self.num_blocks(node) - self._queue.covered(node)
+        return min(most, free) if free > 0 else most
 
     def __len__(self) -> int:
         return self._num_evictable
+
+    # --- waiting requests: leaves that they need are in the queue, the others in the subclass's order
+
+    def _enter(self, node: Handle, state: State[P]) -> None:
+        queue = self._queue
+        if queue is not None and queue.covered(node) >= self.num_blocks(node):
+            queue.enter(node)
+        else:
+            self.entered(node, state.pieces[-1], state.depth)
+
+    def _leave(self, node: Handle, piece: P) -> None:
+        if self._queue is None or not self._queue.leave(node):
+            self.left(node, piece)
+
+    def wait(self, request: Handle, node: Handle | None, num_blocks: int, missing: float) -> None:
+        """Heed a waiting request. For ``announced`` of a subclass whose ``victim`` asks ``pick``."""
+        if self._queue is None:
+            self._queue = Queue()
+        was = self._queue.announced(request, node, num_blocks, missing)
+        self._enter_again(was)
+        if node != was:
+            self._enter_again(node)
+
+    def wait_no_longer(self, request: Handle) -> None:
+        """Forget a waiting request. For ``withdrawn``."""
+        if self._queue is not None:
+            self._enter_again(self._queue.withdrawn(request))
+
+    def _enter_again(self, node: Handle | None) -> None:
+        state = None if node is None else self._states.get(node)
+        if node is not None and state is not None and state.evictable and not state.num_children:
+            self._leave(node, state.pieces[-1])
+            self._enter(node, state)
+
+    def pick(self, idle: Handle | None) -> Handle | None:
+        """The victim: ``idle``, the first of the subclass's order, unless waiting requests change that."""
+        queue = self._queue
+        if queue is None:
+            return idle
+        cold = queue.first()
+        if cold is not None:
+            return cold
+        return queue.last() if idle is None else idle
 
     # --- pieces and ghosts
 
@@ -444,181 +494,3 @@ class LeafPolicy(Policy, Generic[P]):
         memory = self.memory(piece)
         if memory is not None:
             self._ghosts.put(keys, memory)
-
-
-class Place:
-    """A leaf's place in an order, by ``(key, second, serial)``. ``node``: None once the leaf has left."""
-
-    __slots__ = ("key", "node", "second", "serial")
-
-    def __init__(self, node: Handle, key: float, second: float, serial: int) -> None:
-        self.node: Handle | None = node
-        self.key, self.second, self.serial = key, second, serial
-
-    def is_before(self, other: Place) -> bool:
-        """Whether its leaf comes first."""
-        if self.key != other.key:
-            return self.key < other.key
-        return self.second < other.second or (self.second == other.second and self.serial < other.serial)
-
-
-class Heap:
-    """A binary heap of places. Compiled, it compares C numbers, which takes a fifth of ``heapq``'s time for tuples."""
-
-    __slots__ = ("places",)
-
-    def __init__(self, places: list[Place]) -> None:
-        self.places = places  # must be ordered as a heap
-
-    def push(self, place: Place) -> None:
-        """Add a place. O(log n); O(1) if it is the last."""
-        places = self.places
-        at = len(places)
-        places.append(place)
-        while at:
-            up = (at - 1) >> 1
-            above = places[up]
-            if not place.is_before(above):
-                break
-            places[at] = above
-            at = up
-        places[at] = place
-
-    def first(self) -> Place | None:
-        """The first place with a leaf, or None. O(log n) for each place that is skipped."""
-        places = self.places
-        while places:
-            place = places[0]
-            if place.node is not None:
-                return place
-            self.pop()
-        return None
-
-    def pop(self) -> None:
-        """Remove the first place."""
-        places = self.places
-        last = places.pop()
-        end, at = len(places), 0
-        if not end:
-            return
-        down = 1
-        while down < end:
-            below = places[down]
-            if down + 1 < end and places[down + 1].is_before(below):
-                down += 1
-                below = places[down]
-            if last.is_before(below):
-                break
-            places[at] = below
-            at, down = down, 2 * down + 1
-        places[at] = last
-
-    def sweep(self) -> None:
-        """Remove all places without a leaf. O(n log n)."""
-        self.places = sorted(
-            [place for place in self.places if place.node is not None],
-            key=lambda place: (place.key, place.second, place.serial),
-        )
-
-
-class LeafHeap:
-    """Leaves by ``(key, stamp)``, the smallest first. O(log n), amortised."""
-
-    __slots__ = ("_heap", "_places", "_serial")
-
-    def __init__(self) -> None:
-        self._heap = Heap([])
-        self._places: dict[Handle, Place] = {}
-        self._serial = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, node: Handle) -> bool:
-        return node in self._places
-
-    def add(self, node: Handle, key: float, stamp: float = 0.0) -> None:
-        """Add a leaf that isn't in it."""
-        if len(self._heap.places) > 2 * len(self._places) + 64:
-            self._heap.sweep()
-        self._serial += 1
-        self._places[node] = place = Place(node, key, stamp, self._serial)
-        self._heap.push(place)
-
-    def discard(self, node: Handle) -> None:
-        """Remove a leaf."""
-        self._places[node].node = None
-        del self._places[node]
-
-    def lower(self, node: Handle, key: float) -> None:
-        """Lower the key of a leaf, or keep it. O(1) if it is the first."""
-        place = self._places[node]
-        if place is self._heap.places[0]:
-            place.key = key
-        else:
-            self.discard(node)
-            self.add(node, key, place.second)
-
-    def first(self) -> Handle | None:
-        """The first leaf, or None."""
-        place = self._heap.first()
-        return None if place is None else place.node
-
-    def first_key(self) -> tuple[float, float] | None:
-        """Key and stamp of the first leaf, or None."""
-        place = self._heap.first()
-        return None if place is None else (place.key, place.second)
-
-
-class LeafQueue:
-    """Leaves by ``(key, stamp)``, the smallest first. O(1) for leaves that arrive in order, else amortised O(log n).
-
-    A leaf's key is of its last use or of its insertion. So most new leaves are the youngest and are appended. A
-    parent that became a leaf is older, and goes to a separate heap.
-    """
-
-    __slots__ = ("_at", "_last", "_late", "_places", "_row", "_serial")
-
-    def __init__(self) -> None:
-        self._places: dict[Handle, Place] = {}
-        self._row: list[Place] = []
-        self._at = 0  # earlier ones were removed
-        self._last = Place(None, -inf, 0.0, 0)  # the last one of _row
-        self._late = Heap([])
-        self._serial = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, node: Handle) -> bool:
-        return node in self._places
-
-    def add(self, node: Handle, key: float, stamp: float = 0.0, now: float = inf) -> None:
-        """Add a leaf that isn't in it. now: the key of new leaves; leaves with a greater key go to the heap."""
-        self._serial += 1
-        self._places[node] = place = Place(node, key, stamp, self._serial)
-        if key <= now and self._last.is_before(place):
-            self._last = place
-            self._row.append(place)
-        else:
-            self._late.push(place)
-        if len(self._row) + len(self._late.places) > 2 * len(self._places) + 64:
-            self._row, self._at = [each for each in self._row if each.node is not None], 0
-            self._late.sweep()
-
-    def discard(self, node: Handle) -> None:
-        """Remove a leaf."""
-        self._places[node].node = None
-        del self._places[node]
-
-    def first(self) -> Handle | None:
-        """The first leaf, or None."""
-        row, at = self._row, self._at
-        while at < len(row) and row[at].node is None:
-            at += 1
-        self._at = at
-        late = self._late.first()
-        if at == len(row):
-            return None if late is None else late.node
-        oldest = row[at]
-        return oldest.node if late is None or oldest.is_before(late) else late.node

@@ -139,8 +139,16 @@ class LRFU(LeafPolicy[Decayed]):
     def left(self, node: Handle, piece: Decayed) -> None:
         self._leaves.discard(node)
 
+    def announced(
+        self, request: Handle, node: Handle | None, num_blocks: int, missing: float, hints: object
+    ) -> None:
+        self.wait(request, node, num_blocks, missing)
+
+    def withdrawn(self, request: Handle) -> None:
+        self.wait_no_longer(request)
+
     def victim(self) -> Handle | None:
-        return self._leaves.first()
+        return self.pick(self._leaves.first())
 
     def _saw(self, ended_s: float, num_blocks: int) -> None:
         """Record a use at the time read last."""

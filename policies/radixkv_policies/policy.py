@@ -31,7 +31,7 @@ hit rate. Policies use the keys to remember evicted blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from radixkv_policies._mypyc import mypyc_attr
 
@@ -42,6 +42,14 @@ Clock = Callable[[], float]
 
 GhostKeys = Sequence[int]
 """Opaque 64-bit keys of prefixes."""
+
+
+class Shape(NamedTuple):
+    """Questions about nodes, O(1) each: the parent (None at the top), whether it is a leaf, and its blocks."""
+
+    parent: Callable[[Handle], Handle | None]
+    is_leaf: Callable[[Handle], bool]
+    num_blocks: Callable[[Handle], int]
 
 
 SEGMENT_TOKENS: Final = 512
@@ -106,6 +114,12 @@ class Policy:
         return hints
 
     # --- optional: requests that wait
+
+    def expect_requests(self, shape: Shape) -> None:
+        """The tenant's waiting requests are announced from now on. ``order`` and ``hook`` are asked again after it.
+
+        ``shape``: answers questions about nodes, for policies that keep no tree of their own.
+        """
 
     def announced(
         self, request: Handle, node: Handle | None, num_blocks: int, missing: float, hints: object

@@ -192,9 +192,9 @@ def _detach(
     wrong = _continued(cache, sequence, tree, above)
     tree.tenant.detached.add(wrong)
     detached.append(wrong)
-    tree.move(top, nodes, wrong)
     if tree.hooks is not None:
         tree.hooks.leave(nodes, above)
+    tree.move(top, nodes, wrong)
     evictor.count_resident(tree.tenant, -num_blocks)
     for each in cache._sequences:
         if each._node in inside and each is not sequence:

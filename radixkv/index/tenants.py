@@ -12,6 +12,7 @@ from radixkv.index.blocks import BlockPool
 from radixkv.index.residency import Claim, Hooks, Waiting
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node, RadixTree, num_common_bytes
+from radixkv_policies.policy import Shape
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace, Tenant
@@ -119,6 +120,9 @@ class TenantState:
     def _announce_to(self, policy: Policy) -> None:
         """Tell a policy of the announced prompts from now on."""
         assert self.waiting is not None
+        policy.expect_requests(SHAPE)
+        self.on_leased, self.on_unleased, self.on_removed = policy.order()
+        self.on_most = policy.hook("most")
         self.waiting.on_announced = policy.hook("announced")
         self.waiting.on_withdrawn = policy.hook("withdrawn")
         self.waiting.tell_all()
@@ -223,6 +227,23 @@ class TenantState:
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that hold something. O(trees)."""
         return list(dict.fromkeys(tree.namespace for tree in self.trees.values()))
+
+
+def _parent(node: Any) -> Node | None:
+    above: Node = node.parent
+    return None if above.parent is None else above
+
+
+def _is_leaf(node: Any) -> bool:
+    return node.children is None
+
+
+def _num_blocks(node: Any) -> int:
+    return len(node.block_ids) // ID_BYTES
+
+
+SHAPE: Final = Shape(_parent, _is_leaf, _num_blocks)
+"""What policies may ask of a node."""
 
 
 class TenantBlocks:
