@@ -60,7 +60,12 @@ from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
 
 VERSIONS: Final = ("0.32.",)
-"""Versions of vLLM whose manager this one can stand in for."""
+"""Versions of vLLM whose manager this one can stand in for.
+
+In the sources of 0.33.0, of all that is called or overridden here, these differ: ``get_computed_blocks`` gets
+``max_cache_hit_length``, ``grammar_compile_error_reqs`` maps to errors, and hashes may cover tokens behind their block.
+It was not run, so it is refused.
+"""
 
 _SPECS: Final = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}
 """Kinds of layers whose KV one block table holds."""

@@ -86,6 +86,24 @@ def test_two_tensor_parallel_workers(model: str) -> None:
     nothing_is_left(ours)
 
 
+def test_adapters_share_nothing(
+    model: str, made: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither with each other, nor under another's name, nor after a reload in place under the same name."""
+    folders = [made("adapter", model) for _ in range(2)]
+    monkeypatch.setenv("ADAPTERS", os.pathsep.join(folders))
+    settings = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    stock, ours = (
+        ran(cache, model, workload="adapters", settings=settings) for cache in ("stock", "radixkv")
+    )
+    assert ours["outputs"] == stock["outputs"]
+    plain, first, second, *again, renamed, reloaded = ours["outputs"]
+    assert plain != first != second != plain
+    assert (again, renamed, reloaded) == ([plain, first, second], first, second)
+    assert ours["cached"] == [0, 0, 0, 499, 499, 499, 0, 0]
+    nothing_is_left(ours)
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [

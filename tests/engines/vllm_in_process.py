@@ -5,7 +5,7 @@ Run by ``test_vllm.py`` with the Python of an environment that has vLLM. Argumen
     cache      "stock" or "radixkv"
     blocks     of 32 tokens
     is_async   whether vLLM schedules the next step before the output of the last one has come
-    workload   "chats", "burst", "tenants" or "strict"
+    workload   "chats", "burst", "tenants", "strict", "limits" or "adapters"
     seed       of the prompts
     model      folder of the model
     settings   further arguments of ``vllm.LLM``, if any
@@ -213,7 +213,32 @@ def _limits(llm: Any, dice: random.Random) -> dict[str, Any]:
     }
 
 
-_WORKLOADS = {"limits": _limits, "strict": _strict, "chats": _chats, "burst": _burst, "tenants": _tenants}
+def _adapters(llm: Any, dice: random.Random) -> dict[str, Any]:
+    """The same prompt without an adapter, with two, then with each again, and with the second's name for the first."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    folders = os.environ["ADAPTERS"].split(os.pathsep)
+    first, second = (LoRARequest(f"adapter{at}", at + 1, folder) for at, folder in enumerate(folders))
+    renamed = LoRARequest("adapter1", 7, folders[0])
+    reloaded = LoRARequest("adapter0", 1, folders[1], load_inplace=True)
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    prompt, outputs, cached = {"prompt_token_ids": _ids(dice, 500)}, [], []
+    for lora in (None, first, second, None, first, second, renamed, reloaded):
+        (answer,) = llm.generate([prompt], sampling, use_tqdm=False, lora_request=lora)
+        outputs.append(list(answer.outputs[0].token_ids))
+        cached.append(answer.num_cached_tokens or 0)
+    return {"outputs": outputs, "cached": cached}
+
+
+_WORKLOADS = {
+    "adapters": _adapters,
+    "limits": _limits,
+    "strict": _strict,
+    "chats": _chats,
+    "burst": _burst,
+    "tenants": _tenants,
+}
 
 if __name__ == "__main__":
     print("FOUND", json.dumps(main(json.loads(sys.argv[1]))))

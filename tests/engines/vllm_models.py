@@ -2,7 +2,7 @@
 
 vllm_models.py KIND FOLDER [MODEL]. Kinds: ``mla`` (DeepSeek V2), ``windows`` (Mistral, a window in every layer),
 ``mixed`` (Gemma 2, every second layer with a window), ``eagle`` (an EAGLE head that drafts for the Llama in MODEL, made
-of its first layer).
+of its first layer), ``adapter`` (a LoRA adapter for the Llama in MODEL; FOLDER's name is its seed).
 """
 
 from __future__ import annotations
@@ -97,9 +97,33 @@ def save_eagle(folder: Path, model: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def save_adapter(folder: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    size, layers, rank = config["hidden_size"], config["num_hidden_layers"], 8
+    dice = torch.Generator().manual_seed(sum(folder.name.encode()))
+    weights = {}
+    for at in range(layers):
+        name = f"base_model.model.model.layers.{at}.self_attn.o_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, size, generator=dice) / size**0.5
+        weights[f"{name}.lora_B.weight"] = torch.randn(size, rank, generator=dice)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["o_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "eagle":
         save_eagle(Path(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit()
+    if sys.argv[1] == "adapter":
+        save_adapter(Path(sys.argv[2]), Path(sys.argv[3]))
         sys.exit()
     found = made(sys.argv[1])
     if not depends_on_its_context(found):
