@@ -1,4 +1,4 @@
-"""A soak of the real vLLM: sessions, cancels, preemptions and purges, and every token compared with a cold run.
+"""A soak of the real vLLM: sessions, cancels, preemptions, purges, reloaded weights; all tokens equal a cold run's.
 
 ``RADIXKV_SOAK_S=1800 make engines PYTEST="-k soak"`` soaks for half an hour each.
 """
@@ -68,6 +68,6 @@ def test_no_token_is_wrong_nothing_is_left_and_memory_is_as_flat_as_stock(
     assert found["wrong"] == []
     nothing = dict.fromkeys(("requests", "sequences", "leased", "unaccounted"), 0)
     assert found["left"] == {"violations": [], **nothing}
-    for name in ("num_finished", "num_cancelled", "num_preempted", "num_purges"):
+    for name in ("num_finished", "num_cancelled", "num_preempted", "num_purges", "num_reloads"):
         assert found[name] > 0, name
     assert max(found["memory"]) < max(soaked(folder, "stock")["memory"]) + MARGIN_KIB

@@ -52,6 +52,7 @@ class Soak:
     dice: random.Random
     cache: Any
     seconds: float
+    model: str
     sessions: list[Session] = field(default_factory=list)
     running: dict[str, tuple[Session, list[int], int]] = field(default_factory=dict)
     finished: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Soak:
     num_asked: int = 0
     num_cancelled: int = 0
     num_purges: int = 0
+    num_reloads: int = 0
     num_steps: int = 0
 
     def run(self) -> None:
@@ -72,12 +74,16 @@ class Soak:
         purger.start()
         end = time.monotonic() + self.seconds
         next_look = time.monotonic()
+        next_reload = next_look + self.seconds / 20
         while self.running or time.monotonic() < end:
             if time.monotonic() < end:
                 self._ask(systems)
                 if self.dice.random() < 0.1:
                     self._cancel()
             self._step()
+            if time.monotonic() > next_reload:
+                self._reload()
+                next_reload = time.monotonic() + self.seconds / 10
             if time.monotonic() > next_look:
                 next_look += self.seconds / 40
                 self.memory.append(_resident_kib())
@@ -123,6 +129,11 @@ class Soak:
                 assert len(answer) == num_new, (len(answer), num_new)
                 self.finished.append((ids, answer))
                 self._end(output.request_id).ids = [*ids, *answer]
+
+    def _reload(self) -> None:
+        """Begin a new version of the weights, which are the same, so that no token may change."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": self.model})
+        self.num_reloads += 1
 
     def _purge(self, stopping: threading.Event) -> None:
         """Purge a tenant at times, as the control channel does. Half of the purges end the tenant's salts too."""
@@ -205,10 +216,10 @@ def _soaked(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[list[int]
     cache = {"radixkv": Managed, "connector": Connected, "stock": lambda _: Stock()}[given["cache"]](
         scheduler
     )
-    soak = Soak(llm, random.Random(given["seed"]), cache, given["seconds"])
+    soak = Soak(llm, random.Random(given["seed"]), cache, given["seconds"], given["model"])
     soak.run()
     found = {"left": _left(cache, scheduler), "num_preempted": len(preempted)}
-    for name in ("num_asked", "num_cancelled", "num_purges", "num_steps", "memory"):
+    for name in ("num_asked", "num_cancelled", "num_purges", "num_reloads", "num_steps", "memory"):
         found[name] = getattr(soak, name)
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()  # the connector is global in a process
