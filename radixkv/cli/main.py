@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -731,6 +731,7 @@ def simulate(
     epilog=examples(
         "radixkv workload --duration 30m --output trace.jsonl",
         "radixkv workload --mix acme:chat=2,rag=1 --mix globex:agent=0.5@10m-20m --seed 7 --output trace.jsonl",
+        "radixkv workload --sessions 200 --output sessions.jsonl.gz",
     ),
 )
 @click.option(
@@ -756,8 +757,14 @@ def simulate(
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
 )
-@click.option("--output", type=NewFile(), help="Write the trace to this file.  [stdout]")
+@click.option(
+    "--sessions",
+    type=int,
+    help="Instead of a trace: this many packed sessions of agents, for simulate --serve.",
+)
+@click.option("--output", type=NewFile(), help="Write to this file, compressed if it ends in .gz.  [stdout]")
 def workload(
+    sessions: int | None,
     mix: tuple[str, ...],
     duration: str,
     block_tokens: int,
@@ -768,20 +775,48 @@ def workload(
 ) -> None:
     """Generate a trace for `radixkv simulate`: a mix of conversations, agents, RAG, batch jobs and floods by tenants.
 
-    The parameters follow published statistics; `radixkv/bench/simulation/generator.py` has the sources.
+    The parameters follow published statistics; `generator.py` and `agent_sessions.py` in `radixkv/bench/simulation`
+    have the sources.
     """
     from radixkv.bench.simulation import generator
 
+    if sessions is not None:
+        _write_sessions(sessions, seed, output)
+        return
     duration_s = _seconds("--duration", duration)
     parts = generator.parse_mix(
         mix or generator.DEFAULT_MIX, duration_s, lambda text: _seconds("--mix", text)
     )
-    with click.open_file(output or "-", "w", encoding="utf-8") as file, counter("requests") as progress:
+    with _output(output) as file, counter("requests") as progress:
         for number, call in enumerate(generator.generate(parts, seed=seed, block_tokens=block_tokens), 1):
             line = generator.line(call, block_tokens, labels=labels, tokens_per_s=tokens_per_s)
             click.echo(line, file=file)
             if number % 1_000 == 0:
                 progress(number)
+
+
+def _output(path: str | None) -> AbstractContextManager[IO[str]]:
+    """Open a file to write text to, compressed if its name ends in .gz; None for stdout."""
+    if path is not None and path.endswith(".gz"):
+        import gzip
+
+        return gzip.open(path, "wt", encoding="utf-8")
+    return click.open_file(path or "-", "w", encoding="utf-8")
+
+
+def _write_sessions(sessions: int, seed: int, output: str | None) -> None:
+    import json
+
+    from radixkv.bench.simulation.agent_sessions import generate_sessions
+
+    for name in ("mix", "duration", "block_tokens", "tokens_per_s", "labels"):
+        if _is_given(name):
+            given = click.get_current_context().params[name]
+            raise ConfigError(f"--{name.replace('_', '-')}", given, "only without --sessions")
+    made = generate_sessions(sessions, seed)
+    with _output(output) as file:
+        for session in made:
+            click.echo(json.dumps(session, separators=(",", ":")), file=file)
 
 
 if __name__ == "__main__":
