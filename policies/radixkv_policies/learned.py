@@ -1,8 +1,10 @@
 """Learned: keeps blocks that are likely to return soon, by a model learned online from past returns. Our own policy.
 
 When a use ends, its blocks get a class. Its features come from the cache's own observations: the number of earlier
-uses, the turn of the conversation, the pause before it, the number of new tokens in the request, its length. Labels
-are added, if there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks that it leaves
+uses, the turn of the conversation, the pause before it, the number of new tokens in the request, its length. After
+``MIN_PAUSES`` pauses of a conversation, the pause that its past makes likely replaces the last one. It is
+``exp((n · own + 2 · all) ÷ (n + 2))`` of the logarithms of pauses, apart for those after a tool's call. Labels are
+added, if there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks that it leaves
 behind move to another class.
 
 ``hazard`` learns when each class returns, from the cache's own past, ghosts included. It ranks a class at each age by

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 
 from radixkv_policies import RequestHints
@@ -78,3 +80,29 @@ def test_a_rephrased_question_supersedes_the_first(
     second.found(5, first, 60.0)
     second.computed(4, 9)
     assert third.supersedes(second, depth, num_uses) is said
+
+
+def test_a_conversation_keeps_its_pauses_by_kind() -> None:
+    """The typical pause weighs the conversation's own pauses, of this kind, against those of all."""
+    earlier = Facts({"tool_pending": True}, 0)
+    earlier.computed(4, 4)
+    for pause_s in (2.0, 8.0):
+        facts = Facts({"tool_pending": True}, 0)
+        facts.found(earlier.end, earlier, pause_s)
+        facts.computed(2, earlier.end + 2)
+        earlier = facts
+    own = log(2.0) + 0.3 * (log(8.0) - log(2.0))
+    everyone = log(100.0)
+    assert earlier.pauses.nums == (0, 2)
+    assert earlier.pauses.typical(True, everyone) == pytest.approx((2 * own + 2 * everyone) / 4)
+    assert earlier.pauses.typical(False, everyone) == pytest.approx(everyone)
+
+
+def test_another_conversation_begins_without_pauses() -> None:
+    earlier = Facts({"session": "a"}, 0)
+    earlier.computed(8, 8)
+    other = Facts({"session": "b"}, 0)
+    other.found(8, earlier, 5.0)
+    branch = Facts({}, 0)
+    branch.found(4, earlier, 5.0)
+    assert other.pauses.nums == branch.pauses.nums == (0, 0)

@@ -70,6 +70,7 @@ def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
             (last, {"labels": {"type": "agent"}}),
         ):
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "hints": hints}
+            body["prompt_cache_key"] = f"key-{ids[0]}"
             assert live.acme.post("/v1/completions", json=body).status_code == 200
         found = [
             live.acme.post("/v1/lookup", json={"token_ids": ids}).json()["matched_tokens"]
@@ -78,14 +79,14 @@ def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
     assert found[0] == found[2] == 256 and found[1] < 256, "the oldest request has a high priority and stays"
     told = [line["labels"] for line in lines(path)]
     assert told == [
-        {"type": "completion", "priority": 90, "priority_duration_s": 600.0},
+        {"type": "completion", "session": "key-7", "priority": 90, "priority_duration_s": 600.0},
         {"type": "completion", **labels, "priority": 10},
-        {"type": "agent"},
+        {"type": "agent", "session": "key-9"},
     ]
     first, second, third = map(hints_of, read([path]).labels)
     assert first is not None and (first.priority, first.duration_s) == (90, 600.0)
     assert second is not None and second.priority == 10 and labels.items() <= second.labels.items()
-    assert third == RequestHints({"type": "agent"})
+    assert third == RequestHints({"type": "agent", "session": "key-9"})
 
 
 def test_no_token_id_is_written(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from radixkv.service.schemas.completions import (
 )
 from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.worker import Work, finished
+from radixkv_policies.hints import Label
 
 if TYPE_CHECKING:
     from radixkv.engines import Ability, EngineLimits, Generation
@@ -154,7 +155,10 @@ class Run:
         self.greedy = _is_greedy(body)
         self.copies = body.n if self.greedy else 1
         given = body.hints or Hints()
-        self.hints = RequestHints({"type": COMPLETION, **given.labels}, given.priority, given.duration_s)
+        labels: dict[str, Label] = {"type": COMPLETION}
+        if body.prompt_cache_key is not None:
+            labels["session"] = body.prompt_cache_key
+        self.hints = RequestHints(labels | given.labels, given.priority, given.duration_s)
         rows = body.n // self.copies
         stops = [Stop(each) for each in dict.fromkeys(body.stops)]
         self.progress: Progress | None = None

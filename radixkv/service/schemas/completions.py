@@ -180,7 +180,7 @@ class CompletionRequest(Salted):
     """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
     Fields of other servers that would change the output and aren't supported allow only their neutral values.
-    ``user`` changes nothing.
+    ``user`` changes nothing. ``prompt_cache_key`` changes no answer: it labels the session.
     """
 
     model_config = ConfigDict(json_schema_extra=related)
@@ -219,6 +219,9 @@ class CompletionRequest(Salted):
     ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
     echo: bool = Field(False, description="begin each completion with its prompt")
     user: str | None = Field(None, description="changes nothing")
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="the session, for the tenant's eviction policy, unless the hints have that label"
+    )
     suffix: Annotated[Any, Neutral("")] = None
     logprobs: Annotated[Any, Neutral(False)] = None
     top_logprobs: Annotated[Any, Neutral(0)] = None
