@@ -11,6 +11,7 @@ as it is.
     RADIXKV_KEYS        file of the engine's keys (``radixkv keys derive``): tenants come from salts (``engines.salt``)
     RADIXKV_ANONYMOUS   0 refuses requests without such a salt
     RADIXKV_MODEL       identity of model and tokenizer in namespaces; default: vllm
+    RADIXKV_KAPPA       order of the waiting requests: ``vllm_queue``
     RADIXKV_SOCKET, RADIXKV_EVENTS…    control channel and KV events: ``vllm_outlets``
 
 A request whose salt is refused is served without the cache; with ``RADIXKV_ANONYMOUS=0`` it ends with an error, before
@@ -48,7 +49,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from radixkv.config import Namespace
-from radixkv.engines import vllm_weights, vllm_worker
+from radixkv.engines import vllm_queue, vllm_weights, vllm_worker
 from radixkv.engines.request_keys import RequestFacts, facts_of
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
@@ -322,6 +323,7 @@ class _Steps:
         if vllm_worker.is_loaded():
             self.needs_kv_cache_zeroing = True
         manager = self.kv_cache_manager
+        vllm_queue.take_place(self, os.environ)
         cache = manager.radixkv
         manager.outlets.start(
             cache, manager._salts, lambda: not self.has_requests(), weights=lambda: cache.weights
@@ -354,6 +356,7 @@ class _Steps:
         self.kv_cache_manager.outlets.run_pending()
         for request_id in self.kv_cache_manager.radixkv.take_stale():
             self._begin_again(request_id)
+        vllm_queue.refresh(self)
         step = self.kv_cache_manager.radixkv.begin_step()
         output = super().schedule(*args, **named)  # type: ignore[misc]
         self._running_steps.append((step, output))

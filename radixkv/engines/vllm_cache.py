@@ -28,7 +28,15 @@ from typing import Final
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
 from radixkv.engines.salt import SaltReader
-from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, StaleGeneration
+from radixkv.errors import (
+    AnnouncementLimitExceeded,
+    ArgumentError,
+    CapacityError,
+    ConfigError,
+    LeaseError,
+    StaleGeneration,
+)
+from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.index.leases import Lease
@@ -172,6 +180,24 @@ class VllmCache:
         found = find(self.cache, request.namespace, key, self._has_copies and request.copies)
         request.copied = key[: found.num_tokens * TOKEN_BYTES] + found.tail_key if found.num_rows else b""
         return found.block_ids.tolist(), found.num_tokens + found.num_rows
+
+    def announce(
+        self, request_id: str, facts: RequestFacts, ids: Sequence[int], *, ttl_s: float
+    ) -> tuple[str, Announcement | None, float]:
+        """Announce a request that waits. Returns its tenant, its announcement, and its share that isn't resident.
+
+        None without an announcement: it finds nothing in the cache, or its tenant has announced too many.
+        """
+        request = self._request(request_id, facts, ids)
+        tenant = request.namespace.tenant
+        if request.facts.is_private or not request.facts.looks_up:
+            return tenant, None, 1.0
+        key = bytes(request.key)
+        try:
+            announcement = self.cache.announce(request.namespace, key, ttl_s=ttl_s)
+        except AnnouncementLimitExceeded:
+            return tenant, None, 1.0 - self.cache.match(request.namespace, key).num_tokens / max(len(ids), 1)
+        return tenant, announcement, announcement.missing
 
     def fits_its_tenant(
         self, request_id: str, facts: RequestFacts, ids: Sequence[int], num_lookahead: int = 0

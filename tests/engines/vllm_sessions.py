@@ -1,6 +1,6 @@
 """Real coding-agent sessions through vLLM's scheduler, without a model: how much does a cache find?
 
-    $RADIXKV_VLLM tests/engines/vllm_sessions.py SESSIONS.jsonl.gz [--seeds 0,1,2] [--concurrent 32]
+    $RADIXKV_VLLM tests/engines/vllm_sessions.py SESSIONS.jsonl.gz [--seeds 0,1,2] [--concurrent 32] [--step-tokens 640]
 
 Prints one line of JSON for each seed and each cache: vLLM's own (LRU), and radixkv (``RADIXKV_POLICY``: learned). All
 managers, block pools and schedulers are the real ones. In the model's place, tokens are sampled with which the
@@ -13,7 +13,8 @@ them are a block of 32. A session ends before its first prompt of more than 4,09
 ``concurrent`` sessions run at a time; a new one begins as one ends. A step takes half a second of virtual time, and
 radixkv's maintenance runs once a second of it. The next request of a session comes as long after an answer as in the
 corpus, at most 5 minutes. The pool holds what the running sessions' last prompts need together, on average over all
-requests, divided by ``oversubscribed``.
+requests, divided by ``oversubscribed``. A step computes at most ``step_tokens`` tokens. With few of them a queue forms:
+640 are 20,000 of the corpus's tokens a second.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -105,12 +107,14 @@ def pool_size(pool: list[Session], concurrent: int, oversubscribed: float) -> in
 class Replay:
     """One scheduler, and the sessions that it serves in virtual time."""
 
-    def __init__(self, kind: str, num_blocks: int) -> None:
+    def __init__(self, kind: str, num_blocks: int, step_tokens: int) -> None:
         self.now = 0.0
-        self.scheduler = _scheduler(kind, num_blocks, lambda: self.now)
+        self.scheduler = _scheduler(kind, num_blocks, step_tokens, lambda: self.now)
         self._maintain_at = 0.0
         self._maintain = None if kind == "stock" else self.scheduler.kv_cache_manager.radixkv.cache.maintain
         self.num_cached = self.num_prompt = self.num_steps = 0
+        self.cpu_s = self.longest_wait_s = 0.0
+        self._asked_at: dict[str, float] = {}
         self._hasher = _hasher() if kind == "stock" else None
         self._running: dict[str, tuple[Any, list[int], int, int]] = {}
 
@@ -152,14 +156,21 @@ class Replay:
         request = Request(f"{at}-{turn}", prompt, sampling, None, block_hasher=self._hasher)
         self._running[request.request_id] = request, new, at, turn
         self.num_prompt += len(prompt)
+        self._asked_at[request.request_id] = self.now
+        began = time.thread_time()
         self.scheduler.add_request(request)
+        self.cpu_s += time.thread_time() - began
 
     def _step(self) -> Iterator[tuple[int, int]]:
         """Make a step. Returns the sessions and turns that ended."""
         from vllm.v1.outputs import ModelRunnerOutput
 
+        began = time.thread_time()
         output = self.scheduler.schedule()
+        self.cpu_s += time.thread_time() - began
         self.num_steps += 1
+        for new in output.scheduled_new_reqs:
+            self.longest_wait_s = max(self.longest_wait_s, self.now - self._asked_at.pop(new.req_id))
         names = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for name in names:
@@ -167,7 +178,9 @@ class Replay:
             is_whole = request.num_computed_tokens >= request.num_tokens
             sampled.append([new[request.num_output_tokens]] if is_whole else [])
         found = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+        began = time.thread_time()
         told = self.scheduler.update_from_output(output, found)
+        self.cpu_s += time.thread_time() - began
         stats = [each.prefill_stats for client in told.values() for each in client.outputs]
         self.num_cached += sum(each.num_cached_tokens for each in stats if each is not None)
         for name in names:
@@ -177,7 +190,7 @@ class Replay:
                 yield at, turn
 
 
-def _scheduler(kind: str, num_blocks: int, clock: Any) -> Any:
+def _scheduler(kind: str, num_blocks: int, step_tokens: int, clock: Any) -> Any:
     import torch
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -197,7 +210,7 @@ def _scheduler(kind: str, num_blocks: int, clock: Any) -> Any:
         parallel_config=ParallelConfig(),
         scheduler_config=SchedulerConfig(
             max_num_seqs=64,
-            max_num_batched_tokens=length,
+            max_num_batched_tokens=step_tokens,
             max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
@@ -227,12 +240,16 @@ def _hasher() -> Any:
     return get_request_block_hasher(BLOCK, hash_of)
 
 
-def replayed(kind: str, pool: list[Session], concurrent: int, num_blocks: int) -> dict[str, Any]:
+def replayed(
+    kind: str, pool: list[Session], concurrent: int, num_blocks: int, step_tokens: int = 2 * MOST_TOKENS
+) -> dict[str, Any]:
     """Serve the sessions with one cache. Returns what it found, and what it has left open."""
-    replay = Replay(kind, num_blocks)
+    replay = Replay(kind, num_blocks, step_tokens)
     replay.run(pool, concurrent)
     found: dict[str, Any] = {"cache": kind, "cached": replay.num_cached, "prompt": replay.num_prompt}
     found |= {"blocks": num_blocks, "steps": replay.num_steps, "requests": sum(map(len, pool))}
+    found["cpu_us_a_step"] = round(replay.cpu_s / replay.num_steps * 1e6, 1)
+    found["longest_wait_s"] = replay.longest_wait_s
     found["hours"] = round(replay.now / 3600, 1)
     if kind == "radixkv":
         from radixkv.audit import invariants
@@ -253,15 +270,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--concurrent", type=int, default=32)
     parser.add_argument("--oversubscribed", type=float, default=1.5)
+    parser.add_argument("--step-tokens", type=int, default=2 * MOST_TOKENS)
     given = parser.parse_args(arguments)
     for seed in map(int, given.seeds.split(",")):
         pool = sessions(given.sessions)
         num_blocks = pool_size(pool, given.concurrent, given.oversubscribed)
         random.Random(seed).shuffle(pool)
         for kind in ("stock", "radixkv"):
-            print(
-                json.dumps({"seed": seed, **replayed(kind, pool, given.concurrent, num_blocks)}), flush=True
-            )
+            found = replayed(kind, pool, given.concurrent, num_blocks, given.step_tokens)
+            print(json.dumps({"seed": seed, **found}), flush=True)
 
 
 if __name__ == "__main__":
