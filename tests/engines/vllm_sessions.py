@@ -28,8 +28,10 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ BLOCK = 32
 IDS_A_BLOCK = 8
 TOKENS_AN_ID = BLOCK // IDS_A_BLOCK
 MOST_TOKENS = 4_096
+KAPPA = 8
 STEP_S = 0.5
 LONGEST_PAUSE_S = 300.0
 MODEL = {
@@ -114,7 +117,9 @@ class Replay:
         self._maintain = None if kind == "stock" else self.scheduler.kv_cache_manager.radixkv.cache.maintain
         self.num_cached = self.num_prompt = self.num_steps = 0
         self.cpu_s = self.longest_wait_s = 0.0
-        self._asked_at: dict[str, float] = {}
+        self._waiting: dict[str, tuple[float, int]] = {}  # since when, and how many waited before
+        self._passed: Counter[str] = Counter()  # by how many that came later
+        self.most_above_bound = -inf
         self._hasher = _hasher() if kind == "stock" else None
         self._running: dict[str, tuple[Any, list[int], int, int]] = {}
 
@@ -156,10 +161,18 @@ class Replay:
         request = Request(f"{at}-{turn}", prompt, sampling, None, block_hasher=self._hasher)
         self._running[request.request_id] = request, new, at, turn
         self.num_prompt += len(prompt)
-        self._asked_at[request.request_id] = self.now
+        self._waiting[request.request_id] = self.now, len(self._waiting)
         began = time.thread_time()
         self.scheduler.add_request(request)
         self.cpu_s += time.thread_time() - began
+
+    def _began(self, name: str) -> None:
+        """Note the start of a request: what it waited, and whom it passed. Names are in order of arrival."""
+        before = list(self._waiting).index(name)
+        since, earlier = self._waiting.pop(name)
+        self.longest_wait_s = max(self.longest_wait_s, self.now - since)
+        self._passed.update(list(self._waiting)[:before])
+        self.most_above_bound = max(self.most_above_bound, self._passed.pop(name, 0) - KAPPA * (earlier + 1))
 
     def _step(self) -> Iterator[tuple[int, int]]:
         """Make a step. Returns the sessions and turns that ended."""
@@ -170,7 +183,7 @@ class Replay:
         self.cpu_s += time.thread_time() - began
         self.num_steps += 1
         for new in output.scheduled_new_reqs:
-            self.longest_wait_s = max(self.longest_wait_s, self.now - self._asked_at.pop(new.req_id))
+            self._began(new.req_id)
         names = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for name in names:
@@ -250,6 +263,7 @@ def replayed(
     found |= {"blocks": num_blocks, "steps": replay.num_steps, "requests": sum(map(len, pool))}
     found["cpu_us_a_step"] = round(replay.cpu_s / replay.num_steps * 1e6, 1)
     found["longest_wait_s"] = replay.longest_wait_s
+    found["most_above_bound"] = replay.most_above_bound
     found["hours"] = round(replay.now / 3600, 1)
     if kind == "radixkv":
         from radixkv.audit import invariants
