@@ -136,6 +136,10 @@ class RadixQueue(RequestQueue):
         """Iterate over the waiting requests in order of arrival. O(n log n)."""
         return (handle.item for handle in self._queue)
 
+    def __getitem__(self, at: int) -> Any:
+        """Return a waiting request by its place in order of arrival, as vLLM's own queue does. O(n log n)."""
+        return list(self)[at]
+
     def _arrival(self, request: Any) -> tuple[str, int, Announcement | None, float]:
         """Return a request's tenant, tokens, announcement, and the share of its tokens that is not resident."""
         tenant, announcement, missing = self._cache.announce(
