@@ -132,12 +132,16 @@ class RadixManager(KVCacheManager):
         skip_zeroing_group_ids: Sequence[int] = (),
     ) -> KVCacheBlocks | None:
         """Return the new blocks of a step; None if there are too few."""
+        ids, end = request._all_token_ids, request.num_computed_tokens + num_new_tokens
+        if request.status is RequestStatus.RUNNING and not reserved_blocks and not num_external_computed_tokens:
+            if self.radixkv.goes_on(request.request_id, ids, end, num_lookahead_tokens):
+                return self.empty_kv_cache_blocks
         waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         watermark = self.watermark_blocks if has_scheduled_reqs and waits else 0
-        ids = self.radixkv.allocate(
+        new = self.radixkv.allocate(
             request.request_id,
             self._facts(request),
-            request._all_token_ids,
+            ids,
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens,
             num_new_tokens,
             num_lookahead=num_lookahead_tokens,
@@ -148,9 +152,9 @@ class RadixManager(KVCacheManager):
             num_loaded=num_external_computed_tokens,
             is_beside=delay_cache_blocks,
         )
-        if ids and skip_zeroing_group_ids:
-            self.radixkv.leave_unzeroed(ids)
-        return None if ids is None else self._blocks(ids)
+        if new and skip_zeroing_group_ids:
+            self.radixkv.leave_unzeroed(new)
+        return None if new is None else self._blocks(new)
 
     def fits_its_tenant(self, request: Any, num_lookahead_tokens: int) -> bool | None:
         """Return whether a request can begin within its tenant's limit; None if it never can."""
@@ -196,6 +200,13 @@ class RadixManager(KVCacheManager):
         if done and self.log_stats:
             self.prefix_cache_stats.reset = True
         return done
+
+    def new_step_starts(self) -> None:
+        """Do nothing: full attention keeps nothing of a step."""
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return none: only Mamba has them."""
+        return {}
 
     def take_events(self) -> list[Any]:
         """Return no events: vLLM's publisher says nothing of this cache."""

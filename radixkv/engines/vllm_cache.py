@@ -10,6 +10,10 @@
 
 ``radixkv.engines.vllm`` is the shell that vLLM loads. Block 0 is vLLM's null block and never handed out.
 
+Most steps compute one more token of a request, in a block that it has. Such a step is only noted (``goes_on``): nobody
+but the request can see a token before its block is whole. What was noted is made up for at the next block, at the
+request's end, and before failed loads are looked at.
+
 Tokens of a request may have no ids yet: drafts, look-ahead, and samples of a step that isn't over. Their room is
 reserved, so the ids of blocks that the worker knows never change. What vLLM schedules is computed by the step in which
 it is scheduled, and vLLM writes all KV of a layer before it reads any. So requests of one step share a prompt.
@@ -54,19 +58,26 @@ class _Request(RequestKey):
     - ``num_computing``: up to which token steps compute it.
     - ``num_given``: tokens at its first lookup.
     - ``copied``: the key, to its end, of the block whose first rows it found. ``copies``: False once that had no room.
+    - ``ids``: all its ids, as last given. ``room``: tokens for which it has blocks. ``block_end``: the first token that
+      ends a block which isn't offered yet; 0 while its steps can't be noted.
+    - ``noted``: the steps that were only noted, and up to which token each computes.
     - ``num_most_blocks``: the most blocks that it may come to have; 0 if its tenant has no limit.
     - ``num_unverified``: running steps that load its tokens, or compute behind loaded ones. Steps before ``valid_from``
       don't count: a load failed.
     """
 
     __slots__ = (
+        "block_end",
         "copied",
         "copies",
+        "ids",
+        "noted",
         "num_computing",
         "num_given",
         "num_most_blocks",
         "num_told",
         "num_unverified",
+        "room",
         "sequence",
         "valid_from",
     )
@@ -74,7 +85,9 @@ class _Request(RequestKey):
     def __init__(self, namespace: Namespace, facts: RequestFacts, block_size: int) -> None:
         super().__init__(namespace, facts, block_size)
         self.num_computing = self.num_given = self.num_told = self.num_unverified = self.valid_from = 0
-        self.num_most_blocks = 0
+        self.num_most_blocks = self.room = self.block_end = 0
+        self.ids: Sequence[int] = ()
+        self.noted: list[tuple[int, int]] = []
         self.sequence: Held | None = None
         self.copied, self.copies = b"", True
 
@@ -144,7 +157,8 @@ class VllmCache:
         self._may_be_stale = False
         self._most_blocks: Counter[str] = Counter()
         self._pinned_blocks: dict[str, int] = {}
-        self._step = 0
+        self._step = self._ended = 0
+        self._computing: set[int] = set()
         self._unverified: dict[int, list[tuple[_Request, int]]] = {}
 
     @property
@@ -226,6 +240,23 @@ class VllmCache:
             return left >= 0
         return left >= pinned - self.cache.match(request.namespace, bytes(request.key)).num_blocks
 
+    def goes_on(self, request_id: str, ids: Sequence[int], end: int, num_lookahead: int = 0) -> bool:
+        """Note that the present step computes a running request up to token ``end``, if it has blocks for them.
+
+        True: ``allocate`` would return no block, and needn't be called. False: call it. ``ids``: all known ids; the
+        cache reads them later, so the list must stay the request's own. O(1), without a lock.
+        """
+        request = self._requests.get(request_id)
+        if request is None or end + num_lookahead > request.room or end > self._max_model_len:
+            return False
+        if (known := len(ids)) > end:
+            known = end
+        if known >= request.block_end or not request.sequence.is_open:  # type: ignore[union-attr]
+            return False
+        request.ids = ids
+        request.noted.append((self._step, known))
+        return True
+
     def allocate(
         self,
         request_id: str,
@@ -255,6 +286,7 @@ class VllmCache:
         """
         request = self._request(request_id, facts, ids)
         try:
+            self._settle(request)
             end = min(num_computed + num_new, self._max_model_len)
             needed = min(end + num_lookahead, self._max_model_len)
             num_blocks = self._blocks_of(needed) + spare_blocks + reserved_blocks
@@ -273,8 +305,32 @@ class VllmCache:
         if not is_beside:
             self._computes(request, sequence, min(end, known), num_loaded > 0)
         told, request.num_told = request.num_told, sequence.num_blocks
+        request.room, request.block_end = request.num_told * self._size, 0
+        if request.facts.is_private:
+            request.block_end = self._max_model_len + 1
+        elif not request.num_unverified and not is_beside:
+            request.block_end = (self._num_offered(request, sequence) // self._size + 1) * self._size
+        if told == request.num_told:
+            return []
         found: list[int] = sequence.block_table[told:].tolist()
         return found
+
+    def _settle(self, request: _Request) -> None:
+        """Make up for steps that were only noted. Raises StaleGeneration."""
+        sequence, noted = request.sequence, request.noted
+        if not noted or sequence is None:
+            return
+        request.noted, request.block_end = [], 0
+        request.read(request.ids)
+        if request.facts.is_private:
+            return
+        known = noted[-1][1]
+        if known > sequence.num_tokens:
+            sequence.extend(request.between(sequence.num_tokens, known))
+        self._commit_to(sequence, max((end for step, end in noted if step <= self._ended), default=0))
+        for step, end in noted:
+            if step > self._ended:
+                self._computes_in(step, request, sequence, end)
 
     def _hold(
         self,
@@ -364,15 +420,23 @@ class VllmCache:
 
     def _computes(self, request: _Request, sequence: Held, end: int, loads: bool) -> None:
         """Note that the present step computes or loads the tokens up to ``end``, of which the ids are known."""
-        ahead = sequence.num_committed_tokens + sequence.num_ahead_tokens
-        if request.facts.is_private or end <= max(ahead, request.num_computing):
+        if request.facts.is_private:
             return
-        if loads or request.num_unverified:
+        if not loads and not request.num_unverified:
+            self._computes_in(self._step, request, sequence, end)
+        elif end > self._num_offered(request, sequence):
             self._unverified.setdefault(self._step, []).append((request, end))
             request.num_unverified += 1
-            return
-        sequence.computing(end, step=self._step)
-        request.num_computing = end
+
+    def _computes_in(self, step: int, request: _Request, sequence: Held, end: int) -> None:
+        if end > self._num_offered(request, sequence):
+            sequence.computing(end, step=step)
+            self._computing.add(step)
+            request.num_computing = end
+
+    def _num_offered(self, request: _Request, sequence: Held) -> int:
+        """Return up to which token the KV exist, or are computed by running steps."""
+        return max(sequence.num_committed_tokens + sequence.num_ahead_tokens, request.num_computing)
 
     def commit(self, request_id: str, ids: Sequence[int], num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens exist; their ids are known now."""
@@ -381,6 +445,7 @@ class VllmCache:
             return
         request.read(ids)
         try:
+            self._settle(request)
             self._commit(request, request.sequence, ids, num_tokens)
         except StaleGeneration:
             self._may_be_stale = True
@@ -422,6 +487,7 @@ class VllmCache:
             copy[2].lift()
         replaced = b""
         if self._has_copies and not request.facts.is_private:
+            self._settle_any(request)
             replaced = self._keep_tail(request, request.sequence)
         sequence, request.sequence = request.sequence, None
         if request.num_most_blocks:
@@ -429,6 +495,13 @@ class VllmCache:
         sequence.release(after=after)
         if replaced:
             drop(self.cache, request.namespace, replaced)
+
+    def _settle_any(self, request: _Request) -> None:
+        """Make up for noted steps, unless the request's tenant was purged."""
+        try:
+            self._settle(request)
+        except StaleGeneration:
+            self._may_be_stale = True
 
     def _keep_tail(self, request: _Request, sequence: Held) -> bytes:
         """Keep what the request has computed of its last block, for requests that go on from there.
@@ -480,7 +553,10 @@ class VllmCache:
 
     def end_step(self, step: int) -> None:
         """Commit what a step computed, after its output has come."""
-        self.cache.step_done(step)
+        self._ended = step
+        if step in self._computing:
+            self._computing.remove(step)
+            self.cache.step_done(step)
         for request, end in self._unverified.pop(step, ()):
             request.num_unverified -= 1
             if request.sequence is not None and step >= request.valid_from:
@@ -502,6 +578,7 @@ class VllmCache:
             table = sequence.block_table.tolist()
             if wrong.isdisjoint(table):
                 continue
+            self._settle_any(request)
             request.valid_from = self._step + 1
             start = min(table.index(each) for each in wrong if each in table) * self._size
             if sequence.num_committed_tokens > start:
