@@ -1,6 +1,8 @@
 """CPU of the cache a step of vLLM's scheduler: radixkv's manager and vLLM's own, events off and on.
 
-    python -m radixkv.bench.vllm_steps [--pairs 11] [--only short-150] [--profile]    with the Python of vLLM's environment
+    python -m radixkv.bench.vllm_steps [--pairs 11] [--only short-150] [--profile]
+
+Run it with the Python of an environment that has vLLM.
 
 Both caches serve the same requests in the real scheduler, in turns. In the model's place, tokens are drawn from the
 request's name. Prints a line of JSON for each workload, with events off and on: medians over the pairs of
@@ -33,8 +35,8 @@ from typing import Any, Final, NamedTuple
 
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
 
-import torch  # noqa: E402
-from vllm.config import (  # noqa: E402
+import torch
+from vllm.config import (
     CacheConfig,
     KVEventsConfig,
     ModelConfig,
@@ -42,21 +44,21 @@ from vllm.config import (  # noqa: E402
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
-import radixkv  # noqa: E402
-from radixkv.engines.vllm import Scheduler  # noqa: E402
+import radixkv
+from radixkv.engines.vllm import Scheduler
 
 BLOCK: Final = 32
 KINDS: Final = ("stock", "radixkv")
@@ -120,7 +122,8 @@ class Clock:
 
     def watch(self, manager: Any) -> None:
         """Time all public calls of an object, and its counts."""
-        kind, timed = type(manager), {}
+        kind = type(manager)
+        timed: dict[str, Any] = {}
         for name in dir(kind):
             found = getattr(kind, name)
             if name.startswith("_"):
@@ -190,7 +193,9 @@ class Bench:
         for name in names:
             request = self._waiting[name]
             is_whole = request.num_computed_tokens >= request.num_tokens
-            sampled.append([(request.num_tokens * 7_919 + int(name.split("-")[0])) % 32_000] if is_whole else [])
+            sampled.append(
+                [(request.num_tokens * 7_919 + int(name.split("-")[0])) % 32_000] if is_whole else []
+            )
         found = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
         told = self.scheduler.update_from_output(output, found)
         stats = [each.prefill_stats for client in told.values() for each in client.outputs]

@@ -133,9 +133,13 @@ class RadixManager(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """Return the new blocks of a step; None if there are too few."""
         ids, end = request._all_token_ids, request.num_computed_tokens + num_new_tokens
-        if request.status is RequestStatus.RUNNING and not reserved_blocks and not num_external_computed_tokens:
-            if self.radixkv.goes_on(request.request_id, ids, end, num_lookahead_tokens):
-                return self.empty_kv_cache_blocks
+        is_plain = not reserved_blocks and not num_external_computed_tokens
+        if (
+            is_plain
+            and request.status is RequestStatus.RUNNING
+            and self.radixkv.goes_on(request.request_id, ids, end, num_lookahead_tokens)
+        ):
+            return self.empty_kv_cache_blocks
         waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         watermark = self.watermark_blocks if has_scheduled_reqs and waits else 0
         new = self.radixkv.allocate(

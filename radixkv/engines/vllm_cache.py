@@ -60,7 +60,7 @@ class _Request(RequestKey):
     - ``copied``: the key, to its end, of the block whose first rows it found. ``copies``: False once that had no room.
     - ``ids``: all its ids, as last given. ``room``: tokens for which it has blocks. ``block_end``: the first token that
       ends a block which isn't offered yet; 0 while its steps can't be noted.
-    - ``noted``: the steps that were only noted, and up to which token each computes.
+    - ``noted``: the steps that were only noted, and up to which token each computes; 0 for a step that has ended.
     - ``num_most_blocks``: the most blocks that it may come to have; 0 if its tenant has no limit.
     - ``num_unverified``: running steps that load its tokens, or compute behind loaded ones. Steps before ``valid_from``
       don't count: a load failed.
@@ -324,7 +324,7 @@ class VllmCache:
         request.read(request.ids)
         if request.facts.is_private:
             return
-        known = noted[-1][1]
+        known = max(end for _, end in noted)
         if known > sequence.num_tokens:
             sequence.extend(request.between(sequence.num_tokens, known))
         self._commit_to(sequence, max((end for step, end in noted if step <= self._ended), default=0))
@@ -443,9 +443,13 @@ class VllmCache:
         request = self._requests.get(request_id)
         if request is None or request.sequence is None or request.facts.is_private:
             return
-        request.read(ids)
+        if num_tokens < request.block_end and num_tokens <= request.room:  # it completes no block: note it
+            request.ids = ids
+            request.noted.append((0, num_tokens))
+            return
         try:
             self._settle(request)
+            request.read(ids)
             self._commit(request, request.sequence, ids, num_tokens)
         except StaleGeneration:
             self._may_be_stale = True

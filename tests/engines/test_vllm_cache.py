@@ -562,3 +562,30 @@ def test_a_request_that_finds_more_than_it_was_told_begins_all_the_same() -> Non
     assert not set(blocks) & set(cache.blocks("early")), "it writes its KV into blocks of its own"
     cache.end_step(2)
     released(cache)
+
+
+def test_steps_that_are_only_noted_leave_what_allocated_steps_leave() -> None:
+    """One step is late, as with async scheduling. The request ends while its last step runs."""
+    left = []
+    for notes in (False, True):
+        cache = VllmCache(64, 4, 200, model="m", policy="lru", copies=True)
+        ids, num_noted, running = [*range(6)], 0, list[int]()
+        assert cache.lookup("a", RequestFacts(), ids) == ([], 0)
+        for computed in [0, *range(6, 31)]:
+            running.append(cache.begin_step())
+            end = len(ids)
+            if notes and cache.goes_on("a", ids, end):
+                num_noted += 1
+            else:
+                assert cache.allocate("a", RequestFacts(), ids, computed, end - computed) is not None
+            ids.append(100 + computed)
+            if len(running) > 1:
+                cache.end_step(running.pop(0))
+        blocks = cache.blocks("a")
+        cache.release("a")
+        cache.end_step(running.pop())
+        found = cache.lookup("b", RequestFacts(), [*ids, 7])
+        left.append((blocks, found, cache.cache.resident_blocks))
+        assert (num_noted > 10) == notes and found[1] == 30
+        audit.check(cache.cache)
+    assert left[0] == left[1]

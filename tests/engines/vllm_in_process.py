@@ -7,6 +7,7 @@ Run by ``test_vllm.py`` with the Python of an environment that has vLLM. Argumen
     is_async   whether vLLM schedules the next step before the output of the last one has come
     workload   "chats", "burst", "tenants", "strict", "limits" or "adapters"
     seed       of the prompts
+    trace      a file for the calls of the scheduler (``vllm_trace.py``); default: none are written
     model      folder of the model
     settings   further arguments of ``vllm.LLM``, if any
 """
@@ -33,6 +34,11 @@ os.environ.update(
 def main(given: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    if "trace" in given:
+        from tests.engines.vllm_trace import register
+
+        os.environ["RADIXKV_TRACE"] = given["trace"]
+        register()
     if given["workload"] == "strict":
         os.environ["RADIXKV_ANONYMOUS"] = "0"
     is_stock = given["cache"] == "stock"

@@ -1,0 +1,119 @@
+"""Calls of the real vLLM's scheduler, recorded, and made again without it: the same answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import audit
+from radixkv.engines.request_keys import RequestFacts
+from radixkv.engines.vllm_cache import Copied, VllmCache
+from tests.engines.sglang_trace import TRACES, read
+from tests.engines.test_vllm import model as model
+from tests.engines.vllm_trace import (
+    RECORDED,
+    RUNS,
+    calls_of,
+    plain,
+    record,
+    shell_calls,
+    shell_methods,
+)
+
+RECORD_AGAIN = "record again: python -m tests.engines.vllm_trace"
+
+
+class Replay:
+    """One cache, and what a trace's numbers mean."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        settings = {name: about[name] for name in ("model", "policy", "scrub", "copies")}
+        size = about["num_blocks"], about["block_size"], about["max_model_len"]
+        self.cache = VllmCache(*size, **settings)
+        self.ids: list[list[int]] = []
+        self.requests: list[tuple[list[int], RequestFacts]] = []
+        self.copies: list[Copied] = []
+        self.counts: Counter[str] = Counter()
+
+    def make(self, name: str, *given: Any) -> None:
+        """Make one call, and compare its answer."""
+        self.counts[name] += 1
+        if name == "ids":
+            base, common, more = given
+            self.ids.append([*(self.ids[base][:common] if common else []), *more])
+        elif name == "request":
+            number, (salt, adapter, material, *others) = given
+            facts = RequestFacts(salt, adapter, tuple(map(tuple, material)), *others)
+            self.requests.append((list(self.ids[number]), facts))
+        elif name == "more":
+            self.requests[given[0]][0].extend(given[1])
+        elif name == "lift":
+            self.copies[given[0]].lift()
+        else:
+            self.call(name, *given)
+
+    def call(self, name: str, request: int | None, arguments: dict[str, Any], answer: Any) -> None:
+        """Call a method of the cache."""
+        assert name in RECORDED
+        first: dict[str, Any] = {}
+        if request is not None:
+            ids, facts = self.requests[request]
+            first["request_id"] = str(request)
+            if name in ("lookup", "allocate", "fits_its_tenant"):
+                first |= {"facts": facts, "ids": ids}
+            elif name in ("goes_on", "commit"):
+                first["ids"] = ids
+        found = getattr(self.cache, name)(**first, **arguments)
+        if name == "take_copies":
+            self.copies += [hold for *_, hold in found]
+            found = [(source, target) for source, target, _ in found]
+        assert plain(found) == answer, (name, request, arguments)
+        if name == "lookup":
+            self.counts["found tokens"] += answer[1]
+        if name == "allocate" and answer is None:
+            self.counts["refusals"] += 1
+        self.counts["noted steps"] += name == "goes_on" and answer
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_scheduler_gets_the_same_answers(name: str) -> None:
+    about, *calls = read(TRACES / f"{name}.jsonl.gz")
+    replay = Replay(about)
+    for call in calls:
+        replay.make(*call)
+    counts, stats = replay.counts, replay.cache.cache.stats()
+    assert counts["request"] == 48 and counts["found tokens"] > 20_000
+    assert counts["noted steps"] > counts["allocate"] > counts["request"]
+    assert counts["release"] >= counts["request"] and counts["refusals"] > 0
+    assert stats.evicted_blocks > 100 and stats.num_sequences == 0 and not replay.cache.has_requests
+    audit.check(replay.cache.cache)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_recording_is_of_this_shell(name: str) -> None:
+    """The calls in ``radixkv/engines/vllm.py``, and the parameters of vLLM's methods that it replaces."""
+    about = next(read(TRACES / f"{name}.jsonl.gz"))
+    assert about["vllm"].startswith("0.32.0") and about["calls"] == shell_calls(), RECORD_AGAIN
+    signatures, methods = about["signatures"], shell_methods()
+    replaced = {method: names for method, names in methods.items() if method in signatures}
+    assert {"allocate_slots", "get_computed_blocks", "free", "take_new_block_ids"} <= replaced.keys()
+    for method, names in replaced.items():
+        if method != "remove_skipped_blocks":  # it takes anything
+            assert names == signatures[method], f"{method}: {RECORD_AGAIN}"
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNS)
+def test_vllm_makes_the_recorded_calls(name: str, model: str, tmp_path: Path) -> None:
+    made = list(read(record(name, model, tmp_path)))
+    recorded = list(read(TRACES / f"{name}.jsonl.gz"))
+    assert made[0] == recorded[0], RECORD_AGAIN
+    counts, expected = calls_of(iter(made)), calls_of(iter(recorded))
+    assert counts.keys() == expected.keys(), RECORD_AGAIN
+    assert all(abs(counts[each] - expected[each]) <= expected[each] // 5 + 5 for each in expected), (
+        RECORD_AGAIN
+    )
