@@ -51,8 +51,8 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         **settings,
     )
     try:
-        found = _WORKLOADS[given["workload"]](engine, random.Random(given["seed"]))
-        found["flushed"] = _is_flushed(engine)
+        found = WORKLOADS[given["workload"]](engine, random.Random(given["seed"]))
+        found["flushed"] = is_flushed(engine)
         if heard is not None:
             found["events"] = heard.told()
         return found
@@ -87,7 +87,7 @@ class Heard:
         return {"stored": sorted(stored), "cleared": cleared, "block_size": sizes.pop()}
 
 
-def _is_flushed(engine: Any) -> bool:
+def is_flushed(engine: Any) -> bool:
     """Whether SGLang could forget everything. It counts its pages whenever it is idle, and ends if one is missing."""
     for _ in range(100):
         if engine.flush_cache().success:
@@ -96,11 +96,11 @@ def _is_flushed(engine: Any) -> bool:
     return False
 
 
-def _ids(dice: random.Random, size: int) -> list[int]:
+def draw(dice: random.Random, size: int) -> list[int]:
     return [dice.randrange(3, 2048) for _ in range(size)]
 
 
-def _generate(
+def generate(
     engine: Any,
     prompts: list[list[int]],
     num_new: int = 24,
@@ -118,18 +118,18 @@ def _generate(
 
 def _chats(engine: Any, dice: random.Random) -> dict[str, Any]:
     """12 chats of 4 turns, behind two system prompts; then the last turn again, after a flush."""
-    systems = [_ids(dice, 640) for _ in range(2)]
-    chats = [[*systems[at % 2], *_ids(dice, 40)] for at in range(12)]
+    systems = [draw(dice, 640) for _ in range(2)]
+    chats = [[*systems[at % 2], *draw(dice, 40)] for at in range(12)]
     outputs, cached = [], 0
     for _ in range(4):
-        for at, answer in enumerate(_generate(engine, [list(chat) for chat in chats])):
+        for at, answer in enumerate(generate(engine, [list(chat) for chat in chats])):
             outputs.append(answer["output_ids"])
             cached += answer["meta_info"]["cached_tokens"]
-            chats[at] = [*chats[at], *answer["output_ids"], *_ids(dice, 30)]
+            chats[at] = [*chats[at], *answer["output_ids"], *draw(dice, 30)]
     last = [list(chat) for chat in chats[:4]]
-    warm = [answer["output_ids"] for answer in _generate(engine, last)]
-    _is_flushed(engine)
-    cold = _generate(engine, [last[0]])
+    warm = [answer["output_ids"] for answer in generate(engine, last)]
+    is_flushed(engine)
+    cold = generate(engine, [last[0]])
     return {
         "outputs": outputs,
         "cached": cached,
@@ -141,11 +141,11 @@ def _chats(engine: Any, dice: random.Random) -> dict[str, Any]:
 
 def _forks(engine: Any, dice: random.Random) -> dict[str, Any]:
     """8 greedy samples of a prompt of 1,000 tokens; then, with pages of one token, twice 4 beams over 32 tokens."""
-    samples = _generate(engine, [_ids(dice, 1000)], 16, {"n": 8})
+    samples = generate(engine, [draw(dice, 1000)], 16, {"n": 8})
     cached = [answer["meta_info"]["cached_tokens"] for answer in samples]
-    prompt, beams = _ids(dice, 300), []
+    prompt, beams = draw(dice, 300), []
     for _ in range(2 if engine.server_args.page_size == 1 else 0):
-        (answer,) = _generate(engine, [prompt], 32, {"beam_width": 4, "n": 4})
+        (answer,) = generate(engine, [prompt], 32, {"beam_width": 4, "n": 4})
         cached.append(answer["meta_info"]["cached_tokens"])
         beams += [
             (beam["output_ids"], beam["meta_info"]["sequence_score"])
@@ -169,9 +169,9 @@ def _tenants(engine: Any, dice: random.Random) -> dict[str, Any]:
         {"cache_salt": make_salt(keys, "acme"), "extra_key": "another"},
         {"cache_salt": "\ud800" * 3, "extra_key": "\x00" * 5000},
     ]
-    prompt, cached = _ids(dice, 500), []
+    prompt, cached = draw(dice, 500), []
     for each in requests:
-        (answer,) = _generate(engine, [prompt], 2, **each)
+        (answer,) = generate(engine, [prompt], 2, **each)
         cached.append(answer["meta_info"]["cached_tokens"])
     return {"cached": cached}
 
@@ -183,10 +183,10 @@ def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
     from radixkv.signing import KeySet
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
-    salt, other, prompt = make_salt(keys, "acme"), make_salt(keys, "globex"), _ids(dice, 480)
-    prompts = [[*prompt, *_ids(dice, 20)] for _ in range(6)]
-    calm = [answer["output_ids"] for answer in _generate(engine, prompts, cache_salt=[salt] * 6)]
-    _generate(engine, [prompt], 2, cache_salt=[other])
+    salt, other, prompt = make_salt(keys, "acme"), make_salt(keys, "globex"), draw(dice, 480)
+    prompts = [[*prompt, *draw(dice, 20)] for _ in range(6)]
+    calm = [answer["output_ids"] for answer in generate(engine, prompts, cache_salt=[salt] * 6)]
+    generate(engine, [prompt], 2, cache_salt=[other])
     found: dict[str, Any] = {}
     with ControlClient(os.environ["RADIXKV_SOCKET"], keys) as client:
         where = {"model": "sglang", "cache_salt": salt}
@@ -198,7 +198,7 @@ def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
         stopping = threading.Event()
         purging = threading.Thread(target=_purge, args=(client, stopping))
         purging.start()
-        hurt = [answer["output_ids"] for answer in _generate(engine, prompts, cache_salt=[salt] * 6)]
+        hurt = [answer["output_ids"] for answer in generate(engine, prompts, cache_salt=[salt] * 6)]
         stopping.set()
         purging.join()
         found["same"] = hurt == calm
@@ -207,7 +207,7 @@ def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
         (kept,) = client.call("tenants", {"tenant": "globex"})["tenants"]
         found |= {"left": left["resident_blocks"], "kept": kept["resident_blocks"]}
         found["audit_after"] = client.call("audit")["violations"]
-    (answer,) = _generate(engine, [prompt], 2, cache_salt=[salt])
+    (answer,) = generate(engine, [prompt], 2, cache_salt=[salt])
     return {**found, "cached_by_the_old_salt": answer["meta_info"]["cached_tokens"]}
 
 
@@ -224,7 +224,7 @@ def _purge(client: Any, stopping: threading.Event) -> None:
         client.call("purge", {"tenant": "acme"})
 
 
-_WORKLOADS = {"control": _control, "chats": _chats, "forks": _forks, "tenants": _tenants}
+WORKLOADS = {"control": _control, "chats": _chats, "forks": _forks, "tenants": _tenants}
 
 if __name__ == "__main__":
     print("FOUND", json.dumps(main(json.loads(sys.argv[1]))))

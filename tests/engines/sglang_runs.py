@@ -36,7 +36,14 @@ def make_folder(folder: Path) -> Path:
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: radixkv\nVersion: 0\n")
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     entry = points["sglang.srt.plugins"]["radixkv"]
-    plugins = f"radixkv = {entry}\ntrace = tests.engines.sglang_trace:register\n"
+    plugins = "".join(
+        f"{name} = {each}\n"
+        for name, each in {
+            "radixkv": entry,
+            "trace": "tests.engines.sglang_trace:register",
+            "planted": "tests.engines.sglang_planted:register",
+        }.items()
+    )
     (installed / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugins}")
     return folder
 
@@ -69,14 +76,16 @@ def answer_of(
         check=False,
     )
     _, found, line = done.stdout.partition("FOUND ")
-    assert found, done.stdout[-2000:] + done.stderr[-6000:]
+    assert found, done.stdout[-2000:] + done.stderr[-40_000:]
     answer: dict[str, Any] = json.JSONDecoder().raw_decode(line)[0]
     return answer
 
 
-def ran(cache: str, folder: Path, page: int, tokens: int, **given: Any) -> dict[str, Any]:
-    """What one SGLang found: see ``sglang_in_process``. Names in capitals are environment variables."""
+def ran(
+    cache: str, folder: Path, page: int, tokens: int, script: str = "sglang_in_process.py", **given: Any
+) -> dict[str, Any]:
+    """What one SGLang found: see the script. Names in capitals are environment variables."""
     variables = tuple((name, given.pop(name)) for name in list(given) if name.isupper())
     settings = {"cache": cache, "model": str(folder / "model"), "page": page, "tokens": tokens, "seed": 0}
     usual = {"workload": "chats", "is_overlapping": False}
-    return answer_of("sglang_in_process.py", json.dumps(settings | usual | given), folder, variables)
+    return answer_of(script, json.dumps(settings | usual | given), folder, variables)
