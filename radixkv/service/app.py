@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
-from radixkv.service.endpoints import admin, bases, completions, docs, pins, prefixes, routing
+from radixkv.service.endpoints import admin, bases, chat, completions, docs, models, pins, prefixes, routing
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
@@ -54,6 +54,8 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 ENDPOINTS: Sequence[Endpoint[Service]] = (
     *prefixes.ENDPOINTS,
     *completions.ENDPOINTS,
+    *chat.ENDPOINTS,
+    *models.ENDPOINTS,
     *pins.ENDPOINTS,
     *routing.ENDPOINTS,
     *admin.ENDPOINTS,

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ No tenant can have this name, because names of tenants are printable.
 """
 DEMO_PINNED_BLOCKS = 1024
 """Blocks that each demo tenant may pin: a quarter of the default pool."""
+
+KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
+"""Headers that may have the key: of OpenAI's clients, of Anthropic's and of Google's. A query never has it."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}\Z")
@@ -193,6 +196,22 @@ class Keyring:
             if hmac.compare_digest(each.digest, presented):
                 found = each.principal
         return found if scheme.lower() == "bearer" and key.strip() else None
+
+
+def presented_key(headers: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the one key of a request, as an ``Authorization`` header; None if it has none, or different ones.
+
+    ``headers``: the values of each of KEY_HEADERS that the request has. A header that occurs twice counts as no key.
+    """
+    if any(len(values) != 1 for values in headers.values()):
+        return None
+    found = {_authorization(name, values[0]) for name, values in headers.items()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _authorization(name: str, value: str) -> str:
+    scheme, _, key = value.partition(" ") if name == "authorization" else ("Bearer", "", value)
+    return f"{scheme.capitalize()} {key.strip()}"
 
 
 def is_key(text: str) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ from starlette.types import Scope
 
 from radixkv.errors import UnverifiedRequest
 from radixkv.service import problems
-from radixkv.service.auth import OPERATOR_ACCOUNT, Principal
+from radixkv.service.auth import KEY_HEADERS, OPERATOR_ACCOUNT, Principal, presented_key
+from radixkv.service.dialects import OWN, Dialect
 from radixkv.service.draining import Ended
 from radixkv.service.fleet.peers import unsigned
 from radixkv.service.problems import ApiError, Json
@@ -153,6 +155,8 @@ class Call(Generic[H_co]):
     body: bytes = b""
     receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Held while a long body is received, and until it is read."""
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    """Made here, never taken from the client. In the answer if the endpoint's dialect has a header for it."""
 
     @property
     def tenant(self) -> str:
@@ -246,6 +250,8 @@ class Endpoint(Generic[H_contra]):
     headers: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     internal: bool = False
+    dialect: Dialect = OWN
+    """Form of its errors, and the name of the header with the request's id."""
 
 
 async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
@@ -262,9 +268,11 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
         response = Response(status_code=499)
         return response
     except Exception as error:  # noqa: BLE001 the one place that turns errors into answers
-        response = host.failures.answer(error).response()
+        response = endpoint.dialect.answer(host.failures.answer(error), call.id)
         return response
     finally:
+        if response is not None and endpoint.dialect.id_header is not None:
+            response.headers.setdefault(endpoint.dialect.id_header, call.id)
         status = response.status_code if response is not None else 499
         seconds = host.clock() - call.started_at
         host.metrics.answered(endpoint.method, endpoint.path, status, seconds)
@@ -350,10 +358,11 @@ async def _in_time(call: Call[Host]) -> Response:
 
 
 def _authenticated(call: Call[Host]) -> Principal:
-    principal = call.host.keyring.authenticate(call.header("authorization"))
+    given = {name: values for name in KEY_HEADERS if (values := call.request.headers.getlist(name))}
+    principal = call.host.keyring.authenticate(presented_key(given))
     if principal is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
-        message = "the request has no valid key; send the header Authorization: Bearer KEY once"
+        message = "the request has no valid key, or two; send the header Authorization: Bearer KEY once"
         raise ApiError(401, "unauthorized", message, field="authorization", headers=headers)
     if call.endpoint.who == "operator" and not principal.is_operator:
         raise ApiError(403, "forbidden", "this endpoint needs the operator's key", field="authorization")

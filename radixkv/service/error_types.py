@@ -62,7 +62,7 @@ _LISTED = (
         "The request has no valid key. Under /internal/, its signature isn't valid.",
         "Send the header `Authorization: Bearer KEY` exactly once. The operator can make a new key.",
         {
-            "message": "the request has no valid key; send the header Authorization: Bearer KEY once",
+            "message": "the request has no valid key, or two; send the header Authorization: Bearer KEY once",
             "field": "authorization",
         },
     ),

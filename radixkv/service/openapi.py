@@ -32,6 +32,7 @@ _IN_PATHS = {
     "key": "id of a key (not the key itself)",
     "pin": "id of a pin",
     "base": "id of a base",
+    "model": "name of a model",
 }
 _REASONS = {
     200: "Done",
@@ -113,8 +114,9 @@ def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
             if kind != "text/event-stream":
                 content["example"] = reply
     for status in _error_statuses(endpoint):
-        response = _response(status, ErrorReply)
-        response["content"]["application/json"]["examples"] = _error_examples(status, described)
+        response = _response(status, endpoint.dialect.reply)
+        if endpoint.dialect.reply is ErrorReply:
+            response["content"]["application/json"]["examples"] = _error_examples(status, described)
         operation["responses"].setdefault(str(status), response)
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
     parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
@@ -161,7 +163,7 @@ def _error_statuses(endpoint: Endpoint[H]) -> list[int]:
         statuses.add(429)
     if endpoint.body is not None:
         statuses |= {400, 408, 413, 415, 422, 429, 503}
-    return sorted(statuses)
+    return sorted({endpoint.dialect.status(status) for status in statuses})
 
 
 _EVENT = {
@@ -228,7 +230,8 @@ def _models_of(
     """Return the models of the bodies, and those of the replies."""
     bodies = frozenset(endpoint.body for endpoint in endpoints if endpoint.body is not None)
     replies = (reply for endpoint in endpoints for reply in endpoint.replies.values())
-    return bodies, frozenset(model for reply in replies for model in _models(reply)) | {ErrorReply}
+    errors = frozenset(endpoint.dialect.reply for endpoint in endpoints)
+    return bodies, frozenset(model for reply in replies for model in _models(reply)) | errors | {ErrorReply}
 
 
 @functools.cache
@@ -261,7 +264,7 @@ def _bounded(schemas: Any, rules: PromptRules) -> Any:
     ):  # each has at least two markers of its role
         return {**schemas, "maxItems": min(schemas["maxItems"], max((rules.max_tokens - 1) // 2, 1))}
     bounded = {name: _bounded(each, rules) for name, each in schemas.items()}
-    if rules.roles is not None and isinstance(schemas.get("role"), dict):
+    if rules.roles is not None and isinstance(schemas.get("role"), dict) and "enum" not in schemas["role"]:
         bounded["role"] = {"type": "string", "enum": list(rules.roles)}
     return bounded
 

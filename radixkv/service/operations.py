@@ -13,7 +13,7 @@ from typing import Any
 
 TAGS: Mapping[str, str] = {
     "Prefixes": "Warm prefixes, look them up and clear them. With a tenant's key.",
-    "Completions": "Complete prompts. With a tenant's key.",
+    "Completions": "Complete prompts and answer chats. With a tenant's key.",
     "Pins": "Keep prefixes resident for some time. With a tenant's key.",
     "Fleet": "The replicas, and the ranking of replicas for a prompt.",
     "Keys": "Keys of tenants and of the operator. With the operator's key.",
@@ -176,6 +176,34 @@ _COMPLETION = {
     },
     "timings": {"queued_s": 0.0002, "time_to_first_token_s": 0.006, "total_s": 0.031},
 }
+_CHAT_ANSWER = {
+    **_COMPLETION,
+    "id": "chatcmpl-5f0b6a1d9c3e47b2a8d40e17",
+    "object": "chat.completion",
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Page 12.", "refusal": None, "tool_calls": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ],
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_page",
+        "description": "Find the page about a topic",
+        "parameters": {"type": "object", "properties": {"topic": {"type": "string"}}},
+    },
+}
+_SERVED = {
+    "id": "radixkv-demo",
+    "object": "model",
+    "created": 1769851800,
+    "owned_by": "radixkv",
+    "max_model_len": 8192,
+}
 _HEALTHY = {"status": "ok", "reasons": [], "coordination": "ok"}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -251,6 +279,28 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: _COMPLETION},
         (*_COMPUTE, "stalled"),
     ),
+    ("POST", "/v1/chat/completions"): Operation(
+        "Completions",
+        (
+            Example("A chat", 200, {"messages": _CHAT, "max_tokens": 8, "temperature": 0}),
+            Example(
+                "A stream with a tool",
+                200,
+                {
+                    "messages": _CHAT,
+                    "max_tokens": 8,
+                    "seed": 1,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "tools": [_TOOL],
+                },
+            ),
+        ),
+        {200: _CHAT_ANSWER},
+        (*_COMPUTE, "stalled"),
+    ),
+    ("GET", "/v1/models"): Operation("Completions", replies={200: {"object": "list", "data": [_SERVED]}}),
+    ("GET", "/v1/models/{model}"): Operation("Completions", replies={200: _SERVED}),
     ("POST", "/v1/pins"): Operation(
         "Pins",
         (
@@ -372,6 +422,18 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             "# TYPE radixkv_cache_num_blocks gauge\nradixkv_cache_num_blocks 4096.0\n"
         },
     ),
+    ("GET", "/health"): Operation(
+        "Process",
+        replies={
+            200: _HEALTHY,
+            503: {
+                "status": "unhealthy",
+                "reasons": ["integrity: an invariant of the cache is broken"],
+                "coordination": "ok",
+            },
+        },
+    ),
+    ("GET", "/version"): Operation("Process", replies={200: {"version": "0.1.0"}}),
     ("GET", "/healthz"): Operation(
         "Process",
         replies={
@@ -397,6 +459,7 @@ PARAMETERS: Mapping[str, str | int] = {
     "key": "0f3a5c7e91b2d4f6",
     "pin": "1",
     "base": "assistant-v3",
+    "model": "radixkv-demo",
     "limit": 100,
     "after": "1",
     "all": "true",

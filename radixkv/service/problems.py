@@ -47,7 +47,8 @@ _TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "cou
 class ApiError(Exception):
     """An answer other than success. ``status`` is HTTP's; ``retry_after_s``: a retry after it may succeed.
 
-    The other fields, except ``headers``, go into the body.
+    ``is_too_long``: the prompt, or the prompt with its answer, exceeds the model's length. Some dialects have a code
+    for it. The other fields, except ``headers``, go into the body.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class ApiError(Exception):
         allowed: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        is_too_long: bool = False,
     ) -> None:
         super().__init__(message)
+        self.is_too_long = is_too_long
         self.status, self.type, self.headers = status, type, dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(ceil(retry_after_s), 1))
@@ -116,17 +119,27 @@ def _short_repr(value: object) -> str:
     return repr(value)
 
 
-def invalid(message: str, field: str | None, value: object, allowed: str) -> ApiError:
+def invalid(
+    message: str, field: str | None, value: object, allowed: str, *, is_too_long: bool = False
+) -> ApiError:
     """422: a body that can't be served as it is. The message also says what is allowed."""
     said = message if "; allowed: " in message else f"{message}; allowed: {allowed}"
-    return ApiError(422, "validation_error", said, field=field, value=value, allowed=allowed)
+    return ApiError(
+        422, "validation_error", said, field=field, value=value, allowed=allowed, is_too_long=is_too_long
+    )
 
 
-def refused(field: str, value: object, reason: str | None, allowed: str) -> ApiError:
+def refused(
+    field: str, value: object, reason: str | None, allowed: str, *, is_too_long: bool = False
+) -> ApiError:
     """422 in the one form: ``FIELD=VALUE is not allowed, because REASON; allowed: WHAT``."""
     because = "" if reason is None else f", because {reason}"
     return invalid(
-        f"{field}={_as_json(value)} is not allowed{because}; allowed: {allowed}", field, value, allowed
+        f"{field}={_as_json(value)} is not allowed{because}; allowed: {allowed}",
+        field,
+        value,
+        allowed,
+        is_too_long=is_too_long,
     )
 
 

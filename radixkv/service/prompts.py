@@ -26,6 +26,7 @@ from radixkv.errors import ArgumentError
 from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.problems import invalid
 from radixkv.service.schemas.completions import CompletionRequest
+from radixkv.service.schemas.conversations import ConversationBody, num_chars
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
 from radixkv.tokenizer import Tokenizer
 
@@ -104,7 +105,8 @@ class PromptRules:
             raise invalid(f"{field} has no tokens", field, 0, f"1 to {self.max_tokens} tokens")
         if num_tokens > self.max_tokens:
             message = f"{field} has {num_tokens} tokens, more than {self.max_tokens}"
-            raise invalid(message, field, num_tokens, f"at most {self.max_tokens} tokens")
+            allowed = f"at most {self.max_tokens} tokens"
+            raise invalid(message, field, num_tokens, allowed, is_too_long=True)
 
     def check_total(self, num_tokens: int, field: str) -> None:
         """Raise ApiError (422) unless all prompts of a body together may have this many tokens."""
@@ -117,9 +119,8 @@ class PromptRules:
         limit = self.max_tokens * MAX_CHARS_PER_TOKEN
         if num_chars > limit:
             message = f"{field} has {num_chars} characters, more than {limit}"
-            raise invalid(
-                message, field, num_chars, f"at most {limit} characters and {self.max_tokens} tokens"
-            )
+            allowed = f"at most {limit} characters and {self.max_tokens} tokens"
+            raise invalid(message, field, num_chars, allowed, is_too_long=True)
 
     def check_beginning(self, text: str, field: str, tokenizer: Tokenizer) -> None:
         """Raise ApiError (422) if the beginning of a long text has too many tokens already; the rest isn't
@@ -130,7 +131,8 @@ class PromptRules:
             ids, _ = tokenizer.stable_prefix(text[:likely])
             if len(ids) > self.max_tokens:
                 message = f"{field} has {len(ids)} tokens or more, more than {self.max_tokens}"
-                raise invalid(message, field, len(ids), f"at most {self.max_tokens} tokens")
+                allowed = f"at most {self.max_tokens} tokens"
+                raise invalid(message, field, len(ids), allowed, is_too_long=True)
 
     def whole_blocks(self, prompt_key: bytes, left_out: int) -> Prompt:
         """Cut the key to whole blocks."""
@@ -146,6 +148,8 @@ def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> lis
         return [rules.whole_blocks(rules.key_of(body.token_ids, "token_ids"), 0)]
     if isinstance(body, CompletionRequest):
         return _completed(body, tokenizer, rules)
+    if isinstance(body, ConversationBody):
+        return [_conversation(body, tokenizer, rules)]
     return []
 
 
@@ -181,6 +185,14 @@ def _the_one_field(body: PromptForms) -> str:
         message = f"{', '.join(forms)}: {found} given"
         raise invalid(message, ", ".join(forms), found, "exactly one of them")
     return given[0]
+
+
+def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
+    """Return the prompt of a chat with its tools, uncut, up to the opening of the assistant's answer."""
+    turns, tools = body.turns(), body.tool_specs()
+    rules.check_text(sum(map(num_chars, (*turns, *tools))), "messages")
+    ids = _tokenized("messages", lambda: tokenizer.encode_chat(turns, tools))
+    return Prompt(rules.key_of(ids, "messages"), 0)
 
 
 def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:

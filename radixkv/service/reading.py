@@ -100,7 +100,7 @@ def packed(reading: Reading[Any]) -> list[bytes]:
 
 def packed_problem(error: ApiError) -> list[bytes]:
     """Pack a refusal as the one part to send."""
-    return [json.dumps({"status": error.status, **error.body}).encode()]
+    return [json.dumps({"status": error.status, "is_too_long": error.is_too_long, **error.body}).encode()]
 
 
 def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from radixkv.errors import ArgumentError
 from radixkv.tokenizer.chat import Chat, Segment, common_segments
-from radixkv.tokenizer.protocol import Message, check_text
+from radixkv.tokenizer.protocol import Message, Tool, Turn, check_text
 
 
 class BaseTokenizer(ABC):
@@ -65,6 +65,10 @@ class BaseTokenizer(ABC):
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         """See ``Tokenizer.encode_messages``."""
         return self._join(self._chat.segments(messages, add_generation_prompt))
+
+    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[int]:
+        """See ``Tokenizer.encode_chat``."""
+        return self._join(self._chat.chat_segments(turns, tools))
 
     def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
         """See ``Tokenizer.stable_messages``. A template renders the conversation and a few continuations of it.

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from radixkv.errors import ArgumentError, ConfigError, needs
-from radixkv.tokenizer.protocol import Message, check_messages
+from radixkv.tokenizer.protocol import Message, Tool, Turn, check_messages
 
 if TYPE_CHECKING:
     import jinja2
@@ -36,6 +36,13 @@ _CONTINUATIONS: tuple[tuple[str, ...], ...] = (
     ("tool",),
     ("user", "assistant"),
     ("assistant", "user"),
+)
+
+
+_TOOLS_BEGIN = "You may call these functions:"
+_TOOLS_END = (
+    "To call one, answer with its name and arguments as JSON:\n<tool_call>\n"
+    '{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
 
 
@@ -60,6 +67,10 @@ class Chat(Protocol):
         """Return the segments of a conversation. Raises ArgumentError for messages that it can't render."""
         ...
 
+    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+        """Return the segments of a conversation with tools, and of the opening of the assistant's answer."""
+        ...
+
 
 class MarkerChat:
     """Roles and ends are single ids of the vocabulary."""
@@ -78,6 +89,9 @@ class MarkerChat:
             found += [self._role_ids[message["role"]], message["content"], self._end_id]
         return [*found, self._role_ids["assistant"]] if add_generation_prompt else found
 
+    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+        return self.segments(with_tools_as_text(turns, tools), True)
+
 
 class PlainChat:
     """Roles are words at the start of a line."""
@@ -93,6 +107,9 @@ class PlainChat:
                 raise ArgumentError(f"messages[{index}].role", message["role"], "a word")
         turns = [f"{message['role']}: {self._indented(message['content'])}\n" for message in messages]
         return ["".join(turns) + ("assistant:" if add_generation_prompt else "")]
+
+    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+        return self.segments(with_tools_as_text(turns, tools), True)
 
     @staticmethod
     def _indented(content: str) -> str:
@@ -120,10 +137,18 @@ class TemplateChat:
         self._start_of_special = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        check_messages(messages)
-        mark = self._unused_mark(messages)
+        return self._segments(messages, (), add_generation_prompt)
+
+    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+        return self._segments(turns, tools, True)
+
+    def _segments(
+        self, turns: Sequence[Turn], tools: Sequence[Tool], add_generation_prompt: bool
+    ) -> list[Segment]:
+        check_messages(turns)
+        mark = _unused_mark((*turns, *tools))
         rendered = self._render(
-            [self._disarmed(message, mark) for message in messages], add_generation_prompt
+            self._disarmed(list(turns), mark), self._disarmed(list(tools), mark), add_generation_prompt
         )
         rearm = re.compile(f"{mark}([0-9]+){mark}")
         found: list[Segment] = []
@@ -134,31 +159,68 @@ class TemplateChat:
                 found.append(rearm.sub(lambda escaped: chr(int(escaped[1])), part))
         return found
 
-    @staticmethod
-    def _unused_mark(messages: Sequence[Message]) -> str:
-        """Return a run of U+FDD0, a code point that no text uses. It is longer than any such run in the messages."""
-        runs = (
-            run for message in messages for value in message.values() for run in re.findall("\ufdd0+", value)
-        )
-        return "\ufdd0" * (1 + max(map(len, runs), default=0))
+    def _disarmed(self, value: Any, mark: str) -> Any:
+        """Return a JSON value, with the first character of every special string in it written as a number."""
+        if isinstance(value, str):
+            return self._start_of_special.sub(lambda start: f"{mark}{ord(start[1])}{mark}", value)
+        if isinstance(value, Mapping):
+            return {self._disarmed(name, mark): self._disarmed(each, mark) for name, each in value.items()}
+        return [self._disarmed(each, mark) for each in value] if isinstance(value, list | tuple) else value
 
-    def _disarmed(self, message: Message, mark: str) -> dict[str, str]:
-        """Return the message, with the first character of every special string in it written as a number."""
-        return {
-            field: self._start_of_special.sub(lambda start: f"{mark}{ord(start[1])}{mark}", value)
-            for field, value in message.items()
-        }
-
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> str:
         import jinja2
 
         try:
             return self._template.render(
-                **self._variables, messages=messages, add_generation_prompt=add_generation_prompt
+                **self._variables,
+                messages=turns,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            roles = [message["role"] for message in messages]
+            roles = [turn["role"] for turn in turns]
             raise ArgumentError("messages", roles, f"roles that the chat template allows: {error}") from error
+
+
+def _unused_mark(value: object) -> str:
+    """Return a run of U+FDD0, a code point that no text uses. It is longer than any such run in a JSON value."""
+    return "\ufdd0" * (1 + _longest_mark(value))
+
+
+def _longest_mark(value: object) -> int:
+    if isinstance(value, str):
+        return max(map(len, re.findall("\ufdd0+", value)), default=0)
+    parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+    return max(map(_longest_mark, parts), default=0) if isinstance(parts, list | tuple) else 0
+
+
+def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
+    """Return messages of system, user and assistant alone, for a model whose chat has no form for tools.
+
+    Tools are listed in the system message. Calls and results are written between tags, as the models of the Hermes
+    family and Qwen do; results are the user's.
+    """
+    messages = [_turn_as_text(turn) for turn in turns]
+    if not tools:
+        return messages
+    listed = "\n".join(_to_json(tool) for tool in tools)
+    text = f"{_TOOLS_BEGIN}\n<tools>\n{listed}\n</tools>\n{_TOOLS_END}"
+    if messages and messages[0]["role"] == "system":
+        first = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _turn_as_text(turn: Turn) -> Message:
+    if turn["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
+    calls = [
+        f"<tool_call>\n{_to_json(call['function'])}\n</tool_call>" for call in turn.get("tool_calls") or ()
+    ]
+    content = "\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls])
+    return {"role": turn["role"], "content": content}
 
 
 def common_segments(

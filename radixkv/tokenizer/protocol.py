@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from radixkv.errors import ArgumentError
 
@@ -26,6 +26,14 @@ END_PIECE = "<|end|>"
 
 Message = Mapping[str, str]
 """A message of a conversation: ``{"role": …, "content": …}``."""
+
+
+Turn = Mapping[str, Any]
+"""A message that may have ``tool_calls`` (each ``{"id", "type", "function": {"name", "arguments": {…}}}``), a
+``tool_call_id`` or a ``name``: the form that chat templates take."""
+
+Tool = Mapping[str, Any]
+"""A tool that the model may call: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
 
 class Tokenizer(Protocol):
@@ -71,6 +79,13 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[int]:
+        """Return the ids of a conversation with tools, and of the opening of the assistant's answer.
+
+        Without tools and calls it is ``encode_messages(turns, True)``. Raises ArgumentError as that does.
+        """
+        ...
+
     def stable_prefix(self, text: str) -> tuple[list[int], int]:
         """``(ids, left_out)``: the ids up to the text's last stable boundary, and how many tokens follow them.
 
@@ -107,7 +122,7 @@ def check_text(text: str) -> str:
     return text
 
 
-def check_messages(messages: Sequence[Message], roles: Iterable[str] | None = None) -> None:
+def check_messages(messages: Sequence[Turn], roles: Iterable[str] | None = None) -> None:
     """Raise ArgumentError unless each message has a role (one of ``roles``, if given) and a content."""
     if not messages:
         raise ArgumentError("messages", list(messages), "at least one message")

@@ -36,6 +36,7 @@ PLACES = {"epoch", "address"}
 TEXT = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
 IDS = list(range(40, 200))
 USAGE = {"include_usage": True}
+CHAT = {"messages": [{"role": "user", "content": TEXT}]}
 
 Ask = Callable[..., httpx.Response]
 
@@ -56,6 +57,8 @@ def scene(ask: Ask) -> None:
             "/v1/completions",
             {"prompt": IDS, **greedy, "stream": True, "n": 2, "stream_options": USAGE},
         )
+        ask("POST", "/v1/chat/completions", {**CHAT, **greedy, "n": 2})
+        ask("POST", "/v1/chat/completions", {**CHAT, **greedy, "stream": True, "stream_options": USAGE})
         ask("POST", "/v1/route", {"prompt": TEXT, "predict": False})
         ask("POST", "/v1/route", {"prompt": TEXT, "cost": "lmetric"})
         ask("GET", "/v1/stats")
@@ -89,6 +92,11 @@ def scene(ask: Ask) -> None:
         "/v1/bases",
         "/healthz",
         "/readyz",
+        "/health",
+        "/version",
+        "/v1/models",
+        "/v1/models/radixkv-demo",
+        "/v1/models/theirs",
         "/openapi.json",
         "/nowhere",
     ):
@@ -116,6 +124,7 @@ def disturb(live: Running, number: int) -> None:
     globex.post("/v1/warm", json={"token_ids": IDS[number % 30 :], "wait": False})
     globex.post("/v1/completions", json={**body, "prompt": [*IDS, number], "salt": str(number)})
     globex.post("/v1/completions", json={"prompt": "x", "bad": number})
+    globex.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2, "n": 1 + number % 3})
     if number % 7 == 6:
         globex.delete("/v1/cache", params={"salt": str(number)})
     if number % 9 == 8:
@@ -179,7 +188,7 @@ def observed(
 
 
 def headers(answer: httpx.Response) -> dict[str, str]:
-    return {name: text for name, text in answer.headers.items() if name not in ("date", "content-length")}
+    return {name: text for name, text in answer.headers.items() if name not in NO_FACTS}
 
 
 def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
@@ -188,6 +197,19 @@ def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
     if answer.url.path == "/openapi.json":
         return answer.json()  # its examples are no handles
     return plain(answer.json(), handles) if answer.content else None
+
+
+ROLE = {"role": "assistant", "refusal": None}
+"""The first delta of a chat, without its text."""
+MODEL = "radixkv-demo"
+STREAMED = ("text_completion", "chat.completion.chunk")
+NO_FACTS = ("date", "content-length", "x-request-id")
+"""Headers that are random, or depend on time or on the length of random values."""
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Take the text off a choice of a completion or of a chat."""
+    return str(choice.pop("text") if "text" in choice else choice["delta"].pop("content", ""))
 
 
 def events(text: str, handles: dict[str, list[str]]) -> Any:
@@ -206,10 +228,11 @@ def events(text: str, handles: dict[str, list[str]]) -> Any:
         each = plain(each, handles)
         choices = each.pop("choices")
         for choice in choices:
-            said[choice["index"]] = said.get(choice["index"], "") + choice.pop("text")
+            said[choice["index"]] = said.get(choice["index"], "") + text_of(choice)
         if choices and all(choice["finish_reason"] is None for choice in choices):
             assert each.pop("usage", None) is None
-            assert each == {"object": "text_completion", "model": "radixkv-demo"}
+            assert each in [{"object": kind, "model": "radixkv-demo"} for kind in STREAMED]
+            assert all(choice.pop("delta", {}) in ({}, ROLE) for choice in choices)
             assert all(set(choice) == {"index", "logprobs", "finish_reason"} for choice in choices)
             assert all(choice["logprobs"] is None for choice in choices)
             continue
@@ -266,13 +289,13 @@ def test_handles_are_random_and_count_nothing(worlds: Any) -> None:
         assert len(handles["job"]) >= 4 and len(handles["id"]) >= 8
         for names, pattern in (
             (handles["job"], r"[A-Za-z0-9_-]{32}"),
-            (handles["id"], r"cmpl-[0-9a-f]{24}"),
+            ([name for name in handles["id"] if name != MODEL], r"(chat)?cmpl-[0-9a-f]{24}"),
         ):
             assert all(re.fullmatch(pattern, name) for name in names)
-            drawn = [name.removeprefix("cmpl-") for name in names]
+            drawn = [name.removeprefix("chat").removeprefix("cmpl-") for name in names]
             assert len({name[:8] for name in drawn}) == len({name[-8:] for name in drawn}) == len(set(names))
     shared = set(worlds[0][2]["id"]) & set(worlds[1][2]["id"])
-    assert not shared, "another process uses other ids for the same requests"
+    assert shared <= {MODEL}, "another process uses other ids for the same requests"
 
 
 def test_no_reply_names_a_block(worlds: Any) -> None:

@@ -74,12 +74,16 @@ async def completions(call: Call[Service]) -> Response:
     A stream begins with the first token, so a refusal is still an HTTP status. A later error is an event of the stream.
     """
     reading = await call.read(CompletionRequest)
-    body, prompts = reading.body, reading.prompts
-    _check_options(body, call.host.model_name)
-    _check_abilities(body, call.host.engine.abilities)
-    _check_room(body, prompts, call.host.engine.limits)
-    run = Run(call, body, prompts)
-    return await (run.streamed() if body.stream else run.whole())
+    check(call.host, reading.body, reading.prompts)
+    run = Run(call, reading.body, reading.prompts)
+    return await (run.streamed() if reading.body.stream else run.whole())
+
+
+def check(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    """Refuse what this service can't complete. Raises ApiError 404 (model) or 422."""
+    _check_options(body, service.model_name)
+    _check_abilities(body, service.engine.abilities)
+    _check_room(body, prompts, service.engine.limits)
 
 
 class EventStream(StreamingResponse):
@@ -214,9 +218,8 @@ class Run:
 
     async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
         try:
-            if self.body.echo:
-                echoes = [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
-                yield await self._written(lambda: self._chunk(echoes, kind=LongJson))
+            for each in await self._first_events():
+                yield each
             while not work.future.done():
                 progress.taken()
                 work.resume()
@@ -225,10 +228,19 @@ class Run:
                 await self._next(progress)
             generation = await finished(work)
             self._count(generation)
-            for event in self._last_events(generation):
-                yield event
+            for each in self._last_events(generation):
+                yield each
         except Exception as error:  # noqa: BLE001 too late for a status: the stream reports it
-            yield _event({"error": self.service.failures.answer(error).body})
+            yield self._error_event(self.service.failures.answer(error))
+
+    async def _first_events(self) -> list[bytes]:
+        if not self.body.echo:
+            return []
+        echoes = [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
+        return [await self._written(lambda: self._chunk(echoes, kind=LongJson))]
+
+    def _error_event(self, error: ApiError) -> bytes:
+        return event({"error": error.body})
 
     async def _next(self, progress: Progress) -> None:
         """Wait for a step. Raises ApiError when the answer's time is over."""
@@ -245,7 +257,7 @@ class Run:
         usage = self._usage(generation)
         events = [self._chunk(choices, timings=None if with_usage else timings)]
         if with_usage:
-            events.append(_event(self._reply([], usage, timings).model_dump()))
+            events.append(event(self._reply([], usage, timings).model_dump()))
         return [*events, b"data: [DONE]\n\n"]
 
     def _submit(self) -> Work[Generation]:
@@ -393,10 +405,11 @@ class Run:
         if timings is None:
             unset |= {"timings"}
         usage = self._usage_so_far() if options.continuous_usage_stats else None
-        return _event(self._reply(choices, usage, timings).model_dump(exclude=unset), kind)
+        return event(self._reply(choices, usage, timings).model_dump(exclude=unset), kind)
 
 
-def _event(document: dict[str, Any], kind: type[Json] = Json) -> bytes:
+def event(document: dict[str, Any], kind: type[Json] = Json) -> bytes:
+    """Return a server-sent event. JSON has no newline, so no text can begin another event."""
     return b"data: " + bytes(kind(document).body) + b"\n"
 
 
@@ -458,7 +471,8 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: Engi
     longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
         reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
-        raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
+        allowed = f"prompt and max_tokens within {limit} tokens"
+        raise refused("max_tokens", body.max_tokens, reason, allowed, is_too_long=True)
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
     shared = sum(prompt.num_tokens // limits.block_size for prompt in prompts)
     tails = [prompt.num_tokens % limits.block_size + body.max_tokens for prompt in prompts]

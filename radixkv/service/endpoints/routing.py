@@ -135,6 +135,11 @@ async def healthz(call: Call[Host]) -> Response:
     return _health(call, "unhealthy", call.host.sickness())
 
 
+async def health(call: Call[Host]) -> Response:
+    """Answer as `/healthz` does: the path that other servers have."""
+    return await healthz(call)
+
+
 async def readyz(call: Call[Host]) -> Response:
     """Answer 200 if requests may be sent to this process."""
     return _health(call, "not_ready", call.host.unreadiness())
@@ -173,6 +178,14 @@ ENDPOINTS = (
         "/healthz",
         healthz,
         "Check health",
+        "anyone",
+        {200: HealthReply, 503: HealthReply},
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        health,
+        "Check health, at the usual path",
         "anyone",
         {200: HealthReply, 503: HealthReply},
     ),

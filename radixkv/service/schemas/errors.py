@@ -24,6 +24,23 @@ class ErrorDetail(ReplyBody):
     docs_url: str = Field(description="path on this service: the meaning of the type, and what to do")
 
 
+class OpenAIErrorDetail(ReplyBody):
+    """What was wrong, in OpenAI's form."""
+
+    message: str
+    type: str = Field(description="invalid_request_error, rate_limit_error, server_error and the like")
+    param: str | None = Field(description="the field that was wrong; null: no single field")
+    code: str = Field(
+        description="such as context_length_exceeded or model_not_found; else a type of /docs/errors"
+    )
+
+
+class OpenAIErrorReply(ReplyBody):
+    """The body of every answer of an OpenAI endpoint that is not a success."""
+
+    error: OpenAIErrorDetail
+
+
 class ErrorReply(ReplyBody):
     """The body of every answer that is not a success."""
 

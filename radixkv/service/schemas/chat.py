@@ -1,0 +1,275 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas.completions import (
+    MAX_CHOICES,
+    CompletionRequest,
+    Hints,
+    Stop,
+    StreamOptions,
+    Timings,
+    TopK,
+)
+from radixkv.service.schemas.conversations import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    MAX_TURNS,
+    CallId,
+    Content,
+    ConversationBody,
+    JsonObject,
+    ToolName,
+    text_of,
+)
+from radixkv.service.schemas.prompts import Adapter
+
+DEFAULT_MAX_TOKENS = 4096
+"""Most tokens of an answer if the request doesn't say, within the model's length."""
+
+
+def _is_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("value_error", "a JSON object as text")
+    return text
+
+
+class CalledFunction(RequestBody):
+    """The function of a call, with its arguments as the text of a JSON object."""
+
+    name: ToolName
+    arguments: Annotated[str, AfterValidator(_is_object), WithJsonSchema({"type": "string"})]
+
+
+class Call(RequestBody):
+    """A call that the assistant made."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(RequestBody):
+    """One message. ``developer`` is another name of ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(None, description="text, or parts that are text")
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: CallId | None = None
+    refusal: Annotated[Any, Neutral()] = None
+    audio: Annotated[Any, Neutral()] = None
+    function_call: Annotated[Any, Neutral()] = None
+    annotations: Annotated[Any, Neutral([])] = None
+
+    def turn(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates take."""
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": text_of(self.content)}
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.loads(call.function.arguments or "{}"),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+class FunctionSpec(RequestBody):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
+    strict: Annotated[Any, Neutral(False)] = None
+
+
+class ToolSpec(RequestBody):
+    """A tool. Only functions are served."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ChatRequest(ConversationBody):
+    """OpenAI's chat request with OpenAI's defaults, and salt, adapter, hints, top_k and ignore_eos.
+
+    ``model``, ``user``, ``safety_identifier`` and ``name`` change no answer. ``prompt_cache_key`` names a session for
+    the eviction policy: it separates nothing, since the tenant and the salt do.
+    """
+
+    without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None}
+    other_names: ClassVar[Mapping[str, str]] = {
+        **ConversationBody.other_names,
+        "max_completion_tokens": "max_tokens",
+    }
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="name of the served model; null: that model"
+    )
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
+        description="the conversation; the model's chat template makes its text"
+    )
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none"] | None = Field(
+        None, description="none: the tools aren't shown to the model; no call can be forced"
+    )
+    adapter: Adapter | None = None
+    hints: Hints | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="another name of max_tokens"
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description=f"most tokens of an answer; null: {DEFAULT_MAX_TOKENS}, or what the model's length leaves",
+    )
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: TopK | None = Field(None, description="-1: all tokens, as if left out")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens")
+    stop: Stop | None = Field(None, description="the answer ends before the first of these texts")
+    stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="name of a session, for the eviction policy; separates nothing"
+    )
+    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
+    safety_identifier: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="changes nothing"
+    )
+    prompt_cache_retention: Annotated[Any, Neutral("in_memory")] = None
+    prompt_cache_options: Annotated[Any, Neutral({"mode": "implicit"})] = None
+    logprobs: Annotated[Any, Neutral(False)] = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
+    logit_bias: Annotated[Any, Neutral({})] = None
+    presence_penalty: Annotated[Any, Neutral(0)] = None
+    frequency_penalty: Annotated[Any, Neutral(0)] = None
+    response_format: Annotated[Any, Neutral({"type": "text"})] = None
+    parallel_tool_calls: Annotated[Any, Neutral(True)] = None
+    modalities: Annotated[Any, Neutral(["text"])] = None
+    audio: Annotated[Any, Neutral()] = None
+    prediction: Annotated[Any, Neutral()] = None
+    moderation: Annotated[Any, Neutral()] = None
+    functions: Annotated[Any, Neutral([])] = None
+    function_call: Annotated[Any, Neutral("none")] = None
+    web_search_options: Annotated[Any, Neutral()] = None
+    reasoning_effort: Annotated[Any, Neutral("none")] = None
+    verbosity: Annotated[Any, Neutral("medium")] = None
+    metadata: Annotated[Any, Neutral({})] = None
+    store: Annotated[Any, Neutral(False)] = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the messages in the form that chat templates take."""
+        return [message.turn() for message in self.messages]
+
+    def tool_specs(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def order(self, max_tokens: int) -> CompletionRequest:
+        """Return what to generate. ``max_tokens``: the most tokens if the request doesn't say."""
+        hints = self.hints
+        if hints is None and self.prompt_cache_key is not None:
+            hints = Hints(labels={"session": self.prompt_cache_key})
+        fields: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                "model", "salt", "adapter", "n", "temperature", "top_p", "top_k", "seed", "stop", "stream",
+                "ignore_eos",
+            )
+        }  # fmt: skip
+        return CompletionRequest.model_validate(
+            {
+                **fields,
+                "prompt": "-",
+                "hints": hints,
+                "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
+                "stream_options": self.stream_options,
+            }
+        )
+
+
+class FunctionReply(ReplyBody):
+    """The function of a call."""
+
+    name: str
+    arguments: str = Field(description="the text of a JSON object")
+
+
+class CallReply(ReplyBody):
+    """A call of the model. In a stream it comes as a whole."""
+
+    index: int | None = Field(None, description="number of the call; only in a stream")
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionReply
+
+
+class AnswerMessage(ReplyBody):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[CallReply] | None = None
+
+
+class ChatChoice(ReplyBody):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatPromptDetails(ReplyBody):
+    """Tokens of the prompt that were read from the cache."""
+
+    cached_tokens: int
+
+
+class ChatUsage(ReplyBody):
+    """Tokens of the prompt and of the answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: ChatPromptDetails
+
+
+class ChatReply(ReplyBody):
+    """OpenAI's chat completion, with timings."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage
+    timings: Timings
