@@ -14,7 +14,7 @@ and by maintenance.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
 from radixkv.clock import monotonic
 from radixkv.errors import AnnouncementLimitExceeded, ArgumentError
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from radixkv.config import Namespace
     from radixkv_policies import RequestHints
-
-DEFAULT_TTL_S: Final = 600.0
-"""Seconds for which a prompt is announced, if the caller gives none."""
 
 
 class Announcement(Claim):

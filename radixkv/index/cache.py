@@ -48,7 +48,7 @@ from radixkv.index import (
     tenant_settings,
 )
 from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_done, step_failed
-from radixkv.index.announcements import DEFAULT_TTL_S, Announcement
+from radixkv.index.announcements import Announcement
 from radixkv.index.bases import Publication
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
@@ -196,7 +196,7 @@ class PrefixCache(CacheState):
     # --- requests that wait
 
     def announce(
-        self, namespace: Namespace, ids: TokenIds, hints: Hints = None, *, ttl_s: Any = DEFAULT_TTL_S
+        self, namespace: Namespace, ids: TokenIds, hints: Hints = None, *, ttl_s: Any = 600.0
     ) -> Announcement:
         """Tell the cache of a request that waits. Its prompt is not protected, and nothing is promised.
 

@@ -155,9 +155,12 @@ class CheckedCache(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         if sys.exc_info()[0] is not None:  # the example failed, or was cut off
-            for fence, _, _ in self.fenced:
+            leases = (each.lease for each in self.held if each.lease is not None)
+            sequences = (run.sequence for run in (*self.runs, *self.away))
+            lifts = (fence.lift for fence, _, _ in self.fenced)
+            for end in (*(each.release for each in (*sequences, *leases)), *lifts):
                 with suppress(Exception):  # the failure that is known matters more
-                    fence.lift()
+                    end()
             return
         for run in (*self.runs, *self.away):
             run.sequence.release()
