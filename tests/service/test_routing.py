@@ -229,6 +229,7 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
         "/v1/route",
         "/v1/replicas",
         "/metrics",
+        "/health",
         "/healthz",
         "/readyz",
         "/openapi.json",

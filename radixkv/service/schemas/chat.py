@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
@@ -18,6 +18,7 @@ from radixkv.service.schemas.completions import (
     StreamOptions,
     Timings,
     TopK,
+    answered,
 )
 from radixkv.service.schemas.conversations import (
     MAX_CALLS,
@@ -116,6 +117,7 @@ class ChatRequest(ConversationBody):
     the eviction policy: it separates nothing, since the tenant and the salt do.
     """
 
+    model_config = ConfigDict(json_schema_extra=answered)
     without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None}
     other_names: ClassVar[Mapping[str, str]] = {
         **ConversationBody.other_names,

@@ -139,9 +139,7 @@ class Hints(RequestBody):
 
 def related(schema: dict[str, Any]) -> None:
     """Add to the JSON schema which fields may occur together."""
-    null = {"type": "null"}
     unset = {"enum": [False, None]}
-    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
     beams = {"use_beam_search": {"const": True}, "stream": unset, "temperature": {"enum": [0, None]}}
     beams |= {"top_p": {"enum": [1, None]}, "top_k": {"enum": [-1, None]}}
     drawn = [{"properties": {"use_beam_search": unset, **each}} for each in _choices({"const": 1})]
@@ -149,11 +147,17 @@ def related(schema: dict[str, Any]) -> None:
         {"required": ["use_beam_search"], "properties": {**beams, **each}}
         for each in _choices({"minimum": 1})
     ]
+    answered(schema)
+    schema["allOf"].append({"anyOf": [*drawn, *searched]})
+
+
+def answered(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema what holds for every request of an answer: one of two names, options for streams only."""
+    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
     schema["allOf"] = [
         either("cache_salt", "salt"),
         either("max_completion_tokens", "max_tokens"),
-        {"anyOf": [{"properties": {"stream_options": null}}, streamed]},
-        {"anyOf": [*drawn, *searched]},
+        {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, streamed]},
     ]
 
 
