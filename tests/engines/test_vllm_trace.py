@@ -11,6 +11,7 @@ import pytest
 from radixkv import audit
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.vllm_cache import Copied, VllmCache
+from radixkv.index.announcements import Announcement
 from tests.engines.sglang_trace import TRACES, read
 from tests.engines.test_vllm import model as model
 from tests.engines.vllm_trace import (
@@ -36,6 +37,7 @@ class Replay:
         self.ids: list[list[int]] = []
         self.requests: list[tuple[list[int], RequestFacts]] = []
         self.copies: list[Copied] = []
+        self.announcements: list[Announcement] = []
         self.counts: Counter[str] = Counter()
 
     def make(self, name: str, *given: Any) -> None:
@@ -52,6 +54,8 @@ class Replay:
             self.requests[given[0]][0].extend(given[1])
         elif name == "lift":
             self.copies[given[0]].lift()
+        elif name == "withdraw":
+            self.announcements[given[0]].withdraw()
         else:
             self.call(name, *given)
 
@@ -62,7 +66,7 @@ class Replay:
         if request is not None:
             ids, facts = self.requests[request]
             first["request_id"] = str(request)
-            if name in ("lookup", "allocate", "fits_its_tenant"):
+            if name in ("lookup", "allocate", "fits_its_tenant", "announce"):
                 first |= {"facts": facts, "ids": ids}
             elif name in ("goes_on", "commit"):
                 first["ids"] = ids
@@ -70,6 +74,10 @@ class Replay:
         if name == "take_copies":
             self.copies += [hold for *_, hold in found]
             found = [(source, target) for source, target, _ in found]
+        if name == "announce":
+            tenant, announcement, missing = found
+            self.announcements += [] if announcement is None else [announcement]
+            found = tenant, announcement is not None, missing
         assert plain(found) == answer, (name, request, arguments)
         if name == "lookup":
             self.counts["found tokens"] += answer[1]
@@ -85,6 +93,7 @@ def test_a_recorded_scheduler_gets_the_same_answers(name: str) -> None:
     for call in calls:
         replay.make(*call)
     counts, stats = replay.counts, replay.cache.cache.stats()
+    assert counts["announce"] >= counts["withdraw"] > 0
     assert counts["request"] == 48 and counts["found tokens"] > 20_000
     assert counts["noted steps"] > counts["allocate"] > counts["request"]
     assert counts["release"] >= counts["request"] and counts["refusals"] > 0
@@ -94,7 +103,7 @@ def test_a_recorded_scheduler_gets_the_same_answers(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_recording_is_of_this_shell(name: str) -> None:
-    """The calls in ``radixkv/engines/vllm.py``, and the parameters of vLLM's methods that it replaces."""
+    """The calls in ``vllm.py`` and ``vllm_queue.py``, and the parameters of the methods of vLLM that are replaced."""
     about = next(read(TRACES / f"{name}.jsonl.gz"))
     assert about["vllm"].startswith("0.32.0") and about["calls"] == shell_calls(), RECORD_AGAIN
     signatures, methods = about["signatures"], shell_methods()

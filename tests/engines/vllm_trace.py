@@ -9,6 +9,7 @@ A trace is a gzip file of JSON lines. The first is about the run: settings of th
     ["request", ids, facts]             a request; they have numbers, in this order
     ["more", request, ids]              further ids of a request
     ["lift", copy]                      a copy's source may be evicted again; copies have numbers
+    ["withdraw", announcement]          an announcement ends; they have numbers
     [name, request, arguments, answer]  a method of VllmCache; request: its number, or null
 """
 
@@ -27,9 +28,10 @@ from typing import Any
 from radixkv.engines.vllm_cache import VllmCache
 from tests.engines.sglang_trace import TRACES, _Log
 
-SHELL = Path(__file__).parents[2] / "radixkv" / "engines" / "vllm.py"
+ENGINES = Path(__file__).parents[2] / "radixkv" / "engines"
 RECORDED = (
     "allocate",
+    "announce",
     "begin_step",
     "blocks",
     "commit",
@@ -56,15 +58,15 @@ RUNS = {
 }
 
 
-def shell_tree() -> ast.Module:
-    """The source of the shell, which decides which calls there are."""
-    return ast.parse(SHELL.read_text())
+def shell_tree(*names: str) -> ast.Module:
+    """The sources of the shell, which decide which calls there are."""
+    return ast.parse("\n".join((ENGINES / f"{name}.py").read_text() for name in names))
 
 
 def shell_calls() -> list[str]:
     """The calls of a VllmCache in the shell: names, number of positional arguments, names of the others."""
     found = set()
-    for node in ast.walk(shell_tree()):
+    for node in ast.walk(shell_tree("vllm_queue", "vllm")):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of = node.func.value
             owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
@@ -77,7 +79,9 @@ def shell_calls() -> list[str]:
 def shell_methods() -> dict[str, list[str]]:
     """The public methods of the shell's manager, with the names of their parameters."""
     (manager,) = (
-        node for node in shell_tree().body if isinstance(node, ast.ClassDef) and node.name == "RadixManager"
+        node
+        for node in shell_tree("vllm").body
+        if isinstance(node, ast.ClassDef) and node.name == "RadixManager"
     )
     return {
         node.name: [each.arg for each in node.args.args[1:]]
@@ -129,6 +133,8 @@ class Recorded(VllmCache):
         self._log = _Log(Path(os.environ["RADIXKV_TRACE"]), {**about, **size, **settings})
         self._numbers: dict[str, int] = {}
         self._told: list[int] = []
+        self._announcements: dict[Any, int] = {}
+        self._num_announced = 0
         self._is_inside = False
 
     def called(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -151,8 +157,20 @@ class Recorded(VllmCache):
         if name == "take_copies":
             log.write([name, None, {}, [[source, target] for source, target, _ in answer]])
             return [(a, b, _Hold(log, log.returned(), hold)) for a, b, hold in answer]
+        if name == "announce":
+            tenant, announcement, missing = answer
+            if announcement is not None:
+                self._announcements[announcement] = self._num_announced
+                self._num_announced += 1
+            log.write([name, request, arguments, [tenant, announcement is not None, missing]])
+            return answer
         log.write([name, request, arguments, plain(answer)])
         return answer
+
+    def withdraws(self, announcement: Any) -> None:
+        """Write that an announcement ends."""
+        if self._log is not None and announcement is not None:
+            self._log.write(["withdraw", self._announcements.pop(announcement)])
 
     def _read(self, arguments: dict[str, Any]) -> int | None:
         """Write what is new of the request in a call's arguments, and take it out of them. Returns its number."""
@@ -187,8 +205,16 @@ for _name in RECORDED:
 def register() -> None:
     """Have a vLLM in this process record."""
     from radixkv.engines import vllm as shell
+    from radixkv.engines.vllm_queue import RadixQueue
+
+    withdraw = RadixQueue._withdraw
+
+    def withdrawing(queue: Any, handle: Any) -> None:
+        queue._cache.withdraws(queue._announced.get(handle))
+        withdraw(queue, handle)
 
     shell.VllmCache = Recorded  # type: ignore[misc]
+    RadixQueue._withdraw = withdrawing  # type: ignore[method-assign]
 
 
 def main() -> None:
