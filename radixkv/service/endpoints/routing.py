@@ -185,7 +185,7 @@ ENDPOINTS = (
         "GET",
         "/health",
         health,
-        "Check health, at the usual path",
+        "Answer as /healthz does, at the usual path",
         "anyone",
         {200: HealthReply, 503: HealthReply},
     ),
