@@ -204,4 +204,5 @@ def test_chats_over_http(model: str, tmp_path: Path, blocks: int) -> None:
     print(blocks, "blocks; cached tokens at once: stock", cached[0], "radixkv", cached[1])
     print("preempted: stock", stock["preempted"], "radixkv", ours["preempted"])
     assert sum(cached[1]) >= sum(cached[0])
-    assert (ours["preempted"] > 0) == (blocks == 150)
+    # In the order of vLLM's own queue seven are preempted; in radixkv's, prompts that share blocks run together.
+    assert (stock["preempted"] > 0) == (blocks == 150) and ours["preempted"] <= stock["preempted"]
