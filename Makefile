@@ -18,7 +18,8 @@ VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 3)
+CORES = $(shell getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell expr $(CORES) + 3)
 PROGRESS_S ?= 30
 LIVES ?= 2000
 SECONDS ?= 60
@@ -42,7 +43,7 @@ help:
 	  'make test-all      test, test-pure, lives, docs, test-browser, faults: what .ci/run runs after lint' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
 	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
-	  'make engines       install vLLM and SGLang for CPUs (7 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
+	  'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
@@ -66,7 +67,8 @@ test: compile
 
 test-all: test test-pure lives docs test-browser faults
 
-# If nothing is compiled, `make test` runs them already.
+# If nothing is compiled, `make test` runs them already. They never wait, so there is a worker for each core.
+test-pure: WORKERS = $(CORES)
 test-pure: compile
 	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) -m pure $(PYTEST)
 
@@ -88,8 +90,9 @@ test-gpu: $(VENV)/.installed-dev
 
 # Engines pin their own torch, so each gets an environment of its own. Without a GPU, vLLM's torchvision can't be
 # imported, and SGLang's kernels can't be installed: it comes without its dependencies, which are listed instead.
-engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed compile
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed $(ENGINES)/clients/.installed $(ENGINES)/guidellm/.installed compile
 	@RADIXKV_VLLM=$(ENGINES)/vllm/bin/python RADIXKV_SGLANG=$(ENGINES)/sglang/bin/python \
+	  RADIXKV_CLIENTS=$(ENGINES)/clients/bin/python RADIXKV_GUIDELLM=$(ENGINES)/guidellm/bin/python \
 	  $(VENV)/bin/python -m pytest -m engines tests/engines tests/examples $(PYTEST)
 
 $(ENGINES)/vllm/.installed: tests/engines/vllm_requirements.txt
@@ -100,6 +103,10 @@ $(ENGINES)/vllm/.installed: tests/engines/vllm_requirements.txt
 $(ENGINES)/sglang/.installed: tests/engines/sglang_requirements.txt
 	@$(call install_engine,sglang)
 	@$(ENGINES)/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps sglang==0.5.23
+	@touch $@
+
+$(ENGINES)/clients/.installed $(ENGINES)/guidellm/.installed: $(ENGINES)/%/.installed: tests/engines/%_requirements.txt
+	@$(call install_engine,$*)
 	@touch $@
 
 fuzz: $(VENV)/.installed-dev
@@ -127,7 +134,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist site radixkv/index/_native radixkv/coordination/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist site radixkv/index/_native radixkv/coordination/_native radixkv/engines/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `dev` includes `all`, so installing `dev` also marks `all` as installed.

@@ -1,4 +1,6 @@
-"""Compiles index, policies and publisher with mypyc, for wheels and editable installs; see ``radixkv/_compiled.py``.
+"""Compiles index, policies, publisher and engines' caches with mypyc, for wheels and editable installs.
+
+``radixkv/_compiled.py`` chooses the build.
 
     RADIXKV_COMPILE   unset: compile if possible, otherwise leave the pure build and print the reason in a line
                       1: fail if compiling isn't possible     0: don't compile

@@ -6,6 +6,7 @@ git, so they can't differ from the code.
     reference/api/*.md       directives for mkdocstrings, one for each name in ``__all__`` of a public package
     reference/http.md        the OpenAPI document of the service
     reference/commands.md    the commands of click
+    reference/settings.md    the settings of `radixkv serve` and `radixkv route`
     reference/metrics.md     the registries that ``/metrics`` exports
     reference/errors.md      ``radixkv/errors.py``, and the types of errors over HTTP
     recipes/examples.md      the files of ``examples/``
@@ -23,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +49,7 @@ def pages() -> dict[str, str]:
     return made | {
         "reference/http.md": http(),
         "reference/commands.md": commands(),
+        "reference/settings.md": settings(),
         "reference/metrics.md": metrics(),
         "reference/errors.md": errors(),
         EXAMPLES: examples(),
@@ -454,6 +457,33 @@ def _option_text(context: Any, option: Any, text: str) -> str:
     return _escaped(text)
 
 
+# --- settings
+
+
+def settings() -> str:
+    """Return the reference of the settings."""
+    from radixkv.configuration.definitions import COMMANDS
+
+    lines = [
+        "# Settings reference\n",
+        "Made from `radixkv/configuration/definitions.py`. A setting is an option (`--port`), an environment "
+        "variable (`RADIXKV_PORT`) and a key of the YAML file of `--config` (`port: 8400`). An option wins over the "
+        "environment, the environment over the file. `radixkv config show` prints what is in force. SIGHUP changes "
+        "settings marked *SIGHUP* in a running process that has a file or a certificate; others need a restart.\n",
+    ]
+    for command, found in COMMANDS.items():
+        lines.append(f"## radixkv {command} {{#{command}}}\n")
+        rows = []
+        for setting in found.values():
+            default = f"`{setting.default}`" if setting.default is not None else _escaped(setting.unset)
+            changes = "SIGHUP" if setting.reloads else "restart"
+            rows.append(
+                (f"`{setting.name}`", f"{_escaped(setting.text)}<br>{setting.allowed}", default, changes)
+            )
+        lines.append(_table(("setting", "meaning, allowed values", "default", "changes at"), rows))
+    return "\n".join(lines)
+
+
 # --- metrics
 
 
@@ -482,7 +512,8 @@ def families() -> dict[str, list[Family]]:
     # Their levels are functions of the process that are called at a scrape only, and here never.
     serve_levels = [(name, text, float) for name, text, _ in Service._levels(cast(Any, None))]
     route_levels = [(name, text, float) for name, text, _ in RouterHost._levels(cast(Any, None))]
-    serve = Metrics(cache, lambda: ["acme"], alone, serve_levels)
+    engine: Any = SimpleNamespace(cache=cache, preemptions=lambda: {("acme", "pool"): 1})
+    serve = Metrics(engine, lambda: ["acme"], alone, serve_levels)
     serve.read_cache()
     serve.completed("acme", prompt=2, cached=1, generated=1, first_token_s=0.1)
     route = RequestMetrics(route_levels)

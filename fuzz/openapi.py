@@ -31,6 +31,10 @@ CHECKS = ",".join(
     ]
 )
 KEYS = {"tenant": next(iter(DEMO_KEYS.values())), "operator": DEMO_OPERATOR_KEY, "anonymous": None}
+NUM_BLOCKS = 2_048
+"""More than the pins of a demo tenant and the longest prompt together: 503 for lack of room is a failure."""
+MOST_SHOWN = 400
+"""Characters of a line of the report: bodies may be long."""
 SHARES = {"tenant": 0.6, "operator": 0.2, "anonymous": 0.2}
 
 
@@ -39,7 +43,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default 60)")
     options.add_argument("--seed", type=int, default=1)
     chosen = options.parse_args()
-    with demo_service(**{"num-blocks": "512", "threads": "1"}) as url:
+    with demo_service(**{"num-blocks": str(NUM_BLOCKS), "threads": "1"}) as url:
         return max(run(url, who, max(int(chosen.seconds * SHARES[who]), 1), chosen.seed) for who in KEYS)
 
 
@@ -57,7 +61,11 @@ def run(url: str, who: str, seconds: int, seed: int) -> int:
     done = subprocess.run(command, capture_output=True, text=True)
     counted = re.search(r"(\d+) generated", done.stdout)
     print(f"{who}: {counted[1] if counted else 'unknown'} requests in {seconds} s", end="")
-    print(": nothing found" if done.returncode == 0 else f"\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+    said = "\n".join(line[:MOST_SHOWN] for line in done.stdout.splitlines())
+    print(
+        ": nothing found" if done.returncode == 0 else f"\n{said[-20_000:]}\n{done.stderr[-2000:]}",
+        flush=True,
+    )
     return 1 if done.returncode else 0
 
 

@@ -8,14 +8,14 @@ operator, and without a key. The demo service has an event loop that ticks every
 
 The stall of a body is the longest time between two ticks. If the process spent less CPU time than that, the CPU time
 counts, because a busy machine delays ticks too. A body is sent several times, and its least stall counts. Prints the
-worst bodies. The exit code is 1 if a body stalled the loop for more than LIMIT_S.
+worst bodies. The exit code is 1 if a body stalled the loop for more than LIMIT_S, or was answered by a status that says
+that the service failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import http.client
 import itertools
 import json
@@ -43,6 +43,7 @@ _TICK_S = 0.002
 _SETTLE_S = 0.01
 _TIMEOUT_S = 120.0
 _HOLE = "@@"
+MODEL = "radixkv-demo"
 KEYS: Mapping[str, str | None] = {
     "tenant": DEMO_KEYS["acme"],
     "operator": DEMO_OPERATOR_KEY,
@@ -146,11 +147,13 @@ class Recipe(NamedTuple):
             if self.place[0] in _PROMPTS:
                 for name in _PROMPTS:
                     document.pop(name, None)
-            document[self.place[0]] = functools.reduce(
-                lambda inner, name: [inner] if name == "[]" else {name: inner},
-                reversed(self.place[1:]),
-                _HOLE,
-            )
+            filled: Any = _HOLE
+            for name in reversed(self.place[1:]):
+                filled = [filled] if name == "[]" else {name: filled}
+            given = document.get(self.place[0])
+            if isinstance(given, dict) and isinstance(filled, dict):
+                filled = {**given, **filled}
+            document[self.place[0]] = filled
             text = json.dumps(document)
         else:
             text = json.dumps(_HOLE)
@@ -159,7 +162,21 @@ class Recipe(NamedTuple):
 
 
 _PROMPTS = ("prompt", "messages", "token_ids")
+_LOADED = (501, 503, 529)
+"""What an overloaded service answers, or one without fleet."""
+_CHAT: Mapping[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+_CONTENTS: Mapping[str, Any] = {"contents": [{"role": "user", "parts": [{"text": "x"}]}]}
 _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"model": MODEL, **_CHAT},
+    "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"model": MODEL, **_CHAT},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": _CHAT["messages"]},
+    "/v1beta/cachedContents": {"model": MODEL, "ttl": "1s", **_CONTENTS},
+    "/v1beta/cachedContents/{content}": {"ttl": "1s"},
+    "/v1beta/models/{model}:generateContent": {**_CONTENTS, "generationConfig": {"maxOutputTokens": 1}},
+    "/v1beta/models/{model}:streamGenerateContent": {**_CONTENTS, "generationConfig": {"maxOutputTokens": 1}},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
     "/v1/lookup": {"prompt": "x"},
     "/v1/warm": {"prompt": "x", "wait": False},
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
@@ -200,9 +217,13 @@ def _below(
         yield from _below(inner, root, (*at, "name"))
 
 
-def recipes(chance: random.Random, limit: int = Limits().max_body_bytes) -> Iterator[Recipe]:
-    """Yield requests without end. Half have the greatest size, the others any from 1 KB, on a logarithmic scale."""
-    targets = [(each, place) for each in ENDPOINTS if each.body is not None for place in places(each)]
+def recipes(chance: random.Random, limit: int = Limits().max_body_bytes, only: str = "") -> Iterator[Recipe]:
+    """Yield requests without end, to paths that contain ``only``.
+
+    Half have the greatest size, the others any from 1 KB, on a logarithmic scale.
+    """
+    chosen = [each for each in ENDPOINTS if each.body is not None and only in each.path]
+    targets = [(each, place) for each in chosen for place in places(each)]
     while True:
         endpoint, place = chance.choice(targets)
         size = limit if chance.random() < 0.5 else int(1_000 * (limit / 1_000) ** chance.random())
@@ -255,7 +276,9 @@ class Loop:
         headers = {"Content-Type": "application/json"}
         if KEYS[recipe.who] is not None:
             headers["Authorization"] = f"Bearer {KEYS[recipe.who]}"
-        path = recipe.path.replace("{tenant}", quote("acme")).replace("{base}", "base")
+        path = (
+            recipe.path.replace("{tenant}", quote("acme")).replace("{base}", "base").replace("{model}", MODEL)
+        )
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
         time.sleep(_SETTLE_S)
         self.longest, status = 0.0, 0
@@ -308,21 +331,25 @@ def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default 60)")
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--only", default="", help="only paths that contain this")
     chosen = options.parse_args()
     found: list[tuple[float, int, Recipe]] = []
     until = time.monotonic() + chosen.seconds
     with watched_service() as service:
-        for recipe in recipes(random.Random(chosen.seed)):
+        for recipe in recipes(random.Random(chosen.seed), only=chosen.only):
             found.append((*least_stall_s(service, recipe), recipe))
             if time.monotonic() > until:
                 break
     found.sort(reverse=True)
     for stall_s, status, recipe in found[:SHOWN]:
         print(f"{stall_s * 1e3:7.1f} ms  {status:3d}  {tuple(recipe)}")
+    failed = [each for each in found if each[1] >= 500 and each[1] not in _LOADED]
+    for _, status, recipe in failed[:SHOWN]:
+        print(f"  failed   {status:3d}  {tuple(recipe)}")
     over = sum(stall_s > LIMIT_S for stall_s, _, _ in found)
-    verdict = f"{over} stalled the loop for more than {LIMIT_S} s" if over else "nothing found"
-    print(f"{len(found)} bodies: {verdict}")
-    return 1 if over else 0
+    verdict = f"{over} stalled the loop for more than {LIMIT_S} s" if over else "nothing stalled"
+    print(f"{len(found)} bodies: {verdict}, {len(failed)} were answered by a failure")
+    return 1 if over or failed else 0
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ from radixkv.index.lent_beams import LentBeams
 from radixkv.index.match import End, Match
 from radixkv.index.pins import Pin
 from radixkv.index.sequence import Sequence
+from radixkv.index.sessions import Session
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tenants import TenantBlocks
 from radixkv.storage.plan import BeamsState, StepPlan
@@ -105,6 +106,7 @@ __all__ = [
     "RequestHints",
     "Sequence",
     "SequenceLent",
+    "Session",
     "StaleEpoch",
     "StaleGeneration",
     "StepPlan",

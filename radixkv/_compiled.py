@@ -1,4 +1,4 @@
-"""Choice of the build of index, policies and publisher: compiled by mypyc, or the source in pure Python.
+"""Choice of the build of index, policies, publisher and engines' caches: compiled by mypyc, or the pure Python sources.
 
 Both builds are the same modules. If there is a compiler, ``hatch_build.py`` compiles each of ``BUILDS`` into one
 library in the ``_native/`` folder of its package. Each module gets an extension module that replaces the source of the
@@ -77,6 +77,7 @@ INDEX = Build(
         "runs",
         "sequence",
         "state",
+        "tails",
         "tenants",
         "tokens",
         "tree",
@@ -87,16 +88,19 @@ INDEX = Build(
         "../errors",
         "../storage/plan",
         "__init__",
+        "below",
         "changes",
         "device_beams",
         "fences",
         "forgotten",
         "lent_beams",
+        "load_target",
         "locking",
         "maintenance",
         "pins",
         "recovery",
         "scrubbing",
+        "sessions",
         "snapshot",
         "stats",
         "tenant_settings",
@@ -141,7 +145,11 @@ PUBLISHER = Build(
     ("store/wire", "values"),
 )
 
-BUILDS = (INDEX, POLICIES, PUBLISHER)
+ENGINES = Build(
+    "radixkv.engines", "engines", ("request_keys", "sglang_cache", "vllm_cache"), ("../_compiled", "__init__")
+)
+
+BUILDS = (INDEX, POLICIES, PUBLISHER, ENGINES)
 
 is_compiled = False
 """The result of ``prefer_compiled``."""
@@ -160,7 +168,12 @@ def prefer_compiled(path: list[str]) -> bool:
     places = policies.submodule_search_locations
     if not places:
         return False
-    folders = Path(path[0], "index"), Path(places[-1]), Path(path[0], "coordination")
+    folders = (
+        Path(path[0], "index"),
+        Path(places[-1]),
+        Path(path[0], "coordination"),
+        Path(path[0], "engines"),
+    )
     if not all(build.library(folder).is_file() for build, folder in zip(BUILDS, folders, strict=True)):
         return False
     is_compiled = True

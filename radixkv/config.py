@@ -300,6 +300,8 @@ class CacheConfig:
       least one.
     - ``max_announcements``: the most announcements of a tenant at a time (``PrefixCache.announce``), ≥ 0. Each holds
       its ids, 4 bytes a token.
+    - ``host_blocks``: blocks of host memory below the pool, 0 or at least 2, in which committed KV are kept. What was
+      evicted comes back by ``Sequence.loading``. Needs a layout or a storage.
     """
 
     num_blocks: int
@@ -314,6 +316,7 @@ class CacheConfig:
     blocks: Literal["cache", "engine"] = "cache"
     writes_before_reads: bool = False
     max_announcements: int = MAX_ANNOUNCEMENTS
+    host_blocks: int = 0
 
     @property
     def segment_blocks(self) -> int:
@@ -326,6 +329,11 @@ class CacheConfig:
         _require_int("seed", self.seed, 0, 2**63 - 1)
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
         _require_int("max_announcements", self.max_announcements, 0, 2**20)
+        _require_int("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
+        if self.host_blocks and self.blocks == "engine":
+            raise ConfigError(
+                "host_blocks", self.host_blocks, "0 with blocks='engine': there are no sequences"
+            )
         if self.scrub not in ("cross-tenant", "always", "never"):
             raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
         if self.blocks not in ("cache", "engine"):

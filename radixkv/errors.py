@@ -6,6 +6,7 @@
     ├── TokenError            invalid token ids (also a ValueError)
     ├── NamespaceError        an invalid namespace or tenant (also a ValueError)
     ├── SaltError             a cache salt that an engine doesn't accept (also a ValueError)
+    │   └── StaleSaltError    it is older than the last purge of its tenant
     ├── CapacityError         too few blocks; nothing was changed
     │   ├── OutOfBlocks       the pool can't give the needed blocks
     │   │   └── FlushRequired the pool can give them after the engine has executed waiting copies
@@ -24,6 +25,7 @@
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── ControlError          an engine's control channel: no proof, no message, or a refused command
     │   └── CommandRefused    the engine refused a command with an error of its own
+    ├── TierError             a folder of a disk tier is damaged, or another process took it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
     └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
@@ -118,6 +120,12 @@ class SaltError(RadixKVError, ValueError):
     """A request's cache salt is forged or outdated, or the engine serves no request without one."""
 
     hint: ClassVar[str] = "Send the request through the gateway that makes the salts, with the engine's keys."
+
+
+class StaleSaltError(SaltError):
+    """A request's cache salt was made before the last purge of its tenant."""
+
+    hint: ClassVar[str] = "Send the request again, with a salt of the tenant's present generation."
 
 
 class CapacityError(RadixKVError):
@@ -284,6 +292,12 @@ class CommandRefused(ControlError):
         super().__init__(message)
 
 
+class TierError(RadixKVError):
+    """A folder of a disk tier is damaged, or another process took it over. Matching and computing continue."""
+
+    hint: ClassVar[str] = "Run `radixkv disk check` on the folder while no server uses it."
+
+
 class KernelError(RadixKVError):
     """A kernel was given what it can't run, or its launch failed."""
 
@@ -320,7 +334,7 @@ class IntegrityError(RadixKVError):
 _TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")
 _STORAGE = ("torch",)
 _HF = (*_STORAGE, "transformers", "safetensors")
-_HTTP = (*_TOKENIZER, "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn")
+_HTTP = (*_TOKENIZER, "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
 
 EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "storage": _STORAGE,
@@ -328,6 +342,7 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": _TOKENIZER,
     "redis": ("redis",),
     "events": ("msgspec", "zmq"),
+    "tiers": ("cryptography",),
     "http": _HTTP,
     "service": (*_HF, *_HTTP, "swagger_ui"),
     "route": (*_HTTP, "swagger_ui", "redis"),

@@ -44,6 +44,7 @@ from radixkv.errors import ArgumentError, ConfigError, UnverifiedRequest
 __all__ = ["PURPOSES", "KeySet"]  # public; the rest is for the packages above
 
 MIN_SECRET_BYTES: Final = 16
+_MAX_SECRET_BYTES: Final = 65_536
 PURPOSES: Final = ("salts", "digests", "control", "events", "records")
 """Purposes of the keys that an engine may get."""
 MAX_KEYS: Final = 4
@@ -92,6 +93,19 @@ def checked_secret(secret: object) -> bytes:
     if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise ConfigError("fleet_secret", size, f"at least {MIN_SECRET_BYTES} bytes")
+    return secret
+
+
+def read_secret(option: str, path: str) -> bytes:
+    """Return the secret in a file, without the white space around it. Raises ConfigError, which names ``option``."""
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(option, path, f"a file that can be read ({error.strerror})") from None
+    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        allowed = f"a file that holds {MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES:,} bytes"
+        raise ConfigError(option, path, allowed)
     return secret
 
 

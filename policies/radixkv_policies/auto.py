@@ -119,11 +119,19 @@ class Auto(Policy):
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
         opened = self._learned.opened(nodes, num_blocks, hints)
+        self._log_moved()
+        return opened
+
+    def noted(self, request: object, hints: object, node: Handle | None = None) -> None:
+        self._learned.noted(request, hints, node)
+        self._log_moved()
+
+    def _log_moved(self) -> None:
+        """Let the shadow of ``learned`` follow pieces that have another class now."""
         for piece in self._learned.moved:
             for key in piece.keys:
                 if key % 2**_SAMPLE_BITS < self._below:
                     self._log.append((key, None, piece.group, piece.ended_s))
-        return opened
 
     def inserted(
         self,

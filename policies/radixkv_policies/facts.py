@@ -12,13 +12,13 @@ doesn't join two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, log
+from math import floor, inf, log
 from typing import Final
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
 
-LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
+LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending", "expected_gap_s")
 """Labels that policies use."""
 
 PACE: Final = 0.3
@@ -92,6 +92,21 @@ class Facts:
     def is_pending(self) -> bool:
         """Whether a tool's answer continues the conversation, by its label."""
         return bool(self.labels) and bool(self.labels.get("tool_pending"))
+
+    def note(self, labels: dict[str, Label]) -> bool:
+        """Add labels that became known later. Returns whether that changes anything."""
+        updated = {**self.labels, **labels}
+        if updated == self.labels:
+            return False
+        self.labels = updated
+        self.groups.clear()
+        return True
+
+    @property
+    def expected_log(self) -> float | None:
+        """The logarithm of the expected pause after it, by its label."""
+        gap_s = self.labels.get("expected_gap_s") if self.labels else None
+        return log(gap_s) if isinstance(gap_s, (int, float)) and 0.0 < gap_s < inf else None
 
     def _continues(self, earlier: Facts, is_its_end: bool) -> bool:
         if self.labels and earlier.labels and earlier is not self:

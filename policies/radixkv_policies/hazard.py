@@ -114,6 +114,7 @@ class HazardModel:
         self._rows = _Rows(self.standing)
         self._counted_s = 0.0
         self._basis = _basis()
+        self._tied = (self._basis[:, :, None] * self._basis[:, None, :]).reshape(NUM_BINS, -1)
         self._prior, self._ties = _prior_logits(), _ties()
         self._level, self._weights = self._prior.copy(), np.zeros((NUM_FEATURES, 3))
         self.rank = self.by_age = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
@@ -156,9 +157,10 @@ class HazardModel:
         """Rank the described classes from ``start`` on by their own evidence, and later ones by that of all classes."""
         these, rank = slice(start, self._num_described), self.rank.copy()
         modelled = self._modelled(self._features[these])
-        rank[these] = _rank(_corrected(modelled, self.at_risk[these], self.returned[these]))
         of_all = self.at_risk.sum(axis=0, keepdims=True), self.returned.sum(axis=0, keepdims=True)
-        rank[self._num_described :] = _rank(_corrected(_sigmoid(self._prior), *of_all))
+        own = _corrected(modelled, self.at_risk[these], self.returned[these])
+        found = _rank(np.concatenate((own, _corrected(_sigmoid(self._prior), *of_all))))
+        rank[these], rank[self._num_described :] = found[:-1], found[-1]
         self.rank, self._num_ranked = rank, self._num_described
 
     def _modelled(self, features: Floats) -> Floats:
@@ -166,15 +168,24 @@ class HazardModel:
         return _sigmoid(self._level + features @ self._weights @ self._basis.T)
 
     def _step(self, features: Floats, at_risk: Floats, returned: Floats) -> None:
-        """Do a Newton step of levels and weights. The curvature is summed bin by bin."""
+        """Do a Newton step of levels and weights.
+
+        Products of two features are made once for all bins, each pair once.
+        """
         basis, flat = self._basis, 3 * NUM_FEATURES
         hazard = self._modelled(features)
         excess, weight = returned - at_risk * hazard, at_risk * hazard * (1 - hazard)
         curve = np.zeros((NUM_BINS + flat, NUM_BINS + flat))
-        for b in range(NUM_BINS):
-            tied = np.outer(basis[b], basis[b])
-            spread = _product(features, features * weight[:, b, None])
-            curve[NUM_BINS:, NUM_BINS:] += np.kron(spread, tied)
+        one, other = np.triu_indices(NUM_FEATURES)
+        spread = np.zeros((NUM_BINS, NUM_FEATURES, NUM_FEATURES))
+        rows = np.ascontiguousarray(features.T)
+        spread[:, one, other] = np.einsum(
+            "bc,mc->bm", np.ascontiguousarray(weight.T), rows[one] * rows[other]
+        )
+        spread[:, other, one] = spread[:, one, other]
+        blocks = _product(spread.reshape(NUM_BINS, -1), self._tied)
+        pairs = blocks.reshape(NUM_FEATURES, NUM_FEATURES, 3, 3)
+        curve[NUM_BINS:, NUM_BINS:] = pairs.transpose(0, 2, 1, 3).reshape(flat, flat)
         curve[NUM_BINS:, :NUM_BINS] = (_product(features, weight)[:, None, :] * basis.T).reshape(
             flat, NUM_BINS
         )
@@ -352,10 +363,13 @@ class _Rows:
 
     def count(self, now_s: float, at_risk: Floats, returned: Floats) -> None:
         """Count the bins that have passed since the last call."""
-        passed = np.searchsorted(EDGES_S, now_s - self._ended_s, "right") - 1
-        stop = np.minimum(np.minimum(passed, self._hit + 1), NUM_BINS)
-        due = np.flatnonzero((self._next < stop) & (self._ended_s > self._lost_s))
-        first, stop = self._next[due], stop[due]
+        last = np.minimum(self._hit + 1, NUM_BINS)
+        open_rows = np.flatnonzero((self._next < last) & (self._ended_s > self._lost_s))
+        passed = np.searchsorted(EDGES_S, now_s - self._ended_s[open_rows], "right") - 1
+        stop = np.minimum(passed, last[open_rows])
+        is_due = self._next[open_rows] < stop
+        due, stop = open_rows[is_due], stop[is_due]
+        first = self._next[due]
         group, weight, hit = self._class[due], self._weight[due], self._hit[due]
         for b in range(int(first.min(initial=NUM_BINS)), int(stop.max(initial=0))):
             now = (first <= b) & (b < stop)
@@ -377,10 +391,15 @@ def _rank(hazard: Floats) -> Floats:
     """Hits per block-second from the start of each bin on: ``[n, NUM_BINS + 1]`` of ``[n, NUM_BINS]``."""
     hazard = np.clip(hazard, 1e-9, 0.999)
     spent, rank = (1 - hazard / 2) * np.diff(EDGES_S), np.zeros((len(hazard), NUM_BINS + 1))
-    for b in range(NUM_BINS):
-        alive = np.cumprod(1 - hazard[:, b:], axis=1)
-        before = np.concatenate((np.ones((len(hazard), 1)), alive[:, :-1]), axis=1)
-        rank[:, b] = ((1 - alive) / np.cumsum(before * spent[:, b:], axis=1)).max(axis=1)
+    by_bin, spent = np.ascontiguousarray(hazard.T), np.ascontiguousarray(spent.T)
+    hits, waits = np.zeros((2, NUM_BINS, len(hazard)))  # by the last bin for which a block is kept
+    for b in range(NUM_BINS - 1, -1, -1):
+        left = 1 - by_bin[b]
+        hits[b:] *= left
+        hits[b:] += by_bin[b]
+        waits[b:] *= left
+        waits[b:] += spent[b]
+        rank[:, b] = (hits[b:] / waits[b:]).max(axis=0)
     return rank
 
 

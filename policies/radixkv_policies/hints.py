@@ -7,6 +7,7 @@ Policies know these labels. All are optional:
 - ``type``: the kind of request.
 - ``session_over``: no request follows.
 - ``tool_pending``: the session continues after a tool's answer.
+- ``expected_gap_s``: seconds until the session's next request, as expected.
 
 Other labels are ignored.
 """

@@ -3,9 +3,9 @@
 When a use ends, its blocks get a class. Its features come from the cache's own observations: the number of earlier
 uses, the turn of the conversation, the pause before it, the number of new tokens in the request, its length. After
 ``MIN_PAUSES`` pauses of a conversation, the pause that its past makes likely replaces the last one. It is
-``exp((n · own + 2 · all) ÷ (n + 2))`` of the logarithms of pauses, apart for those after a tool's call. Labels are
-added, if there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks that it leaves
-behind move to another class.
+``exp((n · own + 2 · all) ÷ (n + 2))`` of the logarithms of pauses, apart for those after a tool's call. A pause that
+is expected replaces both. Labels are added, if there are any, also those that come at a request's end. When a
+conversation continues elsewhere (``Facts.superseded``), the blocks that it leaves behind move to another class.
 
 ``hazard`` learns when each class returns, from the cache's own past, ghosts included. It ranks a class at each age by
 the expected hits per block-second of keeping it. The lowest rank is evicted first. Ranks change with age, differently
@@ -102,7 +102,7 @@ class Learned(LeafPolicy[Returning]):
         self._types: dict[object, int] = {None: 0}
         self._sessions: OrderedDict[object, Facts] = OrderedDict()
         self._leaf_of: dict[Facts, Handle] = {}  # per request: the evictable leaf that ends with its blocks
-        self.moved: list[Returning] = []  # pieces that the request opened last superseded
+        self.moved: list[Returning] = []  # pieces that the last ``opened`` or ``noted`` gave another class
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._all_logs, self._all_nums = [log(20.0), log(20.0)], [0, 0]
         self._num_ended = 0  # ended uses so far
@@ -244,12 +244,22 @@ class Learned(LeafPolicy[Returning]):
             self._sessions.popitem(last=False)
         return before
 
+    def noted(self, request: object, hints: object, node: Handle | None = None) -> None:
+        self.moved.clear()
+        if node is not None:
+            request = self._states[node].pieces[-1].facts
+        if isinstance(request, Facts) and request.note(labels_of(hints)):
+            self._move(request)
+
     def _supersede(self, facts: Facts) -> None:
-        """Move the blocks that only this request used last to another class."""
-        if facts.superseded:
-            return
-        facts.superseded = True
-        facts.groups.clear()
+        """Move the blocks of an abandoned request to another class."""
+        if not facts.superseded:
+            facts.superseded = True
+            facts.groups.clear()
+            self._move(facts)
+
+    def _move(self, facts: Facts) -> None:
+        """Give the blocks that only this request used last the class that its facts say now."""
         leaf = node = self._leaf_of.get(facts)
         now_s = self._clock()
         while node is not None:
@@ -314,7 +324,10 @@ class Learned(LeafPolicy[Returning]):
         return group
 
     def _place_of_pause(self, facts: Facts) -> int:
-        """The range of the last pause of its conversation, or of the typical one after ``_PAUSES_S``; 0 without one."""
+        """The range of the last pause of its conversation, 0 without one. Or, behind these, of the pause to expect."""
+        expected = facts.expected_log
+        if expected is not None:
+            return len(_PAUSES_S) + 1 + bisect_left(_TYPICAL_LOGS, expected)
         if facts.gap_s <= 0.0:
             return 0
         kind = 1 if facts.is_pending else 0

@@ -113,6 +113,13 @@ class Policy:
         """
         return hints
 
+    def noted(self, request: object, hints: object, node: Handle | None = None) -> None:
+        """More is known of a request that was opened, while it runs or after its end: RequestHints with labels.
+
+        ``request``: what ``opened`` returned for it, perhaps of the policy before this one. ``node``: instead of it, a
+        node; the request is the one that used its end last.
+        """
+
     # --- optional: requests that wait
 
     def expect_requests(self, shape: Shape) -> None:

@@ -31,6 +31,7 @@ from radixkv.audit.properties import (
     LAYOUT,
     CacheAdapter,
     CacheFactory,
+    has_loading,
     has_strict_tenants,
     strict_halves,
     strict_system,
@@ -80,6 +81,8 @@ def run(
         (11, "order of service", audit.order),
         (12, "leak by eviction in burst mode", audit.burst_bits),
     ]
+    if has_loading(factory):
+        rows.insert(1, (1, "laws and contents, host memory below", audit.host_memory))
     checks = []
     for number, name, check in rows:
         began = time.perf_counter()
@@ -133,6 +136,10 @@ class InProcess:
             return Verdict.BLIND, "a planted leak was not found", {"examples": planted.examples}
         return self._attacked(properties.BeamMachine, "burst")
 
+    def host_memory(self) -> Found:
+        """The same lives with host memory below each cache: what was evicted comes back."""
+        return self._attacked(properties.LoadingMachine, "burst", (True,))
+
     def two_runs(self) -> Found:
         """A alone and among others.
 
@@ -145,7 +152,10 @@ class InProcess:
         return self._attacked(properties.TwoRuns, "strict") if self._has_strict else _no_strict_mode()
 
     def _attacked(
-        self, machine: type[properties.CacheMachine] | type[properties.TwoRuns], mode: str
+        self,
+        machine: type[properties.CacheMachine] | type[properties.TwoRuns],
+        mode: str,
+        with_storage: tuple[bool, ...] | None = None,
     ) -> Found:
         done, policies = 0, policy_names()
         each = -(-self._examples // len(policies))
@@ -157,7 +167,7 @@ class InProcess:
                 self._steps,
                 self._seed,
                 policies=[policy],
-                with_storage=self._with_storage,
+                with_storage=with_storage or self._with_storage,
                 modes=[mode],
                 machine=machine,
                 shrink=self._shrink,

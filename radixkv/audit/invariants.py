@@ -23,6 +23,7 @@ The laws, as named in a report:
     usage              the used, resident and evictable blocks of a tenant, and the blocks of a tree, equal their sums
     policy             a policy holds exactly the nodes that no lease protects
     announcements      an announcement hangs in trees of its namespace only, where its resident part ends, and counts it
+    sessions           what a session alone used is of its namespace, and no other session has its path
     pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
 """
 
@@ -221,6 +222,7 @@ class _Audit:
         yield from self._usage()
         yield from self._pins()
         yield from self._announcements()
+        yield from self._sessions()
 
     def _sliced(self, items: Iterable[T]) -> Iterator[T]:
         for at, item in enumerate(items, 1):
@@ -657,6 +659,36 @@ class _Audit:
                     end += step
                 found = max(found, end)
         return found
+
+    # Sessions.
+
+    def _sessions(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        users = snapshot.sole_users
+        if not users:
+            return
+        for tree_at, tree in enumerate(snapshot.trees):
+            for node in self._sliced(tree.nodes):
+                if node.sole_user is not None and users[node.sole_user].namespace != tree.namespace:
+                    yield Violation(
+                        "sessions", f"tree {tree_at} has a node of a session of another namespace"
+                    )
+                if node.parent is not None:
+                    above = tree.nodes[node.parent].sole_user
+                    if not self._is_used_by(above, node.sole_user):
+                        where = f"a node of tree {tree_at} and the node below it"
+                        yield Violation("sessions", f"{where} have different sessions")
+        for at, sequence in self._sliced(enumerate(snapshot.sequences)):
+            tree_at, node_at = sequence.node
+            user = None if node_at is None else snapshot.trees[tree_at].nodes[node_at].sole_user
+            if not self._is_used_by(user, sequence.sole_user):
+                yield Violation("sessions", f"sequence {at} has the path of another session alone")
+
+    def _is_used_by(self, user: int | None, other: int | None) -> bool:
+        """Whether the user of a node is nobody alone, or stands for the other user, which uses the node too."""
+        if user is None:
+            return True
+        return other is not None and user in (other, self.snapshot.sole_users[other].family)
 
     def _private_runs(self) -> set[tuple[str, int]]:
         """(tenant, run) of the runs that own their blocks.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import StepPlan
 
 _MASK = 2**64 - 1
+_REMEMBERED = 1_024
+"""Results that are kept: tests ask for the same prompts again and again."""
 
 
 class NamespaceLike(Protocol):
@@ -59,21 +62,35 @@ def kv_of(namespace: NamespaceLike) -> tuple[str, str | None, int]:
 
 def chain(namespace: NamespaceLike, ids: Iterable[int], start: int | None = None) -> list[int]:
     """Return the states of ``ids``, one 64-bit integer a token. ``start`` is the state before them. O(len(ids))."""
-    if start is None:
-        digest = hashlib.sha256(repr(fields_of(namespace)).encode()).digest()
-        start = int.from_bytes(digest[:8], "little")
-    states, state = [], start
+    return list(_chained(_first_state(fields_of(namespace)) if start is None else start, tuple(ids)))
+
+
+@lru_cache(_REMEMBERED)
+def _first_state(fields: Fields) -> int:
+    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:8], "little")
+
+
+@lru_cache(_REMEMBERED)
+def _chained(state: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+    states = []
     for token_id in ids:
         state = (state * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
         state ^= state >> 29
         states.append(state)
-    return states
+    return tuple(states)
 
 
 def rows_of(states: Sequence[int]) -> NDArray[np.float64]:
-    """KV rows of the tokens with these states: float64 ``[2, len(states)]``, keys then values."""
+    """KV rows of the tokens with these states: float64 ``[2, len(states)]``, keys then values. Read-only."""
+    return _rows_of(tuple(states))
+
+
+@lru_cache(_REMEMBERED)
+def _rows_of(states: tuple[int, ...]) -> NDArray[np.float64]:
     keys = (np.array(states, dtype=np.uint64) >> np.uint64(12)).astype(np.float64)
-    return np.stack([keys, -keys])
+    rows = np.stack([keys, -keys])
+    rows.flags.writeable = False
+    return rows
 
 
 class Oracle:

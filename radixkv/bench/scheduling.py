@@ -1,8 +1,10 @@
-"""The cost of a scheduling decision over a long queue: residency changes, the choice, the start, and a new arrival.
+"""The cost of a scheduling decision over a long queue, and of an announcement beside a match of the same prompt.
 
 A decision is what an engine does for each request that it starts: it reports the waiting requests whose residency
 changed since the last one, asks who is next, starts it, and lets the next arrival wait. The queue's length stays the
 same. Times are CPU time of the calling thread.
+
+Announcements and matches alternate. The prompt is resident but for its end, in as many nodes as turns.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from typing import Any
 import numpy as np
 
 from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
+from radixkv.config import CacheConfig, Namespace
 from radixkv.errors import ConfigError
+from radixkv.index.announcements import Announcement
+from radixkv.index.cache import PrefixCache
 from radixkv.scheduling import RequestQueue, WaitingRequest
 
 MAX_REQUESTS = 1_000_000
+ANNOUNCED_TOKENS = 100_000
+TURNS = 40
+PAIRS = 101
 
 
 def run(
@@ -26,7 +34,8 @@ def run(
     """Measure ``decisions`` decisions over a queue of ``requests``. Returns a dict that JSON can encode.
 
     ``changes``: residency changes before each decision. The result has ``median_us``, ``p99_us`` and ``mean_us`` of a
-    decision with its changes and its arrival, and ``peek_us``: the mean of the choice alone.
+    decision with its changes and its arrival, and ``peek_us``: the mean of the choice alone. ``announce_us`` and
+    ``match_us``: medians for a prompt of ANNOUNCED_TOKENS, of which the last turn isn't resident.
 
     Raises ConfigError for an invalid setting.
     """
@@ -62,6 +71,7 @@ def run(
         "p99_us": float(np.percentile(took, 99)),
         "mean_us": float(took.mean()),
         "peek_us": _peek_us(queue),
+        **_announcing(),
     }
 
 
@@ -102,6 +112,26 @@ def _peek_us(queue: RequestQueue, calls: int = 10_000) -> float:
     return (time.thread_time_ns() - began) / calls / 1e3
 
 
+def _announcing() -> dict[str, float]:
+    """Time announcements and matches of the same prompt, one after the other."""
+    cache, namespace = PrefixCache(CacheConfig(ANNOUNCED_TOKENS // 16 + 1, 16)), Namespace("a", "m")
+    ids = np.random.default_rng(0).integers(0, 2**17, ANNOUNCED_TOKENS, dtype=np.uint32)
+    for turn in range(1, TURNS):
+        with cache.open(namespace, ids[: turn * ANNOUNCED_TOKENS // TURNS]) as sequence:
+            sequence.commit(sequence.num_tokens)
+    took = np.zeros((PAIRS, 2), np.int64)
+    with frozen_heap():
+        for pair in range(PAIRS):
+            for call in (0, 1) if pair % 2 else (1, 0):
+                began = time.thread_time_ns()
+                found = cache.match(namespace, ids) if call else cache.announce(namespace, ids)
+                took[pair, call] = time.thread_time_ns() - began
+                if isinstance(found, Announcement):
+                    found.withdraw()
+    announced, matched = np.median(took, axis=0) / 1e3
+    return {"announce_us": float(announced), "match_us": float(matched)}
+
+
 def table(result: dict[str, Any]) -> str:
     """Format a result as text."""
     head = (
@@ -111,4 +141,9 @@ def table(result: dict[str, Any]) -> str:
     names = ("median_us", "p99_us", "mean_us", "peek_us")
     heads = ["decision, median", "99th percentile", "mean", "choice alone, mean"]
     figures = [f"{result[name]:.2f} µs" for name in names]
-    return f"{head}\n\n{columns([heads, figures])}"
+    announced, matched = result["announce_us"], result["match_us"]
+    told = (
+        f"announcing {ANNOUNCED_TOKENS:,} tokens: {announced:.1f} µs, {announced / matched:.2f} × a match of the same "
+        f"({matched:.1f} µs)"
+    )
+    return f"{head}\n\n{columns([heads, figures])}\n\n{told}"

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from radixkv.bench.policies import chosen
+from radixkv.bench.simulation.packed_sessions import BLOCK_TOKENS, Session, read_sessions
 from radixkv.bench.simulation.serving import (
     CLAIRVOYANT,
     SCHEDULERS,
@@ -26,7 +27,6 @@ from radixkv.bench.simulation.serving import (
     Serving,
     Settings,
 )
-from radixkv.bench.simulation.sessions import BLOCK_TOKENS, Session, read_sessions
 from radixkv.config import policy_names
 from radixkv.errors import ConfigError
 

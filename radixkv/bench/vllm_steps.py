@@ -4,11 +4,12 @@
 
 Run it with the Python of an environment that has vLLM.
 
-Both caches serve the same requests in the real scheduler, in turns. In the model's place, tokens are drawn from the
-request's name. Prints a line of JSON for each workload, with events off and on: medians over the pairs of
+Both caches serve the same requests in the real scheduler, in turns. Each turn begins with an empty cache; the first of
+each is to warm up, and isn't counted. In the model's place, tokens are drawn from the request's name. Prints a line of
+JSON for each workload, with events off and on: medians over the pairs of
 
-    us        CPU of the scheduler's thread in calls of the manager and in what radixkv does at a step's begin and end,
-              µs a step; with events also vLLM's collecting and publishing of them
+    us        CPU of the scheduler's thread in calls of the manager, µs a step: with what radixkv does at a step's begin
+              and end and when a request arrives; with events also vLLM's collecting and publishing of them
     share     radixkv's share of vLLM's own, in each pair
     request   µs to make a request, in vLLM with the hashes of its blocks; ``request_share``
 
@@ -145,17 +146,28 @@ class Bench:
         self._hasher = _hasher() if kind == "stock" else None
         self.scheduler = _scheduler(kind, load, has_events, folder)
         manager = self.scheduler.kv_cache_manager
-        if kind == "radixkv":
-            self.clock.watch(manager.radixkv)
-            manager.outlets.run_pending = self.clock.timing(manager.outlets.run_pending)
         self.clock.watch(manager)
         publisher = self.scheduler.kv_event_publisher
         publisher.publish = self.clock.timing(publisher.publish)
-        self._load = load
+        self._load, self._reading_ns = load, _reading_ns()
         self._waiting: dict[str, Any] = {}
 
-    def run(self, seed: int) -> None:
-        """Serve all chats."""
+    def turn(self, seed: int) -> dict[str, float]:
+        """Serve all chats, in an empty cache. Returns µs a step and a request, cached tokens, and the steps."""
+        assert self.scheduler.reset_prefix_cache()
+        self.clock.spent = self.clock.num_calls = self.num_steps = self.num_cached = 0
+        self._spent_on_requests.clear()
+        gc.collect()
+        self._serve(seed)
+        spent = self.clock.spent - self.clock.num_calls * self._reading_ns
+        return {
+            "us": spent / self.num_steps / 1_000,
+            "request": statistics.median(self._spent_on_requests) / 1_000,
+            "cached": self.num_cached,
+            "steps": self.num_steps,
+        }
+
+    def _serve(self, seed: int) -> None:
         dice, load = random.Random(seed), self._load
         shared = [_ids(dice, load.num_shared) for _ in range(2)]
         chats = [[*shared[at % 2], *_ids(dice, load.num_own)] for at in range(load.num_chats)]
@@ -167,15 +179,6 @@ class Bench:
                 self._step()
             for at, chat in enumerate(chats):
                 chat += [*requests[f"{at}-{turn}"].output_token_ids, *_ids(dice, load.num_more)]
-
-    def close(self) -> dict[str, float]:
-        """Return µs a step and a request. Stops publishing."""
-        self.scheduler.shutdown()
-        spent = self.clock.spent - self.clock.num_calls * _reading_ns()
-        return {
-            "us": spent / self.num_steps / 1_000,
-            "request": statistics.median(self._spent_on_requests) / 1_000,
-        }
 
     def _ask(self, name: str, chat: list[int]) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=self._load.num_new, ignore_eos=True)
@@ -262,20 +265,16 @@ def _folder() -> Iterator[str]:
         yield folder
 
 
-def pair(load: Workload, has_events: bool, seed: int, folder: str) -> dict[str, dict[str, float]]:
-    """Serve a workload with both caches, one after the other. The first of them alternates."""
-    found = {}
-    for kind in KINDS if seed % 2 else reversed(KINDS):
-        bench = Bench(kind, load, has_events, folder)
-        gc.collect()
-        bench.run(seed)
-        found[kind] = bench.close() | {"cached": bench.num_cached, "steps": bench.num_steps}
-    return found
-
-
 def measure(name: str, has_events: bool, pairs: int, folder: str) -> dict[str, Any]:
-    """Measure all pairs of a workload. Returns medians."""
-    found = [pair(WORKLOADS[name], has_events, seed, folder) for seed in range(pairs)]
+    """Serve a workload with both caches, turn by turn; which is first alternates. Returns medians over the pairs."""
+    benches = {kind: Bench(kind, WORKLOADS[name], has_events, folder) for kind in KINDS}
+    found: list[dict[str, dict[str, float]]] = []
+    for seed in range(pairs + 1):
+        order = KINDS if seed % 2 else KINDS[::-1]
+        found.append({kind: benches[kind].turn(seed) for kind in order})
+    for bench in benches.values():
+        bench.scheduler.shutdown()
+    del found[0]  # to warm up
     told: dict[str, Any] = {"workload": name, "events": has_events, "pairs": pairs}
     told["compiled"] = radixkv.COMPILED
     for figure, share in (("us", "share"), ("request", "request_share")):
@@ -293,7 +292,7 @@ def profile(name: str, has_events: bool, folder: str) -> None:
     """Print what radixkv's scheduler does."""
     bench = Bench("radixkv", WORKLOADS[name], has_events, folder)
     with cProfile.Profile() as profiler:
-        bench.run(0)
+        bench.turn(0)
     bench.scheduler.shutdown()
     print("steps", bench.num_steps)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(45)

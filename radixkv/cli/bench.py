@@ -19,7 +19,7 @@ from radixkv.cli.output import (
     progress_bar,
     table,
 )
-from radixkv.errors import require_extra
+from radixkv.errors import ConfigError, require_extra
 
 
 @click.group(epilog=examples("radixkv bench ttft", "radixkv bench index --limit 1000"))
@@ -59,6 +59,61 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
         advance = stack.enter_context(progress_bar(pairs, "measuring"))
         result = ttft.run(client, tokens=tokens, pairs=pairs, progress=lambda done, _: advance(done))
     print_result(result, ttft.table, as_json)
+
+
+@bench.command(
+    "serving",
+    short_help="Compare completions at once and in sequence.",
+    epilog=examples("radixkv bench serving", "radixkv bench serving --rounds 1 --crowd 16"),
+)
+@click.option(
+    "--together",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Completions at once, with memory for all.",
+)
+@click.option(
+    "--crowd",
+    type=click.IntRange(1, 1024),
+    default=32,
+    show_default=True,
+    help="Completions at once, with too little memory.",
+)
+@click.option(
+    "--fits",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Completions of the crowd that fit in memory.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 1024),
+    default=64,
+    show_default=True,
+    help="Tokens of a completion.",
+)
+@click.option(
+    "--prefix-tokens",
+    type=click.IntRange(1, 1024),
+    default=400,
+    show_default=True,
+    help="Tokens of each of the two shared prefixes.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 1024), default=3, show_default=True, help="Rounds of each ratio."
+)
+@json_option
+@needs_extra("service")
+@needs_extra("http")
+def bench_serving(as_json: bool, **options: Any) -> None:
+    """Compare requests per second, side by side and one at a time, with memory for all and for a part."""
+    from radixkv.bench import concurrent_serving
+
+    with progress_bar(concurrent_serving.num_rounds(options["rounds"]), "measuring") as advance:
+        result = concurrent_serving.run(progress=advance, **options)
+    print_result(result, concurrent_serving.table, as_json)
 
 
 @bench.command(
@@ -345,6 +400,44 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
 
 
 @bench.command(
+    "tiers",
+    short_help="Measure the disk tier.",
+    epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder /mnt/nvme --num-records 1024"),
+)
+@click.option("--folder", help="Folder on the disk to measure.  [the system's for temporary files]")
+@click.option(
+    "--record-mib", type=click.IntRange(1, 256), default=1, show_default=True, help="Size of a record."
+)
+@click.option(
+    "--num-records", type=click.IntRange(1), default=256, show_default=True, help="Records a round."
+)
+@click.option(
+    "--num-slots", type=click.IntRange(10), default=100_000, show_default=True, help="Slots to open."
+)
+@click.option(
+    "--num-purged", type=click.IntRange(1), default=10_000, show_default=True, help="Slots to purge."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the best counts."
+)
+@json_option
+@needs_extra("tiers")
+def bench_tiers(folder: str | None, as_json: bool, **options: Any) -> None:
+    """Measure CPU a MiB, the time to open a folder and to purge a tenant, and the share of the disk's speed."""
+    from pathlib import Path
+
+    from radixkv.bench import disk_costs
+
+    if options["num_purged"] >= options["num_slots"]:
+        raise ConfigError("--num-purged", options["num_purged"], "fewer than --num-slots")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError("--folder", folder, "a folder")
+    with progress_bar(options["rounds"] + 1, "measuring") as advance:
+        result = disk_costs.run(folder=Path(folder) if folder else None, progress=advance, **options)
+    print_result(result, disk_costs.table, as_json)
+
+
+@bench.command(
     "control",
     short_help="Measure the price of a control client.",
     epilog=examples("radixkv bench control", "radixkv bench control --pairs 3 --steps 500 --polls-per-s 50"),
@@ -395,6 +488,29 @@ def bench_scheduling(as_json: bool, **options: Any) -> None:
     from radixkv.bench import scheduling
 
     print_result(scheduling.run(**options), scheduling.table, as_json)
+
+
+@bench.command(
+    "ttft-tiers",
+    short_help="Compare first tokens from host memory and disk.",
+    epilog=examples("radixkv bench ttft-tiers", "radixkv bench ttft-tiers --tokens 500 --rounds 3"),
+)
+@click.option(
+    "--tokens", type=click.IntRange(64, 2000), default=1529, show_default=True, help="Tokens in a prompt."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Prompts to measure."
+)
+@json_option
+@needs_extra("hf")
+def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
+    """Compare the time to the first token: computed, from each tier, and beside a disk that is slow or hangs."""
+    require_extra("radixkv bench ttft-tiers", "tiers")
+    from radixkv.bench import tiered_ttft
+
+    with progress_bar(3 * (rounds + 1), "measuring") as advance:
+        result = tiered_ttft.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
+    print_result(result, tiered_ttft.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,9 +9,7 @@ import click
 from radixkv.cli.output import NewFile, examples, json_option, print_json, socket_options, table
 from radixkv.engines.control_client import ControlClient
 from radixkv.errors import ConfigError
-from radixkv.signing import MIN_SECRET_BYTES, PURPOSES, KeySet
-
-_MAX_SECRET_BYTES = 65_536
+from radixkv.signing import PURPOSES, KeySet, read_secret
 
 
 @click.command(
@@ -44,24 +41,11 @@ def derive_keys(fleet_secret: str, previous: tuple[str, ...], purposes: tuple[st
     To rotate the secret, derive with --previous for every engine and gateway. When all of them have the new file, and
     no request with an old salt runs, derive again without --previous.
     """
-    secrets = [_secret("--fleet-secret", fleet_secret)]
-    secrets += [_secret("--previous", each) for each in previous]
+    secrets = [read_secret("--fleet-secret", fleet_secret)]
+    secrets += [read_secret("--previous", each) for each in previous]
     keys = KeySet.derive(secrets, purposes or PURPOSES)
     keys.write(output)
     click.echo(f"keys of {', '.join(keys.purposes)} in {output}", err=True)
-
-
-def _secret(option: str, path: str) -> bytes:
-    """Return the secret in a file, as ``radixkv serve --fleet-secret`` reads it."""
-    try:
-        with Path(path).open("rb") as file:
-            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(option, path, f"a file that can be read ({error.strerror})") from None
-    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
-        allowed = f"a file that holds {MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES:,} bytes"
-        raise ConfigError(option, path, allowed)
-    return secret
 
 
 def connect(socket: str, engine_keys: str | None, timeout_s: float = 60.0) -> ControlClient:

@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
+"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | simulate and more.
 
 Importing this module, and ``--help``, loads only the index and click. Each command imports the rest when it runs. An
 invalid setting ends the command with exit code 2 and one line: its name, its value and what is allowed. A service that
@@ -21,6 +21,14 @@ from click.core import ParameterSource
 from radixkv import COMPILED, __version__
 from radixkv.cli.bench import bench
 from radixkv.cli.client import keys, purge, stats, warm
+from radixkv.cli.configuration import (
+    called_as_given,
+    config,
+    settings_options,
+    sources_of,
+    warn_of_visible_password,
+)
+from radixkv.cli.disk import disk
 from radixkv.cli.engine import audit_of
 from radixkv.cli.output import (
     NewFile,
@@ -37,8 +45,11 @@ from radixkv.cli.output import (
     socket_options,
     table,
 )
+from radixkv.cli.usage_log import usage
 from radixkv.clock import monotonic
 from radixkv.config import CacheConfig
+from radixkv.configuration.definitions import COMMANDS
+from radixkv.configuration.precedence import names, texts
 from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
 
 if TYPE_CHECKING:
@@ -84,82 +95,15 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (warm, stats, keys, purge, bench):
+for _command in (config, warm, stats, keys, purge, disk, usage, bench):
     commands.add_command(_command)
 
 
 # serve ----------------------------------------------------------------------------------------------------------------
 
-_HTTP_OPTIONS: Mapping[str, str] = {
-    "tls-cert": "Certificate in PEM, with its chain; serves HTTPS.  [none: HTTP]",
-    "tls-key": "Private key of the certificate in PEM, unencrypted.  [none: HTTP]",
-    "requests-per-s": "Requests a second for each tenant, on average.  [1000]",
-    "burst": "Most requests of a tenant at once.  [2000]",
-    "max-concurrent": "Most requests of a tenant in progress.  [256]",
-    "max-queued": "Most requests of a tenant that wait for the model.  [32]",
-    "max-body-bytes": "Most bytes of a body.  [4194304]",
-    "timeout-s": "Seconds after which a request is cancelled.  [600]",
-    "body-timeout-s": "Seconds for a body to arrive.  [30]",
-    "drain-s": "Seconds for requests in progress to finish after SIGTERM.  [20]",
-    "log-level": "critical, error, warning, info or debug.  [warning]",
-}
-
-_SERVE_OPTIONS: Mapping[str, str] = {
-    "host": "Address to bind; an address other than loopback needs --keys.  [127.0.0.1]",
-    "port": "Port to bind; 0: any free port.  [8400]",
-    "model": "Directory of a transformers causal LM and its tokenizer.  [a small demo model, random weights]",
-    "keys": 'JSON file of keys: {"operator": "…", "tenants": {"acme": "…"}}.  [demo keys]',
-    "redis": "URL of the Redis that all replicas share.  [none: one replica alone]",
-    "replica": "Name of this replica in its fleet.  [random]",
-    "lease-s": "Seconds without a heartbeat after which a replica counts as gone.  [10]",
-    "num-blocks": "Blocks in the cache.  [4096]",
-    "block-size": "Tokens in a block.  [16]",
-    "engine": "Engine: hf (transformers), vllm, or the name of one that an installed package brings.  [hf]",
-    "policy": "Eviction policy; policies/README.md compares them.  [learned]",
-    "scrub": "Zero reused blocks: cross-tenant (if the tenant changes), always or never.  [cross-tenant]",
-    "device": "Torch device of model and cache.  [cpu]",
-    "dtype": "Element type of --model: float32, bfloat16 or float16.  [float32]",
-    "threads": "Compute threads; 0: torch chooses.  [0]",
-    "fleet-secret": "File with the secret that all replicas share; required with --redis.  [random]",
-    "advertise": "Base URL at which other replicas reach this one.  [the bound address]",
-    "record": "Append a trace of the traffic to this file: keyed hashes of blocks, no token ids.  [no]",
-    "events": "Publish KV events of vLLM's format at this ZMQ endpoint: tcp://127.0.0.1:5557 or ipc:///path.  [no]",
-    "events-replay": "Endpoint that answers requests for missed events.  [the next port, or the path with .replay]",
-    "events-topic": "Topic of the events.  [none]",
-    "events-content": "digests (keyed), or prompts-in-clear: all tenants' token ids, adapters and salts.  [digests]",
-    "events-scope": "Endpoints may be loopback, or any address of the network.  [loopback]",
-    **_HTTP_OPTIONS,
-}
-
-
-def _variable(setting: str) -> str:
-    return "RADIXKV_" + setting.replace("-", "_").upper()
-
-
-def _options(texts: Mapping[str, str]) -> Callable[[Command], Command]:
-    """Add an option for each setting, with its environment variable."""
-
-    def add(command: Command) -> Command:
-        for setting, text in reversed(list(texts.items())):
-            variable = _variable(setting)
-            help_text = f"{text[:-1]}; {variable}]" if text.endswith("]") else text
-            command = click.option(f"--{setting}", envvar=variable, metavar="VALUE", help=help_text)(command)
-        return command
-
-    return add
-
-
-def _given(
-    context: click.Context, values: Mapping[str, str | None]
-) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Return the settings by name, and the environment variables of those that came from the environment."""
-    given = {name.replace("_", "-"): value for name, value in values.items()}
-    names = {
-        setting: _variable(setting)
-        for setting in given
-        if context.get_parameter_source(setting.replace("-", "_")) is ParameterSource.ENVIRONMENT
-    }
-    return given, names
+_SERVE_OPTIONS: Mapping[str, str] = {name: each.help for name, each in COMMANDS["serve"].items()}
+_ROUTE_OPTIONS: Mapping[str, str] = {name: each.help for name, each in COMMANDS["route"].items()}
+"""The texts of the options, by setting."""
 
 
 @commands.command(
@@ -169,55 +113,32 @@ def _given(
         "radixkv serve --redis redis://10.0.0.5:6379/0 --replica a --fleet-secret fleet.secret",
     )
 )
-@_options(_SERVE_OPTIONS)
+@settings_options("serve")
 @click.pass_context
 @needs_extra("service")
 def serve(context: click.Context, /, **values: str | None) -> None:
     """Serve a model and its prefix cache over HTTP."""
     from radixkv.service.options import ServeSettings
 
-    given, names = _given(context, values)
-    with _called_as_given(names):
-        find_in_working_directory(given["policy"])
-        settings = ServeSettings.parse(given, names)
+    sources = sources_of(context)
+    found = sources.resolve()
+    with called_as_given(found):
+        find_in_working_directory(found["policy"].text)
+        settings = ServeSettings.parse(texts(found), names(found))
         logging.basicConfig(level=settings.log_level.upper())
+        warn_of_visible_password(found)
 
         from radixkv.service.banner import banner
+        from radixkv.service.reloading import reloader
         from radixkv.service.server import run
 
         def on_ready(service: Service, url: str) -> None:
-            click.echo(banner(settings, service, url))
+            click.echo(banner(settings, service, url, sources.path))
 
-        run(settings, __version__, on_ready)
-
-
-@contextmanager
-def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name a setting as its user wrote it: ``--num-blocks`` instead of ``num_blocks``."""
-    try:
-        yield
-    except ConfigError as error:
-        setting = "model" if error.setting == "tokenizer" else error.setting.replace("_", "-")
-        if setting not in _SERVE_OPTIONS and setting not in _ROUTE_OPTIONS:
-            raise
-        name = names.get(setting, f"--{setting}")
-        raise ConfigError(name, error.value, error.allowed, problem=error.problem) from error
+        run(settings, __version__, on_ready, reloader(sources, found))
 
 
 # route ----------------------------------------------------------------------------------------------------------------
-
-_ROUTE_OPTIONS: Mapping[str, str] = {
-    "redis": "URL of the Redis that the replicas share.  [required]",
-    "fleet-secret": "File with the secret that all replicas share.  [required]",
-    "host": "Address to bind; an address other than loopback needs --keys.  [127.0.0.1]",
-    "port": "Port to bind; 0: any free port.  [8500]",
-    "keys": "JSON file of keys of the replicas.  [demo keys]",
-    "model": "Directory with the tokenizer of the replicas' model.  [the demo model's]",
-    "cost": "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.  [linear]",
-    "temperature": "0: the best replica first; above 0: chance has more influence.  [0]",
-    "max-segments": "Most different segments in the view, about 20 bytes each.  [2000000]",
-    **_HTTP_OPTIONS,
-}
 
 
 @commands.command(
@@ -227,18 +148,21 @@ _ROUTE_OPTIONS: Mapping[str, str] = {
         "radixkv route --redis redis://10.0.0.5:6379/0 --fleet-secret fleet.secret --keys keys.json --cost lmetric",
     ),
 )
-@_options(_ROUTE_OPTIONS)
+@settings_options("route")
 @click.pass_context
 @needs_extra("route")
 def route(context: click.Context, /, **values: str | None) -> None:
     """Serve a router: it ranks the replicas for a prompt, over HTTP."""
     from radixkv.service.options import RouteSettings
 
-    given, names = _given(context, values)
-    with _called_as_given(names):
-        settings = RouteSettings.parse(given, names)
+    sources = sources_of(context)
+    found = sources.resolve()
+    with called_as_given(found):
+        settings = RouteSettings.parse(texts(found), names(found))
         logging.basicConfig(level=settings.log_level.upper())
+        warn_of_visible_password(found)
 
+        from radixkv.service.reloading import reloader
         from radixkv.service.standalone import RouterHost, run
 
         def on_ready(host: RouterHost, url: str) -> None:
@@ -247,9 +171,10 @@ def route(context: click.Context, /, **values: str | None) -> None:
                 if host.source.is_lost
                 else f"{len(host.replicas())} replicas known"
             )
-            click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}\n\nCtrl-C stops it.")
+            given = "" if sources.path is None else f"\n  settings from {sources.path}"
+            click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}{given}\n\nCtrl-C stops it.")
 
-        run(settings, __version__, on_ready)
+        run(settings, __version__, on_ready, reloader(sources, found))
 
 
 # audit ----------------------------------------------------------------------------------------------------------------
@@ -536,17 +461,33 @@ _SERVING = (
 )  # fmt: skip
 """The options of ``--serve``."""
 
+_GRID = ("grid", "cells", "seeds", "resume")
+"""The options of ``--serve --grid``. A grid sets some of those of ``--serve`` itself."""
+
+_NOT_SERVING = ("tenants", "score_from", "svg", "block_tokens", "keep_tails", "jobs", "disk", "disk_writes")
+
+_SET_BY_GRID = (
+    "capacity", "sessions", "rate", "prefill", "profile", "tflops", "host", "replicas", "route", "pauses", "html",
+)  # fmt: skip
+
 
 def _is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _require_served_alone() -> None:
-    """Raise ConfigError for an option that means nothing with --serve."""
-    for name in ("tenants", "score_from", "svg", "block_tokens", "keep_tails", "jobs"):
-        if _is_given(name):
-            given = click.get_current_context().params[name]
-            raise ConfigError(f"--{name.replace('_', '-')}", given, "only without --serve")
+def _require_fitting_options(*, serve: bool, grid: bool) -> None:
+    """Raise ConfigError for an option that means nothing beside --serve or --grid, or without it."""
+    given = click.get_current_context().params
+    serving = [each for each in _SERVING if each != "host"]  # replays of traces have a host tier too
+    for options, fits, allowed in (
+        (_GRID, serve and grid, "only with --serve and --grid"),
+        (serving, serve, "only with --serve"),
+        (_NOT_SERVING, not serve, "only without --serve"),
+        (_SET_BY_GRID, not grid, "only without --grid"),
+    ):
+        for name in () if fits else options:
+            if _is_given(name):
+                raise ConfigError(f"--{name.replace('_', '-')}", given[name], allowed)
 
 
 def _simulate_serving(
@@ -591,11 +532,102 @@ def _simulate_serving(
     print_result(result, simulator.table, as_json)
 
 
+def _simulate_grid(
+    traces: Sequence[str], policy: str, given: dict[str, Any], grid: dict[str, Any], as_json: bool
+) -> None:
+    from pathlib import Path
+
+    from radixkv.bench import simulate_grid as simulator
+    from radixkv.bench.simulation.serving import Settings
+
+    settings = Settings(
+        decode=given["decode"],
+        chunk_tokens=given["chunk_tokens"],
+        host_gb_per_s=given["host_speed"],
+        labels=given["labels"],
+        kappa=given["kappa"],
+        warm_up_s=_seconds("--warm-up", given["warm_up"]),
+        measure_s=_seconds("--measure", given["measure"]),
+        seed=given["seed"],
+    )
+    served_by = {"scheduler": given["scheduler"]} if _is_given("scheduler") else {}
+    served_by |= {"policy": policy} if _is_given("policy") else {}
+    find_in_working_directory(policy)
+    with progress_bar(1_000, "simulating") as advance:
+        result = simulator.run(
+            [Path(each) for each in traces],
+            grid=grid["grid"],
+            num_cells=grid["cells"],
+            seeds=grid["seeds"],
+            settings=settings,
+            resume=None if grid["resume"] is None else Path(grid["resume"]),
+            progress=lambda done, of: advance(1_000 * done // of),
+            **served_by,
+        )
+    print_result(result, simulator.table, as_json)
+
+
+def _simulate_policies(
+    traces: Sequence[str], given: dict[str, Any], html: str | None, svg: str | None, as_json: bool
+) -> None:
+    from pathlib import Path
+
+    from radixkv.bench import simulate as simulator
+    from radixkv.bench.simulation import picture, report
+
+    for option, path in (("--html", html), ("--svg", svg)):
+        if path is not None:
+            require_extra(f"radixkv simulate {option}", "bench")
+    with progress_bar(1_000, "simulating") as advance:
+        result = simulator.run(
+            [Path(each) for each in traces],
+            progress=lambda done, of: advance(1_000 * done // of),
+            **given,
+        )
+    if html is not None:
+        Path(html).write_text(report.render(result), encoding="utf-8")
+    if svg is not None:
+        Path(svg).write_text(picture.draw(result), encoding="utf-8")
+    print_result(result, simulator.table, as_json)
+
+
+def _simulate_tiers(
+    traces: Sequence[str], host: str, disk: str, writes: str | None, given: dict[str, Any], as_json: bool
+) -> None:
+    from pathlib import Path
+
+    from radixkv.bench import simulate_tiers as simulator
+
+    for name in ("html", "svg", "jobs"):
+        if _is_given(name):
+            allowed = f"--{name} without --host and --disk"
+            raise ConfigError(f"--{name}", click.get_current_context().params[name], allowed)
+    del given["jobs"]
+    with progress_bar(1_000, "simulating") as advance:
+        result = simulator.run(
+            [Path(each) for each in traces],
+            progress=lambda done, of: advance(1_000 * done // of),
+            host_blocks=_blocks("--host", host),
+            disk_blocks=_blocks("--disk", disk),
+            disk_writes=None if writes is None else _blocks("--disk-writes", writes),
+            **given,
+        )
+    print_result(result, simulator.table, as_json)
+
+
+def _blocks(option: str, text: str) -> int:
+    """``10k`` as a number of blocks."""
+    amount = _amount(option, text, {"k": 1_000, "m": 1_000_000})
+    if amount != int(amount):
+        raise ConfigError(option, text, "a whole number of blocks")
+    return int(amount)
+
+
 @commands.command(
     short_help="Simulate policies on traces.",
     epilog=examples(
-        "radixkv simulate trace.jsonl",
         "radixkv simulate trace.jsonl --policy lru,lfu,optimum --capacity 1k,10k --html report.html",
+        "radixkv simulate trace.jsonl --policy lru --capacity 1k --host 10k --disk 50k",
         "radixkv simulate --serve sessions.jsonl.gz --sessions 64 --capacity 5k,10k --scheduler fcfs,cache-first",
     ),
 )
@@ -654,7 +686,19 @@ def _simulate_serving(
     show_default=True,
     help="Prefill tokens in a step that decodes too.",
 )
-@click.option("--host", default="0", show_default=True, help="Blocks of the host tier, such as 20k.")
+@click.option(
+    "--host",
+    default="0",
+    show_default=True,
+    help="Blocks of the host tier, such as 20k; also without --serve.",
+)
+@click.option(
+    "--disk", default="0", show_default=True, help="Blocks of the disk tier, such as 50k; without --serve."
+)
+@click.option(
+    "--disk-writes",
+    help="Blocks an hour that the disk tier may be written on average, such as 80k.  [no bound]",
+)
 @click.option("--host-speed", type=float, default=25.0, show_default=True, help="GB/s from the host.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Replicas behind the router.")
 @click.option("--route", default="linear", show_default=True, help="Cost by which the router chooses.")
@@ -665,6 +709,14 @@ def _simulate_serving(
 @click.option("--labels/--no-labels", default=True, show_default=True, help="What policies hear of requests.")
 @click.option("--warm-up", default="1h", show_default=True, help="Time before the measured one.")
 @click.option("--measure", default="2h", show_default=True, help="Measured time.")
+@click.option(
+    "--grid",
+    type=click.Choice(["table", "drawn"]),
+    help="Serve many loads by FCFS, lpm and one --scheduler and --policy: a table, or loads drawn by the seed.",
+)
+@click.option("--cells", type=click.IntRange(1), help="Loads of the grid.  [all; 60 drawn ones]")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Runs of each load.")
+@click.option("--resume", type=click.Path(), help="Add each run of the grid to this file; skip those in it.")
 @json_option
 def simulate(
     traces: tuple[str, ...],
@@ -685,45 +737,41 @@ def simulate(
     A TRACE is a file of JSON lines, in the format of Mooncake or Bailian, or written by `radixkv serve --record` or
     `radixkv workload`. Several traces are merged by time. There are two optima: with and without bypass.
 
-    With --serve, a TRACE holds packed sessions of agents (`radixkv workload --sessions`). Each scheduler and policy
-    serves them, beside clairvoyant eviction.
-    """
-    from pathlib import Path
+    With --host or --disk, LRU tiers below the cache keep what it evicts. The result says what each tier saves.
 
-    from radixkv.bench import simulate as simulator
-    from radixkv.bench.simulation import picture, profiles, report
+    With --serve, a TRACE holds packed sessions of agents (`radixkv workload --sessions`). Each scheduler and policy
+    serves them, beside clairvoyant eviction. With --grid, one scheduler and policy serves many loads.
+    """
+    from radixkv.bench.simulation import profiles
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
     serving = {name: options.pop(name) for name in _SERVING}
+    grid = {name: options.pop(name) for name in _GRID}
+    _require_fitting_options(serve=serve, grid=grid["grid"] is not None)
     if serve:
-        _require_served_alone()
+        serving["seed"] = options["seed"]
+        if grid["grid"] is not None:
+            _simulate_grid(traces, policy, serving, grid, as_json)
+            return
         given_by_user = _is_given("profile") or tflops is not None
-        serving |= {"seed": options["seed"], "profile": model if given_by_user else None}
+        serving["profile"] = model if given_by_user else None
         serving["block_bytes"] = model.kv_bytes_per_token * 512
         _simulate_serving(traces, policy, capacity, serving, html, as_json)
         return
-    for name in _SERVING:
-        if _is_given(name):
-            raise ConfigError(f"--{name.replace('_', '-')}", serving[name], "only with --serve")
+    disk, writes = options.pop("disk"), options.pop("disk_writes")
     find_in_working_directory(policy)
-    given = {"policies": listed(policy), "capacities": _capacities(capacity), "tenants": listed(tenants)}
-    for option, path in (("--html", html), ("--svg", svg)):
-        if path is not None:
-            require_extra(f"radixkv simulate {option}", "bench")
-    with progress_bar(1_000, "simulating") as advance:
-        result = simulator.run(
-            [Path(each) for each in traces],
-            score_from_s=_seconds("--score-from", score_from),
-            profile=model,
-            progress=lambda done, of: advance(1_000 * done // of),
-            **given,  # type: ignore[arg-type]
-            **options,
-        )
-    if html is not None:
-        Path(html).write_text(report.render(result), encoding="utf-8")
-    if svg is not None:
-        Path(svg).write_text(picture.draw(result), encoding="utf-8")
-    print_result(result, simulator.table, as_json)
+    given: dict[str, Any] = {
+        "policies": listed(policy),
+        "capacities": _capacities(capacity),
+        "tenants": listed(tenants),
+        "score_from_s": _seconds("--score-from", score_from),
+        "profile": model,
+        **options,
+    }
+    if _is_given("host") or _is_given("disk") or _is_given("disk_writes"):
+        _simulate_tiers(traces, serving["host"], disk, writes, given, as_json)
+    else:
+        _simulate_policies(traces, given, html, svg, as_json)
 
 
 @commands.command(

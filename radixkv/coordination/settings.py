@@ -8,13 +8,13 @@ from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
+from radixkv.configuration.definitions import without_password
 from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 from radixkv.signing import checked_secret, is_text
 
 REPLICA_ID = "[A-Za-z0-9._-]{1,64}"
 """Allowed names of a replica, as a regular expression."""
-_PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
 
@@ -98,13 +98,6 @@ REDIS_SCHEMES = (
     "redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
 )  # fmt: skip
 """Allowed beginnings of a store's URL."""
-
-
-def without_password(url: str) -> str:
-    """Return the URL for display: without what is before its last @, and without the value of ``…password=``."""
-    start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
-    _, at, host = rest.rpartition("@")
-    return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
 
 
 def check_published_block_size(block_size: int) -> None:

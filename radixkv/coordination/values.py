@@ -12,7 +12,7 @@ from radixkv.errors import ArgumentError
 if TYPE_CHECKING:
     from radixkv.index.snapshot import Snapshot
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Version of keys, entries and snapshots in the store. Replicas of different versions don't share a fleet."""
 
 MAX_CLOCK_SKEW_S: Final = 30.0
@@ -68,15 +68,23 @@ def check_amount(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a replica, for routing costs; absolute values, sent with each beat."""
+    """The load of a replica, for routing costs; absolute values, sent with each beat.
+
+    ``queued_cold_tokens``: those of ``queued_prefill_tokens`` that let a prompt go first of which most is resident
+    (``radixkv.scheduling``).
+    """
 
     queued_prefill_tokens: int = 0
     decode_blocks: int = 0
     resident_blocks: int = 0
+    queued_cold_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks"):
+        for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks", "queued_cold_tokens"):
             check_amount(name, getattr(self, name))
+        if self.queued_cold_tokens > self.queued_prefill_tokens:
+            allowed = f"at most queued_prefill_tokens, {self.queued_prefill_tokens}"
+            raise ArgumentError("queued_cold_tokens", self.queued_cold_tokens, allowed)
 
 
 @dataclass(frozen=True, slots=True)

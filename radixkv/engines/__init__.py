@@ -3,6 +3,10 @@
 ``Engine`` is the protocol. ``radixkv.engines.hf`` serves transformers models and needs the extra ``hf``.
 """
 
+from radixkv._compiled import follow
+
+follow(__path__)
+
 from radixkv.engines.engine_protocol import ABILITIES as ABILITIES
 from radixkv.engines.engine_protocol import Ability as Ability
 from radixkv.engines.engine_protocol import Engine as Engine

@@ -116,6 +116,7 @@ class ControlServer:
     - ``patience_s``: how long a short command waits for ``run_pending``. 0 for an engine that never calls it.
     - ``is_idle``: whether the engine makes no steps now. Called by other threads.
     - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
+    - ``purge_below``: called with the tenant, after the cache has forgotten it: to purge the tiers below.
     - ``weights``: the version of the weights now. Called by other threads.
 
     Raises ConfigError for a directory that isn't the user's alone or is in use, and for keys that can't be used.
@@ -131,6 +132,7 @@ class ControlServer:
         patience_s: float = 0.25,
         is_idle: Callable[[], bool] = lambda: False,
         on_purge: Callable[[], None] = lambda: None,
+        purge_below: Callable[[str], None] = lambda tenant: None,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
     ) -> None:
@@ -138,7 +140,7 @@ class ControlServer:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
-        self._on_purge, self._weights = on_purge, weights
+        self._on_purge, self._purge_below, self._weights = on_purge, purge_below, weights
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
@@ -376,6 +378,8 @@ class ControlServer:
         self._on_purge()
         try:
             blocks = sum([self._cache.purge(name) for name in names])
+            for name in names:
+                self._purge_below(name)
         finally:
             self._on_purge()
         return {"tenants": names, "generation": self._generation(names), "blocks": blocks}
@@ -383,7 +387,9 @@ class ControlServer:
     def _remove(self, fields: Fields, ids: bytes) -> Answer:
         self._on_purge()
         try:
-            return self._tenants.remove(fields, ids)
+            removed = self._tenants.remove(fields, ids)
+            self._purge_below(text_of(fields, "tenant"))
+            return removed
         finally:
             self._on_purge()
 

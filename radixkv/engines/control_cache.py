@@ -31,6 +31,7 @@ from radixkv.errors import (
     PinBudgetExceeded,
     PinLimitExceeded,
     QuotaExceeded,
+    StaleGeneration,
 )
 from radixkv.index.bases import BaseInfo
 from radixkv.index.pins import Pin
@@ -121,12 +122,18 @@ class ControlCache:
 
     def match(self, namespace: Namespace, ids: TokenIds, /) -> Found:
         """Return how much of a prefix is resident."""
-        answer = self._short("lookup", self._where(namespace), ids)
+        try:
+            answer = self._short("lookup", self._where(namespace), ids)
+        except StaleGeneration:  # purged at this moment
+            return Found(0, 0)
         return Found(_count(answer, "matched_tokens"), _count(answer, "matched_blocks"))
 
     def touch(self, namespace: Namespace, ids: TokenIds, /) -> int:
         """Count a use of what is resident."""
-        return _count(self._short("touch", self._where(namespace), ids), "tokens")
+        try:
+            return _count(self._short("touch", self._where(namespace), ids), "tokens")
+        except StaleGeneration:  # purged at this moment
+            return 0
 
     def clear(self, namespace: Namespace, /) -> int:
         """Forget a namespace."""
@@ -320,6 +327,8 @@ def _translated(error: CommandRefused) -> Exception:
             return known(**error.numbers)
         except TypeError:
             return error
+    if error.kind == "StaleSaltError":
+        return StaleGeneration("the tenant was purged before its engine heard of this call")
     if error.kind == "LeaseError":
         return LeaseError(str(error))
     if error.kind in ("ArgumentError", "ConfigError"):

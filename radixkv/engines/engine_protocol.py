@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from radixkv.config import Namespace, Scrub, Tenant
+from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
 from radixkv.index.cache import RequestHints
@@ -33,6 +34,10 @@ Ability: TypeAlias = Literal["beams", "pins", "prefill", "publish", "samples"]
 
 ABILITIES: Final[frozenset[Ability]] = frozenset(("beams", "pins", "prefill", "publish", "samples"))
 """All abilities."""
+
+Preemption: TypeAlias = Literal["tenant", "pool", "unread"]
+"""Why a running request gave its room up: a request of its tenant grew at the tenant's limit, or any at the end of the
+pool; or nobody read its answer while another request needed the room."""
 
 WaitForRoom: TypeAlias = Callable[[CapacityError], bool]
 """Called with the error when a step finds too few blocks. True tries the step again, False raises the error."""
@@ -72,6 +77,15 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came back from the tiers below the cache: cached tokens by tier, and the seconds spent on it."""
+
+    host_tokens: int
+    disk_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """The result of ``Engine.generate``.
 
@@ -81,6 +95,10 @@ class Generation:
     - ``finish_reasons``: of each output row: "length" if it has ``max_new_tokens`` and didn't end by itself, else
       "stop".
     - ``time_to_first_token_s``: from the call to the choice of the first new token; ``seconds`` if there was none.
+    - ``queued_s``: from the call to its start, while it waited for room or for its turn among the requests that step
+      together. 0 if the engine doesn't know.
+    - ``loaded``: what of the cached tokens came from the tiers below the cache; None without tiers, or if the engine
+      doesn't know.
     """
 
     token_ids: list[list[int]]
@@ -89,6 +107,8 @@ class Generation:
     finish_reasons: list[Literal["stop", "length"]]
     time_to_first_token_s: float
     seconds: float
+    queued_s: float = 0.0
+    loaded: Loaded | None = None
 
 
 class Resident(Protocol):
@@ -260,6 +280,44 @@ class Closing(Protocol):
         """End it, after all its calls."""
 
 
+@runtime_checkable
+class Preempting(Protocol):
+    """An engine that may take a running request's room, and computes it again later. Others are left alone."""
+
+    def preemptions(self) -> Mapping[tuple[str, Preemption], int]:
+        """Return how often it did so, by the tenant of the request and the reason. From any thread."""
+
+
+@runtime_checkable
+class Queueing(Protocol):
+    """An engine that orders its waiting requests itself. Of others the service counts whole prompts."""
+
+    def prefill_tokens(self, missing: float = 1.0) -> int | None:
+        """Return the prompt tokens to compute before those of a new request. None: it doesn't know.
+
+        ``missing``: the share of the new request's tokens that isn't resident.
+        """
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A cache whose policy hears what becomes known of a request at its end. Others are left alone."""
+
+    def note(self, namespace: Namespace, ids: TokenIds, hints: RequestHints, /) -> None:
+        """Tell the policy more of the last request of a prompt. Must not wait."""
+
+
+@runtime_checkable
+class Tiered(Protocol):
+    """A cache with tiers below it. Others are left alone."""
+
+    def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
+        """Return counts by tier: see ``LowerTiers.counts``. Empty if there is none. From any thread."""
+
+    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
+        """Take the fleet's generations of tenants, and whether all of them are known, from these functions."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What ``radixkv serve`` knows when it loads an engine.
@@ -269,6 +327,7 @@ class EngineSettings:
     - ``vocab_size``: of the tokenizer, for the demo model.
     - ``threads``: compute threads; 0 for the library's own choice.
     - ``default_tenant``: settings of tenants that weren't added; None refuses them.
+    - ``tiers``: what lies below the cache; None: nothing.
     """
 
     model: Path | None
@@ -282,6 +341,7 @@ class EngineSettings:
     dtype: str = "float32"
     threads: int = 0
     default_tenant: Tenant | None = field(default=None)
+    tiers: TierSettings | None = None
 
 
 class LoadedEngine(Protocol):

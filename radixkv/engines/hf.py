@@ -1,22 +1,20 @@
 """HFEngine: transformers models served through the prefix cache.
 
-    prompts ──open──▶ leased prefix + blocks ──prefill──▶ PagedCache ──model.generate──▶ tokens
-                              one row at a time: only what              all rows together
-                              isn't cached, committed
-                              chunk by chunk
+    prompts ──open──▶ leased prefix + blocks ──┐
+    newest tokens of running requests ─────────┴─▶ one forward a step ──▶ next tokens
 
-The engine computes a prompt's KV up to its last token, each row by itself, because rows differ in what is cached. Then
-transformers' own ``generate`` runs the loop over a PagedCache, from the last token on. So sampling, beams, logits
-processors and stopping are stock code. The tokens are those of ``model.generate`` on the same prompts (left-padded,
-with their attention mask). Keys and values are stored in the cache's blocks alone. Beams are forks of one sequence.
+Requests step together: see ``batch``. A prompt's KV are computed in chunks beside the other requests' next tokens, and
+committed chunk by chunk. The tokens are those of ``model.generate`` on the same prompts (left-padded, with their
+attention mask). Keys and values are stored in the cache's blocks. A beam search is transformers' loop, whose forwards
+are a part of the batch's steps, or the device's own steps on a GPU. Models with an attention of their own run in that
+loop alone: see ``hf_stock``.
 
 When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds it. This
 covers all tokens of a row except the newest, which was never computed. Every sequence is released in any case: after a
 normal end, a stop or an error.
 
-One thread uses an engine at a time; the cache may be shared. While ``on_step``, ``stop``, ``on_chunk`` or
-``on_no_room`` runs, other threads may use the engine, one at a time. So requests can be interleaved step by step, and
-each gets the tokens that it would get alone.
+Several threads may use an engine. Requests of one batch that are in their callbacks (``on_step``, ``stop``,
+``on_chunk``, ``on_no_room``) don't keep the others from going on. Each gets the tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -25,26 +23,50 @@ from radixkv.errors import require_extra
 
 require_extra("radixkv.engines.hf", "hf")
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from radixkv.audit.invariants import inspect as inspect_laws
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
+from radixkv.engines.batch import Batch
+from radixkv.engines.batch_request import (
+    BatchRequest,
+    ChunkDone,
+    Failed,
+    Filled,
+    NoRoom,
+    Prompt,
+    Row,
+    StepDone,
+)
 from radixkv.engines.control import ControlServer
-from radixkv.engines.engine_protocol import ABILITIES, Ability, EngineLimits, Generation, Prefill, WaitForRoom
-from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache, layout_of
+from radixkv.engines.engine_protocol import (
+    ABILITIES,
+    Ability,
+    EngineLimits,
+    Generation,
+    Loaded,
+    Preemption,
+    Prefill,
+    WaitForRoom,
+)
+from radixkv.engines.gate import Gate
+from radixkv.engines.hf_cache import layout_of
+from radixkv.engines.hf_choose import Chooser, Sampling, has_own_processors
+from radixkv.engines.hf_driven import driven_twin
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
+from radixkv.engines.hf_packed import Newest, PackedForward, serves
+from radixkv.engines.hf_stock import STOCK_SETTINGS, Random, Request, StockLoop, Watcher
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.engines.tier_settings import TierSettings
+from radixkv.engines.tiered_cache import TieredCache
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
 from radixkv.index import tokens
@@ -54,74 +76,13 @@ from radixkv.storage.device import DeviceStorage
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 
-Ids = NDArray[np.uint32]
+NUM_TOGETHER: Final = 32
+"""Requests of one tenant that are in the batch at the same time, running or waiting for room."""
+
 R = TypeVar("R")
 
-_STOCK_SETTINGS: dict[str, Any] = {
-    "use_cache": True,
-    "cache_implementation": None,
-    "prefill_chunk_size": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "assistant_early_exit": None,
-    "constraints": None,
-    "dola_layers": None,
-    "force_words_ids": None,
-    "low_memory": None,
-    "num_beam_groups": None,
-    "penalty_alpha": None,
-    "prompt_lookup_num_tokens": None,
-    "use_mtp": None,
-    "guidance_scale": None,
-    "stop_strings": None,
-    "token_healing": False,
-    "max_time": None,
-}
-"""Settings of a model's own generation config that would change the loop or what it returns."""
 
-
-class _Prompt(NamedTuple):
-    """A checked prompt: its key for the cache, and its ids for the model, which are a view of the key."""
-
-    key: bytes
-    ids: Ids
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The validated arguments of a ``generate`` call."""
-
-    namespace: Namespace
-    prompts: list[_Prompt]
-    max_new_tokens: int
-    do_sample: bool
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    num_beams: int
-    num_return_sequences: int
-    eos_token_ids: frozenset[int]
-    on_step: Callable[[list[list[int]]], None] | None
-    stop: Callable[[], bool] | None
-    on_no_room: WaitForRoom | None
-    hints: RequestHints | None
-
-    @property
-    def fanout(self) -> int:
-        """Rows that decode each prompt."""
-        return max(self.num_beams, self.num_return_sequences)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that decode together."""
-        return len(self.prompts) * self.fanout
-
-
-class HFEngine:
+class HFEngine(StockLoop):
     """Prefill and generation of one transformers model over one PrefixCache with storage.
 
     - ``tokenizer_digest``: SHA-256 of the tokenizer's files, a part of the fingerprint.
@@ -129,9 +90,11 @@ class HFEngine:
     - ``lends_beams``: whether the device makes the steps of beam searches by itself (``PrefixCache.lend``). None: only
       if it is a GPU.
     - ``control``: the cache's control channel. Its commands run between steps of prefill and generation.
+    - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then. Evicted KV comes back from
+      there. ``close`` gives the disk's folder back.
 
-    Raises ConfigError if the cache has no storage or another layout or device, and if the model can't be served (see
-    ``layout_of``).
+    Raises ConfigError if the cache has no storage or another layout or device, if the model can't be served (see
+    ``layout_of``), and for tiers that can't be had (see ``LowerTiers``).
     """
 
     abilities: Collection[Ability] = ABILITIES
@@ -147,6 +110,7 @@ class HFEngine:
         clock: Clock = monotonic,
         lends_beams: bool | None = None,
         control: ControlServer | None = None,
+        tiers: TierSettings | None = None,
     ) -> None:
         if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
             raise ConfigError("chunk_tokens", chunk_tokens, "an integer ≥ 1")
@@ -158,24 +122,71 @@ class HFEngine:
             raise ConfigError("cache.config.layout", cache.config.layout, f"the model's: {layout}")
         if storage.device != model.device:
             raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
-        self._lends_beams = storage.device.type == "cuda" if lends_beams is None else bool(lends_beams)
-        self.model, self.cache, self._control = model, cache, control
-        self._storage, self._chunk_tokens, self._clock = storage, chunk_tokens, clock
+        lends = storage.device.type == "cuda" if lends_beams is None else bool(lends_beams)
+        super().__init__(model, cache, storage, chunk_tokens, clock, control, lends)
         self.fingerprint = fingerprint(model, tokenizer_digest, cache.config.block_size)
         self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         limit = max_model_len_of(model)
         self.max_model_len = cache.config.num_blocks * cache.config.block_size if limit is None else limit
         declared = eos_ids_of(model.generation_config.eos_token_id)
         self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
-        self._pad_token_id: int | None = model.generation_config.pad_token_id
-        self._keeps_logits = "logits_to_keep" in _parameters(model)
-        self._weights_version = 0
+        self._gate, self._batch = Gate(), None
+        self._tiers = None if tiers is None else self._tiers_below(tiers, serves(model, layout))
+        if serves(model, layout):
+            forward, after_step = PackedForward(model, storage), self._run_commands
+            self._batch = Batch(cache, forward, chunk_tokens, self._gate, after_step, clock, self._tiers)
+            self._is_plain = not has_own_processors(
+                model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}
+            )
+
+    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers:
+        """Make the tiers below the cache."""
+        cache = self.cache
+        if not isinstance(cache, TieredCache):
+            raise ConfigError(
+                "cache", type(cache).__name__, "a TieredCache, because there are tiers below it"
+            )
+        if not is_packed:
+            allowed = "a model of which requests step together; those with an attention of their own don't"
+            raise ConfigError("tiers", type(self.model).__name__, allowed)
+        cache.lower = tiers = LowerTiers(
+            self._storage,
+            settings,
+            self.fingerprint,
+            self._gate,
+            policy=cache.config.policy,
+            always_scrubs=cache.config.scrub == "always",
+        )
+        for known in map(cache.tenant, cache.tenants()):
+            if known is not None:
+                tiers.add_tenant(known)
+        tiers.start()
+        return tiers
+
+    def close(self) -> None:
+        """Give a disk's folder back, after all calls. Waits some seconds for what isn't stored yet."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     @property
     def limits(self) -> EngineLimits:
         """What a request may need: see ``EngineLimits``."""
         config = self.cache.config
-        return EngineLimits(self.vocab_size, self.max_model_len, config.num_blocks, config.block_size)
+        together = 1 if self._batch is None else NUM_TOGETHER
+        return EngineLimits(
+            self.vocab_size, self.max_model_len, config.num_blocks, config.block_size, together
+        )
+
+    def prefill_tokens(self, missing: float = 1.0) -> int | None:
+        """Return the prompt tokens to compute before those of a new request with this missing share.
+
+        None if it doesn't batch. O(running requests).
+        """
+        return None if self._batch is None else self._batch.prefill_tokens(missing)
+
+    def preemptions(self) -> dict[tuple[str, Preemption], int]:
+        """Return how often running requests gave their room up, by tenant and reason. O(tenants)."""
+        return {} if self._batch is None else self._batch.preemptions.copy()
 
     def health(self) -> list[str]:
         """Return no reason to replace the process. Raises IntegrityError if the cache can't be repaired. O(1)."""
@@ -207,6 +218,8 @@ class HFEngine:
         if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= MAX_WEIGHTS:
             raise ArgumentError("version", wanted, f"an integer from {least} to {MAX_WEIGHTS}")
         self._weights_version = wanted
+        if self._tiers is not None:
+            self._tiers.weights_changed(wanted)
         for namespace in self.cache.namespaces():
             if namespace.model == self.fingerprint and namespace.weights < self._weights_version:
                 self.cache.clear(namespace)
@@ -241,8 +254,8 @@ class HFEngine:
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return self._prefill(
-            prompt, on_chunk, on_no_room, lambda: self.cache.open(self._now(ns), prompt.key, hints=hints)
+        return self._compute_prompt(
+            ns, prompt, on_chunk, on_no_room, lambda: self.cache.open(self._now(ns), prompt.key, hints=hints)
         )
 
     def publish(
@@ -265,68 +278,48 @@ class HFEngine:
         size = self.cache.config.block_size
         num_tokens = len(prompt.ids)
         num_tokens = max(num_tokens // size * size, min(num_tokens, 1))
-        prompt = _Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
-        return self._prefill(
+        prompt = Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
+        return self._compute_prompt(
+            ns,
             prompt,
             on_chunk,
             on_no_room,
             lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers),
         )
 
-    def _prefill(
+    def _compute_prompt(
         self,
-        prompt: _Prompt,
+        ns: Namespace,
+        prompt: Prompt,
         on_chunk: Callable[[int, int], None] | None,
         on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
     ) -> Prefill:
-        started, num_tokens = self._clock(), len(prompt.ids)
-        with _with_room(open_sequence, on_no_room) as sequence:
-            cached = sequence.num_cached_tokens
-            paged = self._paged([sequence], [cached])
-            with paged.attached(self.model):
-                for done in self._compute(paged, prompt.ids):
-                    if on_chunk is not None:
-                        on_chunk(done, num_tokens)
-            num_blocks = sequence.num_blocks
-        return Prefill(num_tokens, cached, num_tokens - cached, num_blocks, self._clock() - started)
-
-    @torch.no_grad()
-    def _compute(self, paged: PagedCache, ids: Ids) -> Iterator[int]:
-        """Prefill the one row of an attached ``paged`` to the end of ``ids``. Yields the tokens done so far."""
-        settings: dict[str, Any] = {CACHE_ARGUMENT: paged, "use_cache": True}
-        if self._keeps_logits:
-            settings["logits_to_keep"] = 1
-        while paged.width < len(ids):
-            chunk = ids[paged.width : paged.width + self._chunk_tokens]
-            input_ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
-            self.model(input_ids=input_ids, **settings)
-            paged.commit()
-            if self._control is not None:
-                self._control.run_pending()
-            yield paged.width
-
-    def _paged(
-        self,
-        sequences: list[Sequence],
-        num_computed: list[int],
-        request: _Request | None = None,
-        watcher: _Watcher | None = None,
-        fanout: int = 1,
-    ) -> PagedCache:
-        # A beam that ends leaves the running beams, so an end-of-sequence token never ends a running one.
-        eos = request.eos_token_ids if request is not None and request.num_beams == 1 else frozenset[int]()
-        is_search = self._lends_beams and fanout > 1 and request is not None and request.num_beams > 1
-        return PagedCache(
-            self.cache,
-            self._storage,
-            sequences,
-            num_computed,
-            fanout=fanout,
-            eos_token_ids=eos,
-            beam_steps=request.max_new_tokens if request is not None and is_search else 0,
-            on_no_room=None if watcher is None else watcher.wait_for_room,
+        if self._batch is None:
+            with self._gate:
+                return self._prefill(prompt, self._opened(on_chunk), self._opened(on_no_room), open_sequence)
+        started, total, done = self._clock(), len(prompt.ids), 0
+        member = BatchRequest(
+            ns, [prompt], lambda request, row: open_sequence(), can_wait=on_no_room is not None
         )
+
+        def pause() -> bool:
+            if on_chunk is not None:
+                on_chunk(done or self.cache.match(ns, prompt.key).num_tokens, total)
+            return False
+
+        with self._batch.joined(member):
+            while done < total:
+                match self._batch.next_news(member, pause):
+                    case NoRoom(error):
+                        _wait_for_room(error, on_no_room)
+                    case Failed(error):
+                        raise error
+                    case ChunkDone(done, _):
+                        if on_chunk is not None:
+                            on_chunk(done, total)
+        cached, num_blocks = member.num_cached[0], -(-total // self.cache.config.block_size)
+        return Prefill(total, cached, total - cached, num_blocks, self._clock() - started)
 
     # Generation -----------------------------------------------------------------------------------------------
 
@@ -385,90 +378,169 @@ class HFEngine:
             on_no_room=on_no_room,
             hints=hints,
         )
-        watcher = _Watcher(request, self._clock, _Random(request.seed, self.model.device), self._control)
-        with ExitStack() as stack:
+        if self._batch is None:
+            return self._generate_alone(request, started)
+        if request.num_beams > 1:
+            return self._search_together(self._batch, request, started)
+        return self._generate_together(self._batch, request, started)
+
+    def _generate_alone(self, request: Request, started: float) -> Generation:
+        """In transformers' loop. Other requests go on in the callbacks."""
+        request = self._with_opened_calls(request)
+        watcher = Watcher(request, self._clock, Random(request.seed, self.model.device), self._control)
+        with self._gate, ExitStack() as stack:
+            begun = self._clock()
             pages = self._prefill_rows(request, watcher, stack)
-            cached = [page.sequences[0].num_cached_tokens for page in pages]
+            cached = [page.num_found for page in pages]
             rows = None if watcher.stopped else self._decode(request, watcher, pages, stack)
         seconds = self._clock() - started
-        return _generation(request, rows, cached, watcher, started, seconds)
+        return _generation(request, rows, cached, watcher.first_token_at, started, seconds, begun)
 
-    def _prefill_rows(self, request: _Request, watcher: _Watcher, stack: ExitStack) -> list[PagedCache]:
-        """Open each prompt and compute all but its last token. Ends early if the caller asks to stop."""
-        pages: list[PagedCache] = []
-        for prompt in request.prompts:
-            opening = partial(self._open, request, prompt)
-            sequence = stack.enter_context(_with_room(opening, request.on_no_room))
-            page = self._paged([sequence], [sequence.num_cached_tokens], request, watcher)
-            pages.append(page)
-            with page.attached(self.model):
-                for _ in self._compute(page, prompt.ids[:-1]):
-                    if watcher.ask_to_stop():
-                        return pages
-            if request.num_rows > 1:
-                page.drop_working_copy()
-        return pages
+    def _generate_together(self, batch: Batch, request: Request, started: float) -> Generation:
+        """In the batch."""
+        member = self._member(request)
+        stop = request.stop or _never
+        rows: list[list[int]] = [[] for _ in range(request.num_rows)]
+        first_token_at, is_stopped = None, False
+        with batch.joined(member):
+            while not is_stopped and not (member.state == "over" and not member.news):
+                news = batch.next_news(member, stop)
+                match news:
+                    case None:
+                        break
+                    case NoRoom(error):
+                        _wait_for_room(error, request.on_no_room)
+                        continue
+                    case Failed(error):
+                        raise error
+                    case StepDone(step):
+                        first_token_at = self._clock() if first_token_at is None else first_token_at
+                        for row, new in zip(rows, step, strict=True):
+                            row += new
+                        if request.on_step is not None:
+                            request.on_step(step)
+                is_stopped = stop()
+            sizes = [len(prompt.ids) for prompt in request.prompts for _ in range(request.fanout)]
+            batch.finish(member, [size + len(row) - 1 for size, row in zip(sizes, rows, strict=True)])
+        seconds = self._clock() - started
+        made = _generation(
+            request, rows, member.num_cached, first_token_at, started, seconds, member.started_at
+        )
+        return self._with_loaded(made, member)
 
-    def _open(self, request: _Request, prompt: _Prompt) -> Sequence:
-        return self.cache.open(self._now(request.namespace), prompt.key, hints=request.hints)
+    def _search_together(self, batch: Batch, request: Request, started: float) -> Generation:
+        """A beam search: transformers' loop, whose forwards are a part of the batch's steps."""
+        member = BatchRequest(
+            request.namespace,
+            request.prompts,
+            self._open_row,
+            fanout=request.fanout,
+            max_new_tokens=request.max_new_tokens,
+            can_wait=request.on_no_room is not None,
+            hints=request.hints,
+            is_driven=True,
+        )
+        opened = self._with_opened_calls(request)
+        watcher = Watcher(opened, self._clock, Random(request.seed, self.model.device), self._control)
+        rows = None
+        with batch.joined(member):
+            self._fill_prompts(batch, member, request, watcher)
+            if not watcher.stopped:
+                with self._gate, ExitStack() as stack:
+                    rows = self._search(batch, member, request, watcher, stack)
+        seconds = self._clock() - started
+        first_token_at, begun = watcher.first_token_at, member.started_at
+        made = _generation(request, rows, member.num_cached, first_token_at, started, seconds, begun)
+        return self._with_loaded(made, member)
 
-    def _now(self, ns: Namespace) -> Namespace:
-        """Return a request's namespace with the present version: the weights may have changed while it waited."""
-        return ns._replace(weights=self._weights_version)
+    def _with_loaded(self, made: Generation, member: BatchRequest) -> Generation:
+        if self._tiers is None and not self.cache.config.host_blocks:
+            return made
+        return replace(
+            made, loaded=Loaded(member.num_loaded["host"], member.num_loaded["disk"], member.loading_s)
+        )
 
-    def _decode(
-        self, request: _Request, watcher: _Watcher, pages: list[PagedCache], stack: ExitStack
+    def _fill_prompts(self, batch: Batch, member: BatchRequest, request: Request, watcher: Watcher) -> None:
+        """Compute the prompts up to their last token."""
+        stop = request.stop or _never
+        while not watcher.stopped:
+            match batch.next_news(member, stop):
+                case Filled():
+                    return
+                case NoRoom(error):
+                    _wait_for_room(error, request.on_no_room)
+                case Failed(error):
+                    raise error
+                case None:
+                    watcher.stopped = True
+                case _:
+                    watcher.stopped = stop()
+
+    def _search(
+        self, batch: Batch, member: BatchRequest, request: Request, watcher: Watcher, stack: ExitStack
     ) -> list[list[int]]:
-        """Run transformers' own loop over all rows. Returns the new tokens of each output row."""
-        if request.num_rows == 1:
-            paged = pages[0]
-        else:
-            computed = [len(prompt.ids) - 1 for prompt in request.prompts]
-            sequences = [page.sequences[0] for page in pages]
-            paged = self._paged(sequences, computed, request, watcher, fanout=request.fanout)
+        """Run the loop, within the gate."""
+        sequences = [row.hand_over() for row in member.rows]
+        computed = [len(prompt.ids) - 1 for prompt in request.prompts]
+        paged = self._paged(sequences, computed, request, watcher, fanout=request.fanout)
         stack.callback(paged.release)
-        input_ids, attention_mask = self._pad(request.prompts)
-        with paged.attached(self.model), watcher.random.inside():
-            output: Tensor = cast(Any, self.model).generate(
-                input_ids,
-                attention_mask=attention_mask,
-                stopping_criteria=StoppingCriteriaList([watcher]),
-                **{CACHE_ARGUMENT: paged},
-                **self._settings(request),
-            )
-        paged.settle()
-        rows = [_until_end(row, request.eos_token_ids) for row in output[:, input_ids.shape[1] :].tolist()]
-        _commit_outputs(paged, request, rows)
-        return rows
+        if self._lends_beams:  # the device makes the steps
+            with paged.attached(self.model):
+                return self._loop(self.model, request, watcher, paged)
+        stop = request.stop or _never
 
-    def _settings(self, request: _Request) -> dict[str, Any]:
-        """Generation settings by name, as arguments of ``model.generate``."""
-        return {
-            **_STOCK_SETTINGS,
-            "max_new_tokens": request.max_new_tokens,
-            "do_sample": request.do_sample,
-            "temperature": request.temperature if request.do_sample else None,
-            "top_k": (request.top_k or 0) if request.do_sample else None,
-            "top_p": request.top_p if request.do_sample else None,
-            "num_beams": request.num_beams,
-            "num_return_sequences": request.num_return_sequences,
-            "eos_token_id": sorted(request.eos_token_ids) or None,
-            "pad_token_id": self._pad_token_id,
-        }
+        def pause() -> bool:
+            watcher.stopped = watcher.stopped or stop()
+            return watcher.stopped
 
-    def _pad(self, prompts: list[_Prompt]) -> tuple[Tensor, Tensor]:
-        """Return the prompts left-padded, ``[prompts, longest]``, and the mask of the positions that aren't padding."""
-        width = max(len(prompt.ids) for prompt in prompts)
-        ids = np.full((len(prompts), width), self._pad_token_id or 0, dtype=np.int64)
-        mask = np.zeros((len(prompts), width), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.ids) :] = prompt.ids
-            mask[row, width - len(prompt.ids) :] = 1
-        return torch.from_numpy(ids).to(self.model.device), torch.from_numpy(mask).to(self.model.device)
+        def compute(asked: list[Newest]) -> Tensor:
+            with watcher.random.outside(), self._gate.outside():
+                return batch.logits(member, asked, pause)
+
+        paged.on_no_room = lambda error: batch.make_room(member, error) or watcher.wait_for_room(error)
+        twin = driven_twin(self.model, paged, compute, batch.new_key)
+        return self._loop(twin, request, watcher, paged)
+
+    def _with_opened_calls(self, request: Request) -> Request:
+        """The request with callbacks that run outside the gate."""
+        return replace(
+            request,
+            on_step=self._opened(request.on_step),
+            stop=self._opened(request.stop),
+            on_no_room=self._opened(request.on_no_room),
+        )
+
+    def _member(self, request: Request) -> BatchRequest:
+        sampling = Sampling(
+            request.do_sample, request.temperature, request.top_k, request.top_p, request.seed
+        )
+        prompts = [prompt.ids for prompt in request.prompts for _ in range(request.fanout)]
+        settings = self.settings_of(request)
+        return BatchRequest(
+            request.namespace,
+            request.prompts,
+            self._open_row,
+            chooser=Chooser(self.model, sampling, settings, prompts, self._is_plain),
+            fanout=request.fanout,
+            max_new_tokens=request.max_new_tokens,
+            eos_token_ids=request.eos_token_ids,
+            can_wait=request.on_no_room is not None,
+            hints=request.hints,
+        )
+
+    def _open_row(self, request: BatchRequest, row: Row) -> Sequence:
+        return self.cache.open(self._now(request.namespace), row.cache_key, hints=request.hints)
+
+    def _run_commands(self) -> None:
+        if self._control is not None:
+            self._control.run_pending()
+
+    def _opened(self, call: Callable[..., R] | None) -> Callable[..., R] | None:
+        return None if call is None else self._gate.opened(call)
 
     # Checks ---------------------------------------------------------------------------------------------------
 
-    def _check_request(self, ns: Namespace, ids: Any, **arguments: Any) -> _Request:
+    def _check_request(self, ns: Namespace, ids: Any, **arguments: Any) -> Request:
         self._check_namespace(ns)
         check_arguments(arguments)
         outside = [token_id for token_id in arguments["eos_token_ids"] if not 0 <= token_id < self.vocab_size]
@@ -487,7 +559,7 @@ class HFEngine:
         if longest + arguments["max_new_tokens"] > self.max_model_len:
             allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
             raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
-        return _Request(namespace=ns, prompts=prompts, **arguments)
+        return Request(namespace=ns, prompts=prompts, **arguments)
 
     def _check_namespace(self, ns: Namespace) -> None:
         if not isinstance(ns, Namespace):
@@ -498,7 +570,7 @@ class HFEngine:
             allowed = f"the version of this engine's weights, {self._weights_version}"
             raise ArgumentError("ns.weights", ns.weights, allowed)
 
-    def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> _Prompt:
+    def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> Prompt:
         """Check a prompt and convert it once. A prompt that is a key already isn't converted."""
         try:
             key = tokens.encode(ids)
@@ -513,152 +585,27 @@ class HFEngine:
             raise TokenError(
                 f"{field}[{index}]={int(found[index])} is not allowed; allowed: {allowed}", index
             )
-        return _Prompt(key, found)
+        return Prompt(key, found)
 
 
-class _Watcher(StoppingCriteria):
-    """A hook in transformers' loop: records the first token's time, reports steps, and asks whether to stop."""
-
-    def __init__(
-        self, request: _Request, clock: Clock, random: _Random, control: ControlServer | None
-    ) -> None:
-        self._request, self._clock, self.random, self._control = request, clock, random, control
-        self._ended = [False] * request.num_rows
-        self.first_token_at: float | None = None
-        self.stopped = False
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """For each row of ``input_ids``, ``[rows, tokens so far]``: whether it ends here."""
-        if self.first_token_at is None:
-            self.first_token_at = self._clock()
-        if self._request.on_step is not None:
-            step = self._step(input_ids[:, -1].tolist())
-            with self.random.outside():
-                self._request.on_step(step)
-        if self._control is not None:
-            self._control.run_pending()
-        self.ask_to_stop()
-        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
-
-    def ask_to_stop(self) -> bool:
-        """Ask the caller whether to stop. After the first yes, the answer stays yes."""
-        if self._request.stop is not None and not self.stopped:
-            with self.random.outside():
-                self.stopped = bool(self._request.stop())
-        return self.stopped
-
-    def wait_for_room(self, error: CapacityError) -> bool:
-        """Whether the caller wants to try again."""
-        if self._request.on_no_room is None:
-            return False
-        with self.random.outside():
-            return self._request.on_no_room(error)
-
-    def _step(self, newest: list[int]) -> list[list[int]]:
-        step = [[] if ended else [token_id] for token_id, ended in zip(newest, self._ended, strict=True)]
-        for row, token_id in enumerate(newest):
-            self._ended[row] = self._ended[row] or token_id in self._request.eos_token_ids
-        return step
+def _never() -> bool:
+    return False
 
 
-class _Random:
-    """The device's random state of a request with a seed. It is set in ``inside``, except within ``outside``.
-
-    So the caller, and other requests that run in its callbacks, find the state that they left; so does this request.
-    Without a seed nothing is set. Each ``outside`` copies a state of 5 kB twice.
-    """
-
-    def __init__(self, seed: int | None, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-        self._outer: list[Tensor] | None = None
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Set the random state to that after ``torch.manual_seed(seed)``; afterwards, restore the previous state."""
-        if self._seed is None:
-            yield
-            return
-        self._outer = self._state()
-        try:
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(self._seed)
-            else:
-                torch.default_generator.manual_seed(self._seed)
-            yield
-        finally:
-            self._set(self._outer)
-            self._outer = None
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Set the caller's random state, within ``inside``."""
-        if self._outer is None:
-            yield
-            return
-        own = self._state()
-        self._set(self._outer)
-        try:
-            yield
-        finally:
-            self._outer = self._state()
-            self._set(own)
-
-    def _state(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self._device)
-
-
-def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
-    """Return the result of a step. It is tried again as long as it finds too few blocks and ``on_no_room`` says so."""
-    while True:
-        try:
-            return step()
-        except CapacityError as error:
-            if on_no_room is None or not on_no_room(error):
-                raise
-
-
-def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]]) -> None:
-    """Commit the KV of the output rows, as far as a decoded row holds it.
-
-    A sampled row is a decoded row. A beam that ended before others may have no row left. Then what the closest row
-    shares with it is committed.
-    """
-    group = len(paged.sequences) // len(request.prompts)
-    for index, row in enumerate(rows):
-        prompt = index // request.num_return_sequences
-        wanted = np.concatenate([request.prompts[prompt].ids, np.array(row, dtype=np.uint32)])
-        shared, closest = max(
-            (_num_shared(paged.sequences[at].token_ids[: paged.lengths[at]], wanted), at)
-            for at in range(prompt * group, (prompt + 1) * group)
-        )
-        sequence = paged.sequences[closest]
-        if shared > sequence.num_committed_tokens:
-            sequence.commit(shared)
-
-
-def _num_shared(left: Ids, right: Ids) -> int:
-    """Return the number of equal leading ids."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    return int(np.argmax(differs)) if differs.any() else length
+def _wait_for_room(error: CapacityError, on_no_room: WaitForRoom | None) -> None:
+    """Raise the error, unless the caller wants to try again."""
+    if on_no_room is None or not on_no_room(error):
+        raise error
 
 
 def _generation(
-    request: _Request,
+    request: Request,
     rows: list[list[int]] | None,
     cached: list[int],
-    watcher: _Watcher,
+    first_token_at: float | None,
     started: float,
     seconds: float,
+    begun: float | None,
 ) -> Generation:
     if rows is None:  # stopped before the first token
         rows = [[] for _ in range(len(request.prompts) * request.num_return_sequences)]
@@ -667,23 +614,12 @@ def _generation(
         num_prompt_tokens=[len(prompt.ids) for prompt in request.prompts],
         num_cached_tokens=cached + [0] * (len(request.prompts) - len(cached)),
         finish_reasons=[_finish_reason(row, request) for row in rows],
-        time_to_first_token_s=seconds if watcher.first_token_at is None else watcher.first_token_at - started,
+        time_to_first_token_s=seconds if first_token_at is None else first_token_at - started,
         seconds=seconds,
+        queued_s=seconds if begun is None else begun - started,
     )
 
 
-def _finish_reason(row: list[int], request: _Request) -> Literal["stop", "length"]:
+def _finish_reason(row: list[int], request: Request) -> Literal["stop", "length"]:
     is_whole = len(row) == request.max_new_tokens
     return "length" if is_whole and row[-1] not in request.eos_token_ids else "stop"
-
-
-def _until_end(row: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """Return the row up to and including its end-of-sequence token; padding follows it."""
-    for index, token_id in enumerate(row):
-        if token_id in eos_token_ids:
-            return row[: index + 1]
-    return row
-
-
-def _parameters(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)

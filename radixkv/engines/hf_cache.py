@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ from radixkv.index.cache import PrefixCache
 from radixkv.index.lent_beams import LentBeams
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
+
+R = TypeVar("R")
 
 CACHE_ARGUMENT = (
     "cache"
@@ -154,12 +156,12 @@ class PagedCache(Cache):
         self._eos_token_ids = eos_token_ids
         self.sequences = list(sequences)
         self.fanout = fanout
-        self.width = max(num_computed)
+        self.width = self.num_found = max(num_computed)
         self.lengths = list(num_computed)
         self._pads = [self.width - length for length in num_computed]
         self._finished = [False] * len(sequences)
         self._is_decoding = False
-        self._beam_steps, self._on_no_room = beam_steps, on_no_room
+        self._beam_steps, self.on_no_room = beam_steps, on_no_room
         self._beams: LentBeams | None = None
         self._parents: Tensor | None = None  # for the next beam step, on the device
         self._steps_ahead = 0  # beam steps for which blocks are lent
@@ -186,13 +188,15 @@ class PagedCache(Cache):
             handle.remove()
 
     def _begin_with_room(self, input_ids: Tensor) -> None:
-        """``begin_step``, tried again as long as there are too few blocks and ``on_no_room`` says so."""
+        self.with_room(self.begin_step, input_ids)
+
+    def with_room(self, begin: Callable[[Tensor], R], input_ids: Tensor) -> R:
+        """``begin(input_ids)``, tried again as long as there are too few blocks and ``on_no_room`` says so."""
         while True:
             try:
-                self.begin_step(input_ids)
-                return
+                return begin(input_ids)
             except CapacityError as error:
-                if self._on_no_room is None or not self._on_no_room(error):
+                if self.on_no_room is None or not self.on_no_room(error):
                     raise
 
     def begin_step(self, input_ids: Tensor) -> None:
@@ -201,10 +205,7 @@ class PagedCache(Cache):
         Raises CapacityError. Nothing has changed then, except that groups may be forked.
         """
         rows, num_tokens = input_ids.shape
-        if not self._is_decoding and self._has_no_room(0):
-            self._start_decoding()
-        rows_each = rows // len(self.sequences)
-        self._num_step_tokens = num_tokens
+        rows_each = self._grow(input_ids)
         if self._has_beams():
             self._step_beams(input_ids[:, 0])
             return
@@ -215,6 +216,28 @@ class PagedCache(Cache):
         is_plain = num_tokens == rows_each == 1 and len(blocks) == rows
         self._slots = _Slots(blocks, offsets) if is_plain else _Slots(blocks, offsets, rows_of, columns)
         self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
+
+    def begin_packed_step(self, input_ids: Tensor) -> list[tuple[int, int, Sequence]]:
+        """Get the blocks for one token a row, ``[rows, 1]``. ``end_packed_step`` follows the write of their KV.
+
+        Returns the token, its position and the sequence, once for each sequence. Raises CapacityError like
+        ``begin_step``.
+        """
+        rows_each = self._grow(input_ids)
+        token_ids = input_ids[::rows_each, 0].tolist()
+        self._append(token_ids)
+        return list(zip(token_ids, self.lengths, self.sequences, strict=True))
+
+    def end_packed_step(self) -> None:
+        """Count the step's tokens as computed."""
+        self._end_step()
+
+    def _grow(self, input_ids: Tensor) -> int:
+        """Fork the rows of a prompt if they differ from now on. Returns the rows of each sequence."""
+        rows, self._num_step_tokens = input_ids.shape
+        if not self._is_decoding and self._has_no_room(0):
+            self._start_decoding()
+        return int(rows) // len(self.sequences)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values into the blocks, and return those of the rectangle."""

@@ -9,6 +9,7 @@ from radixkv.engines.engine_protocol import EngineSettings
 from radixkv.engines.hf import HFEngine
 from radixkv.engines.hf_cache import layout_of
 from radixkv.engines.hf_models import Model, demo_model, fingerprint, load_model
+from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.changes import Journal
@@ -40,8 +41,9 @@ class LoadedModel:
             scrub=settings.scrub,
             default_tenant=settings.default_tenant,
         )
-        cache = PrefixCache(config, journal=journal)
-        return HFEngine(self._model, cache, tokenizer_digest=settings.tokenizer_digest)
+        kind = PrefixCache if settings.tiers is None else TieredCache
+        cache = kind(config, journal=journal)
+        return HFEngine(self._model, cache, tokenizer_digest=settings.tokenizer_digest, tiers=settings.tiers)
 
 
 def _model(settings: EngineSettings) -> Model:

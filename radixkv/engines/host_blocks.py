@@ -49,7 +49,7 @@ def _no_ids() -> Slots:
 class StepWork:
     """What every worker does in step ``step``, the number of which is above 0.
 
-    - ``zero``: slots to zero first.
+    - ``zero``: slots to zero first. ``fill_rows``, ``fill_slots``: rows of staging memory to copy into slots then.
     - ``loads``: ``(request id, number of blocks)`` of each load, in the order of the three arrays that follow.
     - ``load_slots``, ``load_stamps``, ``load_blocks``: from where, what it must be, to which of the engine's blocks.
     - ``save_blocks``, ``save_slots``: from which of the engine's blocks, and to where, after the step has computed.
@@ -57,6 +57,8 @@ class StepWork:
 
     step: int
     zero: Slots = field(default_factory=_no_ids)
+    fill_rows: Slots = field(default_factory=_no_ids)
+    fill_slots: Slots = field(default_factory=_no_ids)
     loads: tuple[tuple[str, int], ...] = ()
     load_slots: Slots = field(default_factory=_no_ids)
     load_stamps: Slots = field(default_factory=_no_ids)
@@ -72,22 +74,25 @@ class StepReport:
     - ``ended``: by step, how many workers have ended its saves, well or not.
     - ``unsaved``: steps of which a save failed.
     - ``failed``: by request, the position of the first block of its load that failed.
+    - ``filled``: steps whose rows of staging memory were copied.
     """
 
     ended: dict[int, int] = field(default_factory=dict)
     unsaved: set[int] = field(default_factory=set)
     failed: dict[str, int] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.ended or self.unsaved or self.failed)
+        return not (self.ended or self.unsaved or self.failed or self.filled)
 
     def add(self, other: StepReport) -> None:
         """Add another worker's report."""
         for step, num_workers in other.ended.items():
             self.ended[step] = self.ended.get(step, 0) + num_workers
         self.unsaved |= other.unsaved
+        self.filled |= other.filled
         for request_id, position in other.failed.items():
             self.failed[request_id] = min(position, self.failed.get(request_id, position))
 
@@ -111,23 +116,30 @@ class _Save(NamedTuple):
 class HostBlocks:
     """``num_slots`` slots of host memory for the blocks of ``kv_caches``, the engine's tensors by layer.
 
-    ``num_blocks``: of the engine. The axis of the blocks is the first of each tensor, or the second behind keys and
-    values; the kernels' blocks may be smaller. Raises ConfigError for other tensors. Used by one thread.
+    ``num_blocks``: of the engine. ``num_staging``: further rows, which only a ``DiskLevel`` writes. The axis of the
+    blocks is the first of each tensor, or the second behind keys and values; the kernels' blocks may be smaller. Raises
+    ConfigError for other tensors. Used by one thread.
     """
 
-    def __init__(self, num_slots: int, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def __init__(
+        self, num_slots: int, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, *, num_staging: int = 0
+    ) -> None:
         engine = _distinct(kv_caches, num_blocks)
         if not engine:
             raise ConfigError("kv_caches", "{}", "at least one layer")
         self.num_slots = num_slots
-        sizes = [_size_of(each) for each in engine]
+        sizes = [bytes_of_row(each[0]) for each in engine]
         self.block_bytes = sum(sizes)
         self._rows = torch.zeros((num_slots, self.block_bytes), dtype=torch.uint8)
-        self._layers, start = [], 0
+        self.num_staging = num_staging
+        self._staging = torch.zeros((num_staging, self.block_bytes), dtype=torch.uint8)
+        self._layers, self._staging_layers, start = [], [], 0
         for each, size in zip(engine, sizes, strict=True):
-            used = each[0].numel() * each.element_size()
-            row = self._rows[:, start : start + used].view(each.dtype)
+            used = slice(start, start + each[0].numel() * each.element_size())
+            row = self._rows[:, used].view(each.dtype)
             self._layers.append(_Layer(each, row.view(num_slots, *each.shape[1:])))
+            row = self._staging[:, used].view(each.dtype)
+            self._staging_layers.append(row.view(num_staging, *each.shape[1:]))
             start += size
         self._device = engine[0].device
         self._num_engine_blocks = num_blocks
@@ -139,8 +151,9 @@ class HostBlocks:
         self.counts = dict.fromkeys(("loaded_blocks", "failed_blocks", "saved_blocks", "unsaved_blocks"), 0)
 
     def load(self, work: StepWork) -> None:
-        """Zero slots, then load. What can't be loaded is reported, whatever the reason."""
+        """Zero slots, fill slots, then load. What can't be loaded is reported, whatever the reason."""
         self._zero(work.zero)
+        self._fill_slots(work)
         if not work.loads:
             return
         is_good = self._is_good(work)
@@ -216,7 +229,45 @@ class HostBlocks:
         for start in range(0, len(at), size):
             yield at[start : start + size]
 
+    # --- for a cache in the same process
+
+    def stage(self, slots: Slots) -> list[torch.Tensor]:
+        """Return copies of slots on the engine's device, a tensor a layer, without waiting for it."""
+        self._require_places(slots, _no_ids())
+        source = torch.from_numpy(slots)
+        return [self._staged(layer.host, source) for layer in self._layers]
+
+    def stage_row(self, row: int) -> list[torch.Tensor]:
+        """Return copies of a row of staging memory on the engine's device, a tensor a layer of one block."""
+        return [self._staged(layer, torch.tensor([row])) for layer in self._staging_layers]
+
+    def put(self, staged: list[torch.Tensor], blocks: NDArray[np.int32]) -> None:
+        """Write what ``stage`` returned into as many of the engine's blocks, without waiting for its device."""
+        target = torch.from_numpy(blocks.astype(np.int64)).to(self._device)
+        for layer, rows in zip(self._layers, staged, strict=True):
+            layer.engine.index_copy_(0, target, rows)
+
+    # --- for a disk below, in the same process
+
+    def slot_bytes(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        return self._rows[slot].numpy().data
+
+    def staging_bytes(self, row: int) -> memoryview:
+        """Return the bytes of a row of staging memory."""
+        return self._staging[row].numpy().data
+
     # --- copies
+
+    def _fill_slots(self, work: StepWork) -> None:
+        """Copy rows of staging memory into slots. They hold what was read for one tenant, so they are zeroed."""
+        if len(work.fill_slots):
+            self._require_places(work.fill_slots, _no_ids())
+            rows = torch.from_numpy(work.fill_rows)
+            self._rows.index_copy_(0, torch.from_numpy(work.fill_slots), self._staging.index_select(0, rows))
+            self._staging.index_fill_(0, rows, 0)
+            self._stamps[work.fill_slots] = work.step
+            self._report.filled.add(work.step)
 
     def _zero(self, slots: Slots) -> None:
         if len(slots):
@@ -313,6 +364,6 @@ def _by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     raise ConfigError(f"kv_caches[{name!r}]", tuple(tensor.shape), allowed)
 
 
-def _size_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a block, rounded up so that the next layer is aligned."""
-    return -(-tensor[0].numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+def bytes_of_row(block: torch.Tensor) -> int:
+    """Return the bytes of a block of one tensor, rounded up so that the next layer is aligned."""
+    return -(-block.numel() * block.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -13,14 +13,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
+from radixkv._compiled import mypyc_attr
 from radixkv.config import MAX_FIELD_BYTES, Namespace
 from radixkv.engines.salt import SaltOwner, SaltReader
 from radixkv.errors import ArgumentError, NamespaceError, SaltError, TokenError
+from radixkv.index.cache import RequestHints
 from radixkv.index.key_material import Material, key_of
 from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES, encode
 from radixkv.signing import is_text
+
+Label = str | int | float
+"""The value of a label."""
+
+
+_NUMBERS: Final = ("turn", "tool_pending", "session_over", "expected_gap_s")
+"""Labels that a client gives as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class RequestFacts:
     - ``is_private``: True if its KV depend on something that no key covers, such as prompt embeddings. It finds nothing
       and leaves nothing.
     - ``num_most``: the most tokens that it may come to have.
+    - ``labels``: what its client says of its session, for the eviction policy.
     """
 
     cache_salt: str | None = None
@@ -42,6 +52,7 @@ class RequestFacts:
     looks_up: bool = True
     is_private: bool = False
     num_most: int = 0
+    labels: tuple[tuple[str, Label], ...] = ()
 
 
 def facts_of(request: Any) -> RequestFacts:
@@ -64,20 +75,50 @@ def facts_of(request: Any) -> RequestFacts:
         not request.skip_reading_prefix_cache,
         is_private or (lora is not None and lora.load_inplace),
         request.num_prompt_tokens + request.max_tokens,
+        labels_of(getattr(request, "session_id", None), getattr(request.sampling_params, "extra_args", None)),
     )
+
+
+def labels_of(session: object, given: object) -> tuple[tuple[str, Label], ...]:
+    """Return what a client says of its session: the engine's own session id, and numbers beside the request.
+
+    The numbers are ``radixkv_turn``, ``radixkv_tool_pending``, ``radixkv_session_over`` and
+    ``radixkv_expected_gap_s``. Anything else is ignored.
+    """
+    found: list[tuple[str, Label]] = []
+    if isinstance(session, str) and 0 < len(session) <= MAX_FIELD_BYTES:
+        found.append(("session", session))
+    if isinstance(given, dict):
+        for name in _NUMBERS:
+            number = given.get(f"radixkv_{name}")
+            if isinstance(number, (int, float)):
+                found.append((name, number))
+    return tuple(found)
+
+
+def hints_of(namespace: Namespace, labels: tuple[tuple[str, Label], ...]) -> RequestHints | None:
+    """Return hints with these labels. A session is one of its namespace: equal names of others are other sessions."""
+    if not labels:
+        return None
+    told = dict(labels)
+    if "session" in told:
+        told["session"] = _digest(repr((namespace._replace(weights=0), told["session"])))
+    return RequestHints(told)
 
 
 def _digest(text: str) -> str:
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RequestKey:
     """The key of one request. ``num_keyed``: how many ids it has read."""
 
-    __slots__ = ("_block_size", "facts", "key", "namespace", "num_keyed")
+    __slots__ = ("_block_size", "facts", "hints", "key", "namespace", "num_keyed")
 
     def __init__(self, namespace: Namespace, facts: RequestFacts, block_size: int) -> None:
         self.namespace, self.facts, self._block_size = namespace, facts, block_size
+        self.hints = hints_of(namespace, facts.labels)
         self.key = bytearray()
         self.num_keyed = 0
 

@@ -33,7 +33,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Final, NamedTuple
 
 from radixkv.config import MAX_FIELD_BYTES, TENANT_ID_ALLOWED, Namespace, is_tenant_id
-from radixkv.errors import ArgumentError, ConfigError, SaltError
+from radixkv.errors import ArgumentError, ConfigError, SaltError, StaleSaltError
 from radixkv.signing import KeySet, is_text, mac
 
 __all__ = ["ANONYMOUS", "SALT_CHARACTERS", "SaltOwner", "SaltReader", "make_salt"]
@@ -234,7 +234,7 @@ class SaltReader:
         if generation > self.generation(tenant):
             self._note(tenant, generation)
         if generation < self.generation(tenant):
-            raise SaltError("cache_salt is older than the last purge of its tenant")
+            raise StaleSaltError("cache_salt is older than the last purge of its tenant")
 
     def _note(self, tenant: str, generation: int) -> None:
         with self._lock:

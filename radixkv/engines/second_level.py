@@ -8,6 +8,8 @@
     what became of it                             reported, loads_ended
     the request ended                             forget
 
+An engine that knows namespaces and keys itself calls ``found_key``, ``load_key`` and ``save_key`` in their place.
+
 The index is a PrefixCache; a block of its pool is a slot of host memory, on each worker. So tenants, policies and the
 audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM loads.
 
@@ -19,6 +21,8 @@ step is committed.
 namespace never load a slot at the same time: the second waits, and finds it in the engine's own cache. A load that
 fails is forgotten with everything behind it, so the request that asks again computes.
 
+**A disk** may lie below (``disk_level``): what it has is brought into slots before ``found`` answers.
+
 **A purge** or a reset reaches loads that no worker has begun: they fail. A request that computes on what was there
 before saves nothing. Slots that change tenant are zeroed first, with
 ``scrub="always"`` all slots as soon as they are free.
@@ -26,11 +30,10 @@ before saves nothing. Slots that change tenant are zeroed first, with
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -38,15 +41,20 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.host_blocks import NEVER, Slots, StepReport, StepWork
 from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
 from radixkv.engines.salt import SaltReader
+from radixkv.engines.tier_settings import bytes_of, rate_of
 from radixkv.errors import CapacityError, ConfigError, LeaseError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.leases import Lease
+from radixkv.index.match import Match
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
 
+if TYPE_CHECKING:
+    from radixkv.engines.disk_level import DiskLevel
+
 MAX_SLOTS: Final = 2**31 - 1
-_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]iB)?")
+MAX_STAGED_BLOCKS: Final = 256
+"""Rows of host memory for blocks that come from the disk; at most a quarter of the slots, at least one."""
 _ONE_MORE: Final = bytes(TOKEN_BYTES)
 """A token behind a key: an open sequence and ``match_ahead`` leave the last token out."""
 _NO_BLOCKS: Final = np.empty(0, np.int64)
@@ -64,6 +72,9 @@ class SecondLevelSettings:
       requests without such a salt are served.
     - ``model``: identity of model and tokenizer in namespaces.
     - ``control``: folder of a control channel; needs ``keys``.
+    - ``disk``: folder of a disk tier below. ``disk_size``: its bytes, or a text such as ``"200GiB"``. ``fleet_secret``:
+      file of the secret under which its keys are sealed. All three, or none.
+    - ``disk_writes``: the most that the disk tier writes on average, a text such as ``"2TB/day"``.
     """
 
     host_memory: int | str | None = None
@@ -74,6 +85,10 @@ class SecondLevelSettings:
     anonymous: bool = True
     model: str = "vllm"
     control: str | None = None
+    disk: str | None = None
+    disk_size: int | str | None = None
+    disk_writes: str | None = None
+    fleet_secret: str | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -91,11 +106,11 @@ class SecondLevelSettings:
         if self.host_blocks is not None and not _is_count(self.host_blocks):
             raise ConfigError("host_blocks", self.host_blocks, f"an integer from 1 to {MAX_SLOTS}")
         if self.host_memory is not None:
-            _bytes_of(self.host_memory)
+            bytes_of("host_memory", self.host_memory)
         for name in ("policy", "model"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), "a text")
-        for name in ("keys", "control"):
+        for name in ("keys", "control", "disk", "fleet_secret"):
             if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
                 raise ConfigError(name, getattr(self, name), "a path")
         if not isinstance(self.anonymous, bool):
@@ -104,13 +119,32 @@ class SecondLevelSettings:
             raise ConfigError("scrub", self.scrub, f"one of {', '.join(get_args(Scrub))}")
         if self.control is not None and self.keys is None:
             raise ConfigError("control", self.control, "with keys, of the purpose 'control'")
+        below = (self.disk, self.disk_size, self.fleet_secret)
+        if None in below and below != (None, None, None):
+            raise ConfigError("disk, disk_size, fleet_secret", below[:2], "all three, or none")
+        if self.disk_size is not None:
+            bytes_of("disk_size", self.disk_size)
+        if self.disk_writes is not None:
+            rate_of("disk_writes", self.disk_writes)
+            if self.disk is None:
+                raise ConfigError("disk_writes", self.disk_writes, "with disk")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk tier; 0 without one."""
+        return 0 if self.disk_size is None else bytes_of("disk_size", self.disk_size)
+
+    @property
+    def disk_bytes_per_s(self) -> float | None:
+        """The most that the disk tier writes on average; None for no bound."""
+        return None if self.disk_writes is None else rate_of("disk_writes", self.disk_writes)
 
     def num_slots(self, block_bytes: int) -> int:
         """Return the number of slots, for blocks of so many bytes on a worker. Raises ConfigError if none fits."""
         if self.host_memory is None:
             assert self.host_blocks is not None
             return self.host_blocks
-        num_slots = _bytes_of(self.host_memory) // block_bytes
+        num_slots = bytes_of("host_memory", self.host_memory) // block_bytes
         if not _is_count(num_slots):
             raise ConfigError("host_memory", self.host_memory, f"at least a block, {block_bytes:,} bytes")
         return num_slots
@@ -118,16 +152,6 @@ class SecondLevelSettings:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SLOTS
-
-
-def _bytes_of(value: object) -> int:
-    """Return bytes. Raises ConfigError."""
-    found = (
-        _SIZE.fullmatch(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
-    )
-    if found is None:
-        raise ConfigError("host_memory", value, "bytes, or a text such as '8GiB'")
-    return int(found[1]) * _UNITS[found[2] or ""]
 
 
 class _Request(RequestKey):
@@ -158,7 +182,11 @@ class _Load(NamedTuple):
 
 
 class _Save(NamedTuple):
+    """Blocks of a request that a step saves. ``key``: of its prompt, up to the last of them."""
+
     request_id: str
+    generation: int
+    key: bytes
     start: int
     sequence: Held
 
@@ -207,6 +235,8 @@ class SecondLevel:
         self._save_blocks: list[Sequence[int]] = []
         self._save_slots: list[Slots] = []
         self.weights = 0
+        self.disk: DiskLevel | None = None
+        """Set before the first request."""
         self.counts = dict.fromkeys(("loads", "failed_loads", "refused_saves", "refused_requests"), 0)
 
     # --- requests
@@ -214,7 +244,7 @@ class SecondLevel:
     def found(self, request_id: str, facts: RequestFacts, ids: Sequence[int], num_local: int) -> int | None:
         """Return how many tokens behind the first ``num_local`` could be loaded, always less than all of ``ids``.
 
-        None if another request loads some of them: ask again after the step. Changes no block.
+        None if another request loads some of them, or they come from the disk: ask again after the step.
         """
         request = self._requests.get(request_id)
         if request is None or not self._is_current(request.namespace, request.generation):
@@ -225,13 +255,23 @@ class SecondLevel:
         request.num_local = num_local
         if request.facts.is_private:
             return 0
-        match = self.cache.match(request.namespace, request.between(0, self._usable(len(ids))))
-        request.num_saved = match.num_blocks
-        if not request.facts.looks_up or match.num_tokens <= num_local:
-            return 0
-        if self._is_loading[match.block_ids[num_local // self._size :]].any():
+        key = request.between(0, self._usable(len(ids)))
+        if request.facts.looks_up and self._waits_for_disk(
+            request_id, request.namespace, request.generation, key, num_local
+        ):
             return None
-        return match.num_tokens - num_local
+        match = self.cache.match(request.namespace, key)
+        request.num_saved = match.num_blocks
+        return self._num_loadable(match, num_local) if request.facts.looks_up else 0
+
+    def found_key(
+        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
+    ) -> int | None:
+        """Do what ``found`` does, for a request with this key, which ``found`` doesn't know."""
+        key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
+        if self._waits_for_disk(request_id, namespace, generation, key, num_local):
+            return None
+        return self._num_loadable(self.cache.match(namespace, key), num_local)
 
     def load(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
         """Load ``num_tokens`` tokens, as ``found`` said, to the engine's ``blocks``: all blocks of the request.
@@ -241,17 +281,29 @@ class SecondLevel:
         request = self._requests[request_id]
         start, stop = request.num_local // self._size, (request.num_local + num_tokens) // self._size
         key = request.between(0, stop * self._size)
+        self.load_key(request_id, request.namespace, request.generation, key, start, blocks[start:stop])
+
+    def load_key(
+        self,
+        request_id: str,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        start: int,
+        blocks: Sequence[int],
+    ) -> None:
+        """Load the blocks of a key from block ``start`` on, to the engine's ``blocks``."""
         try:
-            lease = self.cache.match_and_lease(request.namespace, key)
+            lease = self.cache.match_and_lease(namespace, key)
         except CapacityError:
             lease = None
-        slots = np.full(stop - start, NEVER, np.int64)
+        slots = np.full(len(blocks), NEVER, np.int64)
         if lease is not None:
-            there = lease.block_ids[start:stop]
+            there = lease.block_ids[start : start + len(blocks)]
             slots[: len(there)] = there
             self._is_loading[there] = True
-        to = np.array(blocks[start:stop], np.int64)
-        self._loads[request_id] = _Load(request.namespace, request.generation, key, start, slots, lease, to)
+        to = np.array(blocks, np.int64)
+        self._loads[request_id] = _Load(namespace, generation, key, start, slots, lease, to)
         self._new_loads.append(request_id)
         self.counts["loads"] += 1
 
@@ -273,38 +325,78 @@ class SecondLevel:
         if request.facts.is_private:
             return
         before, request.num_saved = request.num_saved, stop
-        key = request.between(0, stop * self._size)
-        if self.cache.match_ahead(request.namespace, key + _ONE_MORE) >= stop * self._size:
+        namespace, generation = request.namespace, request.generation
+        self.save_key(
+            namespace,
+            generation,
+            request.between(0, stop * self._size),
+            blocks,
+            lambda: self._is_current(namespace, generation),
+            request_id,
+            before,
+        )
+
+    def save_key(
+        self,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        blocks: Callable[[], Sequence[int]],
+        is_current: Callable[[], bool],
+        request_id: str = "",
+        before: int = 0,
+    ) -> None:
+        """Save the whole blocks of a key that aren't here. The first ``before`` were here, or are being saved.
+
+        ``is_current``: whether nothing was purged since the KV was begun. O(1) if all of it is here.
+        """
+        stop = len(key) // (self._size * TOKEN_BYTES)
+        if self.cache.match_ahead(namespace, key + _ONE_MORE) >= stop * self._size:
             return
         try:
-            sequence = self.cache.open(request.namespace, key, ahead=True)
+            sequence = self.cache.open(namespace, key, ahead=True)
         except CapacityError:
             self.counts["refused_saves"] += 1
             return
+        start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
         try:
             sequence.computing(stop * self._size, step=self._work.step)
-            is_current = self._is_current(request.namespace, request.generation)
+            source = blocks()[start:stop] if is_current() else None
         except LeaseError:  # purged since it was opened
-            is_current = False
-        if not is_current:
+            source = None
+        if source is None:
             sequence.release()
             return
-        start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
         slots = sequence.block_table[start:].astype(np.int64)
-        self._saves.setdefault(self._work.step, []).append(_Save(request_id, min(before, start), sequence))
-        self._save_blocks.append(blocks()[start:stop])
+        self._saves.setdefault(self._work.step, []).append(
+            _Save(request_id, generation, key, min(before, start), sequence)
+        )
+        self._save_blocks.append(source)
         self._save_slots.append(slots)
         self._stamps[slots] = self._work.step
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended. Its loads and saves that run go on."""
         self._requests.pop(request_id, None)
+        if self.disk is not None:
+            self.disk.forget(request_id)
 
     # --- steps
 
-    def take_work(self) -> StepWork:
-        """Return what the workers do in the present step, and begin the next step."""
+    def fill(self, slots: Slots, rows: Slots) -> None:
+        """Copy rows of staging memory into slots in the present step, before its loads. For ``DiskLevel``."""
         work = self._work
+        work.fill_slots, work.fill_rows = np.append(work.fill_slots, slots), np.append(work.fill_rows, rows)
+        self._stamps[slots] = work.step
+
+    def take_work(self, num_tokens: int | None = 0) -> StepWork:
+        """Return what the workers do in the present step, and begin the next step.
+
+        ``num_tokens``: tokens that the step computes; None if the engine computes elsewhere, at other times.
+        """
+        work = self._work
+        if self.disk is not None:
+            self.disk.begin_step(work.step, num_tokens)
         for request_id in self._new_loads:
             load = self._loads[request_id]
             is_there = self._is_current(load.namespace, load.generation) & (load.slots >= 0)
@@ -330,6 +422,9 @@ class SecondLevel:
         ``invalid``: the engine's blocks that were reported as not loaded, by whomever. Blocks that this level didn't
         load may be read by running steps, so nothing of these is committed.
         """
+        if self.disk is not None:
+            self.disk.computed(report.ended)
+            self.disk.filled(report.filled)
         others = set(invalid)
         for request_id, position in report.failed.items():
             others.difference_update(self._load_failed(request_id, position).tolist())
@@ -351,12 +446,17 @@ class SecondLevel:
                 self._is_loading[load.slots[load.slots >= 0]] = False
                 load.lease.release()
 
-    def reset(self) -> bool:
-        """Forget everything: the model's weights may be others. Returns False if a load still runs."""
-        self.weights += 1
+    def reset(self, weights: int | None = None) -> bool:
+        """Forget everything: the model's weights may be others. Returns False if a load still runs.
+
+        ``weights``: their version; None for the next number.
+        """
+        self.weights = self.weights + 1 if weights is None else weights
         for namespace in self.cache.namespaces():
             self.cache.clear(namespace)
         self._fail_running()
+        if self.disk is not None:
+            self.disk.reset()
         return not self._loads
 
     @property
@@ -364,13 +464,37 @@ class SecondLevel:
         """Loads and steps with saves that haven't ended."""
         return len(self._loads) + len(self._reports)
 
+    def abandon(self) -> None:
+        """Release what loads and saves hold, and commit nothing more: this level isn't used any more."""
+        self._fail_running()
+        for save in [each for saves in self._saves.values() for each in saves]:
+            save.sequence.release()
+        self.loads_ended(list(self._loads))
+
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
         taken, self.counts = self.counts, dict.fromkeys(self.counts, 0)
         taken["refused_requests"], self._keys.num_refused = self._keys.num_refused, 0
+        if self.disk is not None:
+            taken |= self.disk.take_counts()
         return taken
 
     # --- inside
+
+    def _waits_for_disk(
+        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
+    ) -> bool:
+        return self.disk is not None and self.disk.is_waiting(
+            request_id, namespace, generation, key, num_local
+        )
+
+    def _num_loadable(self, match: Match, num_local: int) -> int | None:
+        """Return the tokens that a load would bring. None if another load reads some of their slots."""
+        if match.num_tokens <= num_local:
+            return 0
+        if self._is_loading[match.block_ids[num_local // self._size :]].any():
+            return None
+        return match.num_tokens - num_local
 
     def _usable(self, num_tokens: int) -> int:
         """Return whole blocks of tokens before the last one, which is computed for its logits."""
@@ -385,6 +509,9 @@ class SecondLevel:
         del self._reports[step]
         self.cache.step_done(step)
         for save in self._saves.pop(step, ()):
+            if self.disk is not None and save.sequence.num_committed_tokens:
+                stop = save.sequence.num_committed_tokens // self._size
+                self.disk.note_saved(save.sequence.namespace, save.generation, save.key, save.start, stop)
             save.sequence.release()
 
     def _fail_running(self) -> None:

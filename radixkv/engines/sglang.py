@@ -30,6 +30,8 @@ from typing import Any, Final
 import numpy as np
 import sglang
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefResult,
@@ -53,6 +55,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from radixkv.clock import monotonic
 from radixkv.engines.engine_steps import EngineSteps, Step, StepClock, SteppedCache, SteppedSalts
+from radixkv.engines.request_keys import labels_of
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.sglang_cache import ROOT, Node, SglangCache, framed_extra_key
 from radixkv.engines.sglang_events import Recorder
@@ -72,6 +75,9 @@ _made: Final[list[RadixCache]] = []
 _RECEIVER: Final = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 
 _OUTLETS: Final = {"RADIXKV_SOCKET", "RADIXKV_EVENTS"}
+
+_FREE_PAGES: Final = (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator)
+"""Allocators that take pages. Those that extend them may keep books of slots."""
 
 _INSTEAD: Final = "without it; RADIXKV_OFF=1 uses SGLang's own cache"
 
@@ -102,6 +108,7 @@ class RadixCache(BasePrefixCache):
         self.sliding_window_size = params.sliding_window_size
         device = self.token_to_kv_pool_allocator.device
         self.device = torch.device(device if isinstance(device, (str, torch.device)) else "cpu")
+        self._frees_pages = type(self.token_to_kv_pool_allocator) in _FREE_PAGES
         self._offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
         self._locks: dict[Node, list[Lease]] = {}
         self.kv_events = Recorder(
@@ -143,8 +150,8 @@ class RadixCache(BasePrefixCache):
         """Find the longest resident prefix."""
         node = ROOT
         if not self.disable:
-            key = params.key
-            node = self.radixkv.match(self._namespace(key), key.raw_token_ids())
+            key, cache = params.key, self.radixkv
+            node = cache.match(cache.namespace(key.cache_salt, key.extra_key), key.raw_token_ids())
         return MatchResult(node.num_tokens, node, node, node)
 
     def touch_prefix(self, key: Any) -> None:
@@ -176,28 +183,38 @@ class RadixCache(BasePrefixCache):
         return InsertResult(prefix_len=taken.num_resident_tokens, last_device_node=taken.node)
 
     def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
-        """Take the whole pages that a request computed, and have its row use the tree's."""
-        kv = req.kv
+        """Take the whole pages that a request computed, and have its row use the tree's. O(new tokens)."""
+        kv, lock = req.kv, req.lock
         start, stop = kv.cache_protected_len, up_to // self.page_size * self.page_size
         if self.disable or stop <= start:
             return
         row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:stop]
-        namespace = self.radixkv.namespace(req.cache_salt, req.extra_key)
-        ids = req.full_untruncated_fill_ids[:stop]
+        after: Node = ROOT if lock is None else lock.node
+        namespace = after.namespace
+        if namespace is None:
+            namespace = self.radixkv.namespace(req.cache_salt, req.extra_key)
         taken = self.radixkv.insert(
-            namespace, ids, self._pages(row), start, lease=True, priority=req.priority or 0
+            namespace,
+            req.full_untruncated_fill_ids[after.num_tokens : stop],
+            self._pages(row),
+            start,
+            after=after,
+            lease=True,
+            priority=req.priority or 0,
+            labels=labels_of(req.session_id, req.sampling_params.custom_params),
         )
         if taken is None:
             return
-        self._free(taken.surplus)
         self._free(taken.evicted)
-        used = taken.node.block_ids
-        assert used is not None
-        self.req_to_token_pool.write(
-            (kv.req_pool_idx, slice(start, stop)), self._slots(used[start // self.page_size :])
-        )
+        if len(taken.surplus):  # the tree has others: otherwise the row stays as it is
+            self._free(taken.surplus)
+            used = taken.node.block_ids
+            assert used is not None
+            self.req_to_token_pool.write(
+                (kv.req_pool_idx, slice(start, stop)), self._slots(used[start // self.page_size :])
+            )
         kv.cache_protected_len, kv.cache_inserted_len = stop, max(kv.cache_inserted_len, stop)
-        self.unlock(req.lock)
+        self.unlock(lock)
         req.lock, req.last_node = TreeLock(taken.node, taken.lease), taken.node
 
     def dfs_weight_order(self, node_handles: Sequence[Node]) -> list[int]:
@@ -233,9 +250,9 @@ class RadixCache(BasePrefixCache):
     def unlock(self, lock: TreeLock | None) -> None:
         """End what ``lock`` began."""
         if lock is not None and lock.receipt is not None:
-            lease: Lease = lock.receipt
-            lease.release()
-            self.take_back()
+            lock.receipt.release()
+            if self.radixkv.has_freed:
+                self.take_back()
 
     # --- pages
 
@@ -303,11 +320,16 @@ class RadixCache(BasePrefixCache):
         return found if self.page_size == 1 else (found[:, None] * self.page_size + self._offsets).reshape(-1)
 
     def _pages(self, slots: torch.Tensor) -> BlockIds:
-        found: BlockIds = (slots[:: self.page_size] // self.page_size).to(torch.int32).cpu().numpy()
-        return found
+        found = slots[:: self.page_size].cpu().numpy()
+        return (found if self.page_size == 1 else found // self.page_size).astype(np.int32, copy=False)
 
     def _free(self, pages: BlockIds) -> None:
-        if len(pages):
+        if not len(pages):
+            return
+        if self._frees_pages:
+            page_ids = torch.from_numpy(pages.astype("int64")).to(self.device)
+            self.token_to_kv_pool_allocator.free_page_ids(page_ids)
+        else:
             self.token_to_kv_pool_allocator.free_segment(self._slots(pages), start_pos=0)
 
     def take_back(self) -> None:

@@ -12,18 +12,21 @@ inserted, and its own again after ``reclaim``. Page 0 is its padding page and ne
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
+from radixkv._compiled import mypyc_attr
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.request_keys import RequestFacts, RequestKeys
+from radixkv.engines.request_keys import Label, RequestFacts, RequestKeys, hints_of
 from radixkv.engines.salt import SaltReader
 from radixkv.errors import NamespaceError, NotResident, OutOfBlocks, QuotaExceeded, TokenError
 from radixkv.index.cache import PrefixCache, RequestHints
+from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease
 from radixkv.index.match import End, Match
+from radixkv.index.tokens import TOKEN_BYTES, encode
 from radixkv.storage.plan import BlockIds
 
 MAX_NAMED: Final = 4096
@@ -33,6 +36,8 @@ _FRAME: Final = "radixkv:"
 _UNFRAMED: Final = "unframed:"
 _MIDDLE: Final = 50
 """The policy's priority for SGLang's 0."""
+
+_NO_HINTS: Final = RequestHints()
 
 _NAMES: Final = {"mru": "radixkv_policies.newest:MRU", "filo": "radixkv_policies.newest:FILO"}
 """SGLang's names of policies that have others here."""
@@ -77,16 +82,37 @@ def _salt_without(text: str) -> tuple[str, str]:
 class Node:
     """Where a match ends. Nodes of equal prefixes are equal, also after splits and evictions.
 
-    ``num_tokens``: tokens before it. ``block_ids``: their pages, int32, valid while the node is locked.
+    ``match``: None for the root. ``num_tokens``: tokens before it. ``inserted``: the insert that ended here, if one
+    returned it.
     """
 
-    __slots__ = ("block_ids", "end", "match", "num_tokens")
+    __slots__ = ("_key", "inserted", "match", "num_tokens")
 
-    def __init__(self, match: Match | None = None) -> None:
-        self.match = match
-        self.end: End | None = None if match is None else match.end
+    def __init__(
+        self, match: Match | None = None, key: bytes = b"", inserted: Inserted | None = None
+    ) -> None:
+        self.match, self._key, self.inserted = match, key, inserted
         self.num_tokens = 0 if match is None else match.num_tokens
-        self.block_ids: BlockIds | None = None if match is None else match.block_ids
+
+    @property
+    def key(self) -> bytes:
+        """The key of the tokens before it. O(tokens)."""
+        return self._key[: self.num_tokens * TOKEN_BYTES]
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace of its tokens; None for the root."""
+        return None if self.match is None else self.match.namespace
+
+    @property
+    def end(self) -> End | None:
+        """The same position for the cache; None for the root."""
+        return None if self.match is None else self.match.end
+
+    @property
+    def block_ids(self) -> BlockIds | None:
+        """The pages of its tokens, int32, valid while the node is locked; None for the root."""
+        return None if self.match is None else self.match.block_ids
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and self.end == other.end
@@ -126,6 +152,7 @@ class Taken(NamedTuple):
     evicted: BlockIds
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SglangCache:
     """A pool of ``num_pages`` pages of ``page_size`` tokens, the padding page included.
 
@@ -151,7 +178,7 @@ class SglangCache:
         self._has_priorities = policy == "priority"
         self.decisions = 0
         """A digest of all matches, and of all pages taken and given back. Ranks that decide alike have the same."""
-        self._named: OrderedDict[tuple[str | None, str | None], Namespace | None] = OrderedDict()
+        self._named: dict[tuple[str | None, str | None], Namespace | None] = {}
         self.cache = make(
             CacheConfig(
                 num_pages,
@@ -174,14 +201,12 @@ class SglangCache:
         if self._has_salts:  # a purge ends their generation
             return self._read(cache_salt, extra_key)
         named = (cache_salt, extra_key)
-        try:
-            self._named.move_to_end(named)
+        if named in self._named:
             return self._named[named]
-        except KeyError:
-            found = self._named[named] = self._read(cache_salt, extra_key)
-            if len(self._named) > MAX_NAMED:
-                self._named.popitem(last=False)
-            return found
+        if len(self._named) >= MAX_NAMED:
+            del self._named[next(iter(self._named))]
+        found = self._named[named] = self._read(cache_salt, extra_key)
+        return found
 
     def _read(self, cache_salt: str | None, extra_key: str | None) -> Namespace | None:
         salt, adapter = unframed_extra_key(extra_key)
@@ -204,11 +229,13 @@ class SglangCache:
         if namespace is None or len(ids) < self._page_size:
             return ROOT
         try:
-            found = self.cache.match(namespace, ids)
+            key = encode(ids)
         except TokenError:  # ids ≥ 2³² or below 0: no key can hold them
             return ROOT
-        self._decided(found.num_tokens.to_bytes(4, "big"))
-        return Node(found) if found.num_tokens else ROOT
+        found = self.cache.match(namespace, key)
+        node = Node(found, key)
+        self._decided(node.num_tokens, b"")
+        return node if node.num_tokens else ROOT
 
     def touch(self, namespace: Namespace | None, ids: Any) -> None:
         """Tell the policy that a prefix waits to be used."""
@@ -225,34 +252,47 @@ class SglangCache:
         pages: BlockIds,
         start: int = 0,
         *,
+        after: Node | None = None,
         lease: bool = False,
         priority: int = 0,
+        labels: tuple[tuple[str, Label], ...] = (),
     ) -> Taken | None:
-        """Take the pages of whole-page ``ids`` from position ``start``; what comes before is locked by the caller.
+        """Take the pages of a prefix from position ``start``; what comes before is locked by the caller.
 
-        ``priority``: for the policy of that name, SGLang's; higher ones stay longer, from -50 to 50.
+        - ``after``: a node of the namespace, or the root. The prefix is its tokens, and ``ids`` behind them. Only
+          ``ids`` are encoded. Together they are whole pages. If an insert returned the node, this one goes on with
+          the same request.
+        - ``priority``: for the policy of that name, SGLang's; higher ones stay longer, from -50 to 50.
+        - ``labels``: what the client says of its session (``request_keys.labels_of``).
 
         None if the tree can't take them: the salt was refused, the tenant has no room, or a purge took what comes
         before. Then nothing changed.
         """
-        if namespace is None or not len(ids):
+        if namespace is None:
             return None
         try:
+            key = encode(ids) if after is None else after.key + encode(ids)
+            if not key:
+                return None
+            earlier = None if after is None else after.inserted
+            hints = None if earlier is not None else self._hints(namespace, priority, labels)
             done = self.cache.insert(
-                namespace, ids, pages, start=start, lease=lease, hints=self._hints(priority)
+                namespace, key, pages, start=start, lease=lease, hints=hints, request=earlier
             )
         except (TokenError, NamespaceError, NotResident, QuotaExceeded, OutOfBlocks):
             return None
-        taken = Taken(done.num_resident_tokens, Node(done.match), done.lease, done.surplus, done.evicted)
-        self._decided(
-            done.num_resident_tokens.to_bytes(4, "big"), taken.surplus.tobytes(), taken.evicted.tobytes()
-        )
+        node = Node(done.match, key, done)
+        taken = Taken(done.num_resident_tokens, node, done.lease, done.surplus, done.evicted)
+        self._decided(taken.num_resident_tokens, taken.surplus.tobytes() + taken.evicted.tobytes())
         return taken
 
-    def _hints(self, priority: int) -> RequestHints | None:
+    def _hints(
+        self, namespace: Namespace, priority: int, labels: tuple[tuple[str, Label], ...]
+    ) -> RequestHints:
+        hints = hints_of(namespace, labels) or _NO_HINTS
         if not self._has_priorities:
-            return None
-        return RequestHints(priority=min(max(_MIDDLE + priority, 0), 2 * _MIDDLE))
+            return hints
+        return replace(hints, priority=min(max(_MIDDLE + priority, 0), 2 * _MIDDLE))
 
     def lock(self, node: Node) -> Lease | None:
         """Hold a prefix. None for the root."""
@@ -263,12 +303,11 @@ class SglangCache:
     def reclaim(self, num_pages: int) -> BlockIds:
         """Return pages that are SGLang's again, at least ``num_pages`` if so many can go; int32."""
         found = self.cache.reclaim(num_pages)
-        self._decided(found.tobytes())
+        self._decided(len(found), found.tobytes())
         return found
 
-    def _decided(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self.decisions = crc32(piece, self.decisions)
+    def _decided(self, number: int, pages: bytes) -> None:
+        self.decisions = crc32(number.to_bytes(4, "big") + pages, self.decisions)
 
     def purged(self) -> None:
         """Do nothing: SGLang takes freed pages back at its next question, and running requests keep theirs."""

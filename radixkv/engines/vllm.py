@@ -1,16 +1,16 @@
 """radixkv as the KV cache of vLLM 0.32: ``--scheduler-cls radixkv.engines.vllm.Scheduler``.
 
-    python -m vllm.entrypoints.openai.api_server --model … --scheduler-cls radixkv.engines.vllm.Scheduler \\
-        --no-async-scheduling
+    python -m vllm.entrypoints.openai.api_server --model … --scheduler-cls radixkv.engines.vllm.Scheduler
 
-With async scheduling name ``AsyncScheduler``. The two classes put a ``KVCacheManager`` over ``VllmCache`` in the place
-of vLLM's own, and tell it when the output of a step has come. Everything else is vLLM's. ``RADIXKV_OFF=1`` leaves vLLM
-as it is.
+With async scheduling, vLLM's default but on CPUs, it becomes an ``AsyncScheduler``. The two classes put a
+``KVCacheManager`` over ``VllmCache`` in the place of vLLM's own, and tell it when the output of a step has come.
+Everything else is vLLM's. ``RADIXKV_OFF=1`` leaves vLLM as it is.
 
     RADIXKV_POLICY      eviction policy; default: learned
     RADIXKV_KEYS        file of the engine's keys (``radixkv keys derive``): tenants come from salts (``engines.salt``)
     RADIXKV_ANONYMOUS   0 refuses requests without such a salt
     RADIXKV_MODEL       identity of model and tokenizer in namespaces; default: vllm
+    RADIXKV_TAILS       0: requests find whole blocks only, as in vLLM; default: also tokens inside a block
     RADIXKV_KAPPA       order of the waiting requests: ``vllm_queue``
     RADIXKV_SOCKET, RADIXKV_EVENTS…    control channel and KV events: ``vllm_outlets``
 
@@ -55,7 +55,9 @@ from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_hashes import vllm_hashes
 from radixkv.engines.vllm_outlets import Outlets
+from radixkv.engines.vllm_views import FreeBlocks, ManagerView, ResidentBlocks
 from radixkv.errors import ConfigError
+from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
@@ -98,14 +100,39 @@ class RadixManager(KVCacheManager):
             policy=os.environ.get("RADIXKV_POLICY", "learned"),
             scrub=vllm_worker.is_loaded(),
             make=partial(PrefixCache, journal=self.outlets.journal),
-            copies=not self.use_eagle and spec.kv_quant_mode <= KVQuantMode.FP8_PER_TENSOR,
+            copies=_keeps_tails() and not self.use_eagle and spec.kv_quant_mode <= KVQuantMode.FP8_PER_TENSOR,
         )
-        vllm_weights.watch(self.radixkv.weights_change)
+        vllm_weights.watch(self.weights_change)
         self._vllm_blocks = self.block_pool.blocks
         self.block_pool = _FencedPool(self.block_pool, self.radixkv)
         self.coordinator: Any = _Coordinator(self.coordinator, self.radixkv, spec.block_size)
 
+    # --- steps
+
+    def take_stale(self) -> list[str]:
+        """Run what operators asked for since the last step. Returns the requests whose tenant was purged."""
+        self.outlets.run_pending()
+        return self.radixkv.take_stale()
+
+    def begin_step(self) -> int:
+        """Begin the next step. Returns its number."""
+        return self.radixkv.begin_step()
+
+    def end_step(self, step: int) -> None:
+        """Commit what a step computed, after its output has come."""
+        self.radixkv.end_step(step)
+
+    def weights_change(self) -> None:
+        """Begin the next version of the weights."""
+        self.radixkv.weights_change()
+
     # --- requests
+
+    def announce(self, request: Any, ttl_s: float) -> tuple[str, Announcement | None, float]:
+        """Announce a request that waits. Returns its tenant, its announcement, and its share that isn't resident."""
+        return self.radixkv.announce(
+            request.request_id, self._facts(request), request._all_token_ids, ttl_s=ttl_s
+        )
 
     def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int, int]:
         """Return the resident blocks of a request, and how many tokens it finds."""
@@ -132,12 +159,9 @@ class RadixManager(KVCacheManager):
         skip_zeroing_group_ids: Sequence[int] = (),
     ) -> KVCacheBlocks | None:
         """Return the new blocks of a step; None if there are too few."""
-        ids, end = request._all_token_ids, request.num_computed_tokens + num_new_tokens
-        is_plain = not reserved_blocks and not num_external_computed_tokens
-        if (
-            is_plain
-            and request.status is RequestStatus.RUNNING
-            and self.radixkv.goes_on(request.request_id, ids, end, num_lookahead_tokens)
+        ids = request._all_token_ids
+        if not (reserved_blocks or num_external_computed_tokens) and self.radixkv.goes_on(
+            request.request_id, ids, request.num_computed_tokens + num_new_tokens, num_lookahead_tokens
         ):
             return self.empty_kv_cache_blocks
         waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -272,6 +296,8 @@ class _FencedPool:
 
     def __init__(self, pool: Any, cache: VllmCache) -> None:
         self._pool, self._cache = pool, cache
+        self.free_block_queue = FreeBlocks(cache)
+        self.cached_block_hash_to_block = ResidentBlocks(cache)
 
     def get_num_free_blocks(self) -> int:
         """Return how many blocks requests can get."""
@@ -295,6 +321,8 @@ class _Coordinator:
 
     def __init__(self, stock: Any, cache: VllmCache, block_size: int) -> None:
         self._stock, self._cache, self._size = stock, cache, block_size
+        (manager,) = stock.single_type_managers
+        self.single_type_managers = (ManagerView(manager, cache),)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> int:
         """Return how many blocks a request lacks for ``num_tokens`` tokens."""
@@ -316,11 +344,13 @@ class _Steps:
     failed_recving_kv_req_ids: set[str]
     recompute_kv_load_failures: bool
     has_requests: Callable[[], bool]
+    _running_steps: deque[tuple[int, Any]]
+    _is_off = True  # until __init__
     _preempt_request: Callable[..., None]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         stock = vllm_scheduler.KVCacheManager
-        self._running_steps: deque[tuple[int, Any]] = deque()
+        self._running_steps = deque()
         self._is_off = os.environ.get("RADIXKV_OFF") == "1"
         config: Any = named["vllm_config"] if "vllm_config" in named else args[0]
         events = config.kv_events_config
@@ -368,23 +398,25 @@ class _Steps:
         """Schedule a step."""
         if self._is_off:
             return super().schedule(*args, **named)  # type: ignore[misc]
-        self.kv_cache_manager.outlets.run_pending()
-        for request_id in self.kv_cache_manager.radixkv.take_stale():
+        manager = self.kv_cache_manager
+        for request_id in manager.take_stale():
             self._begin_again(request_id)
         vllm_queue.refresh(self)
-        step = self.kv_cache_manager.radixkv.begin_step()
+        step = manager.begin_step()
         output = super().schedule(*args, **named)  # type: ignore[misc]
         self._running_steps.append((step, output))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Commit what the step computed, then let vLLM take its output: that may end requests."""
+        if self._is_off:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         loads = model_runner_output.kv_connector_output
         lost = self.kv_cache_manager.radixkv.lose(loads.invalid_block_ids) if self._has_failed(loads) else []
         is_known = any(output is scheduler_output for _, output in self._running_steps)
         while is_known:
             step, output = self._running_steps.popleft()
-            self.kv_cache_manager.radixkv.end_step(step)
+            self.kv_cache_manager.end_step(step)
             is_known = output is not scheduler_output
         if lost and self.recompute_kv_load_failures:
             for request_id in lost:
@@ -392,7 +424,7 @@ class _Steps:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def _has_failed(self, loads: Any) -> bool:
-        return not self._is_off and loads is not None and bool(loads.invalid_block_ids)
+        return loads is not None and bool(loads.invalid_block_ids)
 
     def shutdown(self) -> None:
         """End the control channel and the events too."""
@@ -419,11 +451,24 @@ class _Steps:
 
 
 class Scheduler(_Steps, VllmScheduler):
-    """vLLM's scheduler with radixkv as its cache."""
+    """vLLM's scheduler with radixkv as its cache: the asynchronous one where ``async_scheduling`` says so."""
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        """Choose the class, as vLLM does between its own."""
+        config: Any = named["vllm_config"] if "vllm_config" in named else args[0]
+        is_async = cls is Scheduler and config.scheduler_config.async_scheduling
+        return super().__new__(AsyncScheduler if is_async else cls)
 
 
-class AsyncScheduler(_Steps, VllmAsyncScheduler):
+class AsyncScheduler(Scheduler, VllmAsyncScheduler):
     """vLLM's asynchronous scheduler with radixkv as its cache."""
+
+
+def _keeps_tails() -> bool:
+    value = os.environ.get("RADIXKV_TAILS", "1")
+    if value not in ("0", "1"):
+        raise ConfigError("RADIXKV_TAILS", value, "0 or 1")
+    return value == "1"
 
 
 def _salts() -> SaltReader | None:

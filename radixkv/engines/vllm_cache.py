@@ -26,9 +26,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from threading import Lock
 from typing import Final
 
+from radixkv._compiled import mypyc_attr
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
 from radixkv.engines.salt import SaltReader
@@ -57,6 +60,7 @@ class _Request(RequestKey):
     - ``num_told``: how many of its blocks vLLM knows.
     - ``num_computing``: up to which token steps compute it.
     - ``num_given``: tokens at its first lookup.
+    - ``has_looked``: whether it was looked up.
     - ``copied``: the key, to its end, of the block whose first rows it found. ``copies``: False once that had no room.
     - ``ids``: all its ids, as last given. ``room``: tokens for which it has blocks. ``block_end``: the first token that
       ends a block which isn't offered yet; 0 while its steps can't be noted.
@@ -70,6 +74,7 @@ class _Request(RequestKey):
         "block_end",
         "copied",
         "copies",
+        "has_looked",
         "ids",
         "noted",
         "num_computing",
@@ -89,7 +94,7 @@ class _Request(RequestKey):
         self.ids: Sequence[int] = ()
         self.noted: list[tuple[int, int]] = []
         self.sequence: Held | None = None
-        self.copied, self.copies = b"", True
+        self.copied, self.copies, self.has_looked = b"", True, False
 
 
 class Copied:
@@ -106,6 +111,7 @@ class Copied:
             self._lease.release()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class VllmCache:
     """One pool of ``num_blocks`` blocks of ``block_size`` tokens, for requests of at most ``max_model_len`` tokens.
 
@@ -188,6 +194,7 @@ class VllmCache:
         found in part.
         """
         request = self._request(request_id, facts, ids)
+        request.has_looked = True
         if request.facts.is_private or not request.facts.looks_up or len(ids) < 2:
             return [], 0
         key = bytes(request.key)
@@ -208,7 +215,7 @@ class VllmCache:
             return tenant, None, 1.0
         key = bytes(request.key)
         try:
-            announcement = self.cache.announce(request.namespace, key, ttl_s=ttl_s)
+            announcement = self.cache.announce(request.namespace, key, request.hints, ttl_s=ttl_s)
         except AnnouncementLimitExceeded:
             return tenant, None, 1.0 - self.cache.match(request.namespace, key).num_tokens / max(len(ids), 1)
         return tenant, announcement, announcement.missing
@@ -402,17 +409,21 @@ class VllmCache:
 
     def _open(self, request: _Request, known: int, num_local: int, num_blocks: int) -> Held | None:
         """Open the request's sequence if it finds what was told, and if there is room. None otherwise."""
-        cache, facts = self.cache, request.facts
+        cache, facts, hints = self.cache, request.facts, request.hints
         if num_blocks - num_local // self._size > self.num_available:
             return None
+        if num_local and not request.has_looked:
+            # The engine says that tokens are computed which nobody has looked up. So nobody else may find them.
+            request.facts = replace(facts, is_private=True)
+            return cache.open(request.namespace, request.between(0, known), lookup=False)
         looks_up = facts.looks_up and not facts.is_private
         key = request.between(0, known)
-        sequence = cache.open(request.namespace, key, lookup=looks_up, ahead=looks_up)
+        sequence = cache.open(request.namespace, key, hints=hints, lookup=looks_up, ahead=looks_up)
         found = sequence.num_cached_tokens + sequence.num_ahead_tokens
         if found > num_local == 0:
             # It finds more than was told, such as a base. Telling it again would change nothing.
             sequence.release()
-            sequence, found = cache.open(request.namespace, key, lookup=False), 0
+            sequence, found = cache.open(request.namespace, key, hints=hints, lookup=False), 0
         if found != num_local or num_blocks - sequence.num_blocks > self.num_available:
             sequence.release()
             return None
@@ -474,6 +485,27 @@ class VllmCache:
             return []
         found: list[int] = request.sequence.block_table[: request.num_told].tolist()
         return found
+
+    def holders(self) -> list[str]:
+        """Return the requests that hold blocks. O(requests)."""
+        return [name for name, request in self._requests.items() if request.sequence is not None]
+
+    def block_names(self, request_id: str) -> list[bytes | None]:
+        """Return a name for each block of ``blocks``; None for those that no other request may find.
+
+        Others find blocks that are computed, and those that a running step computes. Blocks of the same name hold the
+        same KV. O(tokens).
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.sequence is None:
+            return []
+        size = self._size
+        num_offered = 0 if request.facts.is_private else self._num_offered(request, request.sequence) // size
+        digest, names = sha256(repr(request.namespace).encode()), list[bytes | None]()
+        for at in range(min(num_offered, request.num_told)):
+            digest.update(request.between(at * size, at * size + size))
+            names.append(digest.digest())
+        return names + [None] * (request.num_told - len(names))
 
     def num_committed(self, request_id: str) -> int:
         """Return how many tokens of a request are in whole blocks that others may find."""

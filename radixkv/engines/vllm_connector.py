@@ -9,6 +9,9 @@ The settings of ``kv_connector_extra_config`` are those of ``SecondLevelSettings
 (``second_level``), each worker holds its own shard of every block (``host_blocks``). Loads happen between steps, so a
 request waits until its load has ended, and what fails is computed by vLLM as any other token.
 
+With ``"disk": FOLDER, "disk_size": "200GiB", "fleet_secret": FILE`` saved blocks are also kept on disk, sealed, and
+come back after an eviction or a restart (``disk_level``). This needs one worker, in the engine's own process.
+
 vLLM's ``reset_prefix_cache(reset_connector=True)`` and new weights (``vllm_weights``) forget everything here, and begin
 another version of the weights.
 A purge by the control channel reaches this level only. vLLM's own cache is keyed by salts, so salts of a newer
@@ -23,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -42,12 +46,14 @@ from radixkv.engines.control import ControlServer
 from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
 from radixkv.engines.request_keys import facts_of
 from radixkv.engines.salt import SaltReader
-from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
+from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
 from radixkv.errors import ConfigError
-from radixkv.signing import KeySet
+from radixkv.signing import KeySet, read_secret
 
 VERSIONS = ("0.32.",)
 """Versions of vLLM whose connectors this is one of."""
+_MEMORY: dict[str, HostBlocks] = {}
+"""Host memory of workers in this process, by the id of their engine, until the scheduler's half takes it."""
 
 
 @dataclass
@@ -103,6 +109,12 @@ COUNTS = {
     "unsaved_blocks": "blocks that failed to be saved",
     "loaded_bytes": "bytes loaded",
     "saved_bytes": "bytes saved",
+    "disk_loaded_blocks": "blocks that came from the disk",
+    "disk_failed_blocks": "blocks on the disk that could not be read, or came too late",
+    "disk_timeouts": "requests that stopped waiting for the disk",
+    "disk_unstored_blocks": "saved blocks that the disk did not take",
+    "disk_load_us": "microseconds that loads from the disk took",
+    "disk_unchosen_blocks": "saved blocks for which the disk's write budget had no bytes",
 }
 """Names of the counts, and what each means."""
 
@@ -156,6 +168,8 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 scrub=settings.scrub,
                 num_workers=vllm_config.parallel_config.world_size,
             )
+            if settings.disk is not None:
+                self._attach_disk(vllm_config, settings, salts, block_bytes)
             vllm_weights.watch(self.radixkv.reset)
             if settings.control is not None and settings.keys is not None:
                 self._control = ControlServer(
@@ -164,6 +178,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                     settings.keys,
                     salts=salts,
                     weights=lambda: self.radixkv.weights,
+                    purge_below=self._purge_below,
                 ).__enter__()
 
     @property
@@ -172,10 +187,48 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def shutdown(self) -> None:
-        """Stop the control channel."""
+        """Stop the control channel, and give the disk's folder back."""
         if self._control is not None:
             self._control.stop()
             self._control = None
+        if self.role == KVConnectorRole.SCHEDULER and self.radixkv.disk is not None:
+            self.radixkv.disk.close()
+            self.radixkv.disk = None
+
+    def _attach_disk(
+        self, vllm_config: Any, settings: SecondLevelSettings, salts: SaltReader | None, block_bytes: int
+    ) -> None:
+        """Open the disk tier. Raises ConfigError."""
+        from radixkv.engines.disk_level import DiskLevel
+        from radixkv.tiers.disk_tier import DiskSettings, DiskTier
+
+        memory = _MEMORY.pop(self._kv_transfer_config.engine_id, None)
+        if memory is None or vllm_config.parallel_config.world_size > 1:
+            raise ConfigError("disk", settings.disk, "with one worker, in the engine's own process")
+        assert settings.disk is not None and settings.fleet_secret is not None
+        tier = DiskTier(
+            DiskSettings(
+                settings.disk,
+                settings.disk_bytes,
+                memory.block_bytes,
+                segment_tokens=self.radixkv.cache.config.block_size,
+                fingerprint=_fingerprint(vllm_config, memory.block_bytes),
+            ),
+            [read_secret("fleet_secret", settings.fleet_secret)],
+        )
+        fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
+        self.radixkv.disk = DiskLevel(
+            tier,
+            self.radixkv.cache,
+            memory,
+            self.radixkv.fill,
+            fleet_generation=fleet_generation,
+            bytes_per_s=settings.disk_bytes_per_s,
+        )
+
+    def _purge_below(self, tenant: str) -> None:
+        if self.radixkv.disk is not None:
+            self.radixkv.disk.purge(tenant)
 
     # --- the scheduler
 
@@ -203,7 +256,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 self.radixkv.save(request_id, request._all_token_ids, num_computed, blocks)
         if self._control is not None:
             self._control.run_pending()
-        return RadixMetadata(self.radixkv.take_work())
+        return RadixMetadata(self.radixkv.take_work(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers report of a step."""
@@ -232,7 +285,12 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take host memory for the blocks of these tensors."""
-        self._blocks = HostBlocks(self._num_slots, kv_caches, self._num_engine_blocks)
+        staged = 0
+        if "disk" in self._kv_transfer_config.kv_connector_extra_config:
+            staged = max(min(self._num_slots // 4, MAX_STAGED_BLOCKS), 1)
+        self._blocks = HostBlocks(self._num_slots, kv_caches, self._num_engine_blocks, num_staging=staged)
+        if staged:
+            _MEMORY[self._kv_transfer_config.engine_id] = self._blocks
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Load."""
@@ -303,6 +361,26 @@ def _first_group(blocks_of: Callable[[str], tuple[Sequence[int], ...]], request_
 
 def _salts(path: str, allows_anonymous: bool) -> SaltReader:
     return SaltReader(KeySet.load(path), allows_anonymous=allows_anonymous)
+
+
+def _fingerprint(vllm_config: Any, block_bytes: int) -> bytes:
+    """Return what decides the bytes of a block. A model in a folder counts with the sizes and times of its files."""
+    from radixkv.tiers.record_identity import fingerprint_of
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    files = [each for each in sorted(Path(model.model).glob("*")) if each.is_file()]
+    return fingerprint_of(
+        vllm=vllm.__version__,
+        model=str(model.model),
+        revision=str(model.revision),
+        files=repr([(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]),
+        dtype=str(model.dtype),
+        quantization=str(model.quantization),
+        cache_dtype=str(cache.cache_dtype),
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        platform=vllm.platforms.current_platform.device_name,
+    )
 
 
 def _spec_of(kv_cache_config: Any) -> Any:

@@ -142,9 +142,7 @@ class RadixQueue(RequestQueue):
 
     def _arrival(self, request: Any) -> tuple[str, int, Announcement | None, float]:
         """Return a request's tenant, tokens, announcement, and the share of its tokens that is not resident."""
-        tenant, announcement, missing = self._cache.announce(
-            request.request_id, self._manager._facts(request), request._all_token_ids, ttl_s=_TTL_S
-        )
+        tenant, announcement, missing = self._manager.announce(request, _TTL_S)
         settings = self._cache.cache.tenant(tenant)
         self._queue.set_weight(tenant, 1.0 if settings is None else settings.weight)
         return tenant, max(request.num_tokens, 1), announcement, missing

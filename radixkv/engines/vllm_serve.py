@@ -71,11 +71,14 @@ class VllmModel:
                 "--engine", "vllm", "an engine of this process, because --redis or --events is set"
             )
         settings = self._settings
+        if settings.tiers is not None:
+            allowed = "none with the engine vllm: its KV connector has tiers"
+            raise ConfigError("--host-memory", settings.tiers.host_bytes, allowed)
         keys = KeySet.derive([secrets.token_bytes(32)])
         process = VllmProcess(
             [
                 *("--model", str(self._folder), "--served-model-name", SERVED_NAME),
-                *("--scheduler-cls", "radixkv.engines.vllm.Scheduler", "--no-async-scheduling"),
+                *("--scheduler-cls", "radixkv.engines.vllm.Scheduler"),
                 *("--no-enable-prefix-caching", "--enable-prompt-tokens-details", "--skip-tokenizer-init"),
                 *("--block-size", str(settings.block_size), "--dtype", settings.dtype),
                 *("--num-gpu-blocks-override", str(settings.num_blocks + 1)),  # one is vLLM's null block

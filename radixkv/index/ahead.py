@@ -25,7 +25,7 @@ from radixkv.index.holders import Ahead, SequenceState
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
-from radixkv.index.tree import Node, num_common_bytes, path_between
+from radixkv.index.tree import Node, SoleUser, num_common_bytes, path_between
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -69,13 +69,14 @@ def open_sequence(
     hints: Hints,
     already_touched: Node | None,
     publication: Publication | None,
+    user: SoleUser | None = None,
 ) -> SequenceState:
     """Open a sequence that may lean on offered blocks. It isn't registered."""
     place = requests._locate(cache, namespace, key, len(key) - 1) if cache._computing else None
     owner, stop = (None, 0) if place is None else _offer(cache, place, key)
     if place is None or owner is None:
-        return requests.open_sequence(cache, namespace, key, hints, already_touched, publication)
-    return _lean(cache, place, owner, stop, key, hints, already_touched)
+        return requests.open_sequence(cache, namespace, key, hints, already_touched, publication, True, user)
+    return _lean(cache, place, owner, stop, key, hints, already_touched, user)
 
 
 def _offer(cache: CacheState, place: Place, key: bytes) -> tuple[SequenceState | None, int]:
@@ -112,17 +113,19 @@ def _lean(
     key: bytes,
     hints: Hints,
     already_touched: Node | None,
+    user: SoleUser | None,
 ) -> SequenceState:
     """Open a sequence that shares the owner's blocks up to position ``stop``."""
     tree, tenant, cached = place.tree, place.tree.tenant, place.num_blocks
     total = -(-len(key) // cache._block_bytes)
     needed = total - stop
-    node = requests._admit(cache, place, cached + needed, needed, 0, already_touched)
+    node = requests._admit(cache, place, cached + needed, needed, 0, already_touched, user)
     sequence = owner.child()
     sequence._ahead = owner.leaned_to(stop * cache._block_size)
     cache._runs.cut(sequence, stop)
     del sequence._table[stop * ID_BYTES :]
     sequence.become_request(node, key, cached * cache._block_size)
+    sequence._user = user
     cache._evictor.take_granted(needed, tenant, sequence._table)
     cache._evictor.charge(tenant, needed)
     tenant.requests += 1

@@ -141,6 +141,7 @@ def _hook(cache: CacheState, waiting: Waiting, claim: Claim) -> None:
     if tenant.waiting is None:
         cache._claims.tenants[namespace.tenant] = waiting
         tenant.wait(waiting)
+        cache._recorder.follow(tenant)
     own = tenant.trees.get(namespace)
     if own is not None:
         tenant.hooks_of(own).add(claim)

@@ -27,6 +27,9 @@ BaseId: TypeAlias = str
 
 TenantId: TypeAlias = str
 
+SessionName: TypeAlias = "str | None"
+"""Up to 256 characters; None for a new one."""
+
 MatchLike: TypeAlias = "Match"
 
 Hints: TypeAlias = "RequestHints | None"

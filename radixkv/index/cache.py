@@ -4,12 +4,13 @@ These functions work on the ``CacheState`` that this class extends:
 
     requests           the life of a request
     announcements      prompts that wait
+    sessions           requests of one agent or conversation
     purge              clear, purge and unpublish
     snapshot           snapshots for the audit
     device_beams       beam search on the device
     tenant_settings    guarantees and limits of tenants
 
-Users hold handles: ``sequence.Sequence``, ``leases.Lease`` and ``lent_beams.LentBeams``.
+Users hold handles: ``sequence.Sequence``, ``sessions.Session``, ``leases.Lease`` and ``lent_beams.LentBeams``.
 
 The index decides, the storage executes. ``append`` and ``extend`` decide copies. The copies leave as one StepPlan,
 which the storage launches under the lock. So plans run in the order in which they were made. A launch never waits for
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from radixkv._compiled import mypyc_attr
@@ -36,31 +38,34 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, ConfigError, wrong_count
 from radixkv.index import (
     announcements,
-    device_beams,
     engine_blocks,
     failed_loads,
     forgotten,
     purge,
     recovery,
     requests,
+    sessions,
     snapshot,
     stats,
     tenant_settings,
 )
-from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_done, step_failed
+from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_failed
 from radixkv.index.announcements import Announcement
 from radixkv.index.bases import Publication
+from radixkv.index.below import Below, forgetting, made_for
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
-from radixkv.index.leases import Lease, lease_match, take_lease, take_pin
-from radixkv.index.lent_beams import LentBeams
+from radixkv.index.leases import Lease, end_due, lease_match, take_lease, take_pin
+from radixkv.index.lent_beams import LentBeams, lend_beams
+from radixkv.index.load_target import end_computed_step, forgotten_too, namespaces_of
 from radixkv.index.locking import Held
 from radixkv.index.match import Match
 from radixkv.index.opening import open_base, open_handle
 from radixkv.index.pins import Pin, require_ttl
-from radixkv.index.recovery import Mending, mend
+from radixkv.index.recovery import Mending
 from radixkv.index.scrubbing import ScrubBlocks
 from radixkv.index.sequence import Sequence, append_to, flush, reorder, states_of
+from radixkv.index.sessions import Session
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
@@ -77,6 +82,7 @@ from radixkv.index.validation import (
     require_flags,
     require_hints,
     require_namespace,
+    require_noted,
     require_parts,
     require_policy,
     require_tenant_id,
@@ -95,6 +101,7 @@ if TYPE_CHECKING:
         Hints,
         MatchLike,
         Removed,
+        SessionName,
         StorageLike,
         TenantId,
     )
@@ -133,20 +140,22 @@ class PrefixCache(CacheState):
     ) -> None:
         require_parts(config, clock, journal)
         super().__init__(config, clock, journal, scrub_blocks, storage_of(config, storage))
+        self._below = self._made_below()
+
+    def _made_below(self) -> Below | None:
+        return made_for(self._config, self._storage)
 
     def maintain(self) -> None:
         """End expired pins, and let policies learn without the lock.
 
-        A cache on the monotonic clock has a thread that calls this. With another clock, as in a simulation, call it
-        between requests.
+        A cache on the monotonic clock has a thread that calls this. With another clock, call it between requests.
         """
         self._maintenance.maintain()
 
     # --- match and lease
 
     def match(self, namespace: Namespace, ids: TokenIds) -> Match:
-        """Return the longest resident prefix of ``ids``, in whole blocks. The cache doesn't change: no split, no
-        recency update.
+        """Return the longest resident prefix of ``ids``, in whole blocks. Changes nothing, not even recency.
 
         Raises TokenError. O(nodes on the path).
         """
@@ -219,6 +228,25 @@ class PrefixCache(CacheState):
         """
         return announcements.changed(self)
 
+    def session(self, namespace: Namespace, name: SessionName = None) -> Session:
+        """Return a new session: the requests of one agent or conversation. ``with`` closes it.
+
+        ``name``: its label ``session`` for policies, up to 256 characters; None for a new one. It separates nothing:
+        sessions of one namespace share its prefixes. Raises NamespaceError, ArgumentError. O(1).
+        """
+        require_namespace(namespace)
+        return sessions.make(self, namespace, name)
+
+    def note(self, namespace: Namespace, ids: TokenIds, hints: RequestHints) -> None:
+        """Tell the policy what became known of the last request of a prompt: labels such as ``tool_pending``.
+
+        Nothing else changes. Without a resident block of the prompt it does nothing. Raises TokenError, ArgumentError.
+        O(nodes on the path + nodes of the request).
+        """
+        require_namespace(namespace)
+        require_noted(hints)
+        sessions.note(self, namespace, encode(ids), hints)
+
     # --- requests
 
     def open(
@@ -244,8 +272,7 @@ class PrefixCache(CacheState):
         ``lookup``: False finds nothing: all tokens are computed, and count as neither hit nor missed.
 
         ``ahead``: True also shares whole blocks that a running step computes (``Sequence.computing``). They count in
-        ``num_ahead_tokens``, not in ``num_cached_tokens``. It replaces ``on_pending``
-        and ``timeout_s``, which are refused.
+        ``num_ahead_tokens``, not in ``num_cached_tokens``. It replaces ``on_pending`` and ``timeout_s``.
 
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
         on the path + blocks evicted).
@@ -270,7 +297,7 @@ class PrefixCache(CacheState):
         waits for changes nothing. Raises ArgumentError. O(sequences of the step).
         """
         step = require_between("step", step, 0, MAX_STEP)
-        return end_step(self, step, step_done)
+        return end_computed_step(self, step)
 
     def step_failed(self, step: SupportsIndex) -> int:
         """Withdraw what step ``step`` was to compute. Sequences that lean on it are cut to their committed part.
@@ -293,7 +320,8 @@ class PrefixCache(CacheState):
         end first, and forks that share committed blocks must commit them or be released), CapacityError, and then
         changes nothing. O(blocks + nodes forgotten + sequences).
         """
-        return failed_loads.forget(self, states_of(self, [sequence])[0], from_token)
+        state = states_of(self, [sequence])[0]
+        return forgotten_too(self._below, state, partial(failed_loads.forget, self, state, from_token))
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
         """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.
@@ -305,12 +333,11 @@ class PrefixCache(CacheState):
         append_to(self, states_of(self, list_of("sequences", sequences)), ids)
 
     def flush(self) -> StepPlan:
-        """Fetch the copies that an engine which owns its KV must execute before it writes again. Fetched copies are
-        forgotten. A plan can be iterated as ``(source, target, num_rows)``.
+        """Fetch, and forget, the copies that an engine which owns its KV must execute before it writes again.
 
-        Call this once a step, and execute the plan before any other call. Until then, blocks that waiting copies read
-        are not handed out again, even if they are freed, and they count for no tenant. A call that needs them raises
-        FlushRequired. With storage, the cache executes copies as soon as they are decided, and the plan is empty.
+        Call this once a step, and execute the plan, of ``(source, target, num_rows)``, before any other call. Until
+        then, blocks that waiting copies read are not handed out again, even if they are freed, and they count for no
+        tenant. A call that needs them raises FlushRequired. With storage, the cache executes copies at once.
         """
         return flush(self)
 
@@ -347,12 +374,7 @@ class PrefixCache(CacheState):
         QuotaExceeded and OutOfBlocks, and then changes nothing. O(sequences × (their blocks + max_steps)).
         """
         handles = list_of("sequences", sequences)
-        lending = device_beams.lend(self, states_of(self, handles), max_steps, num_blocks, groups)
-        try:
-            return LentBeams(self, handles, lending)
-        except BaseException:
-            device_beams.take_back(self, lending)
-            raise
+        return lend_beams(self, handles, states_of(self, handles), max_steps, num_blocks, groups)
 
     # --- blocks by hand
 
@@ -366,15 +388,7 @@ class PrefixCache(CacheState):
         """Lend ``num_blocks`` blocks to the engine until ``free`` or ``insert``; int32 ids. Raises OutOfBlocks."""
         num_blocks = require_between("num_blocks", num_blocks, 0, None)
         self._require_own_blocks("allocate")
-        taken = bytearray()
-        with self._lock:
-            try:
-                taken = self._evictor.take_for_engine(num_blocks)
-                return self._pool.lend(taken)
-            except BaseException as error:
-                self._damage.error, self._lock.broken = error, self
-                mend(self, error, lent=taken)
-                raise
+        return engine_blocks.allocate(self, num_blocks)
 
     def free(self, block_ids: Any) -> None:
         """Take lent blocks back. Raises ArgumentError, and changes nothing, if a block isn't lent."""
@@ -407,18 +421,19 @@ class PrefixCache(CacheState):
         start: SupportsIndex = 0,
         hints: Hints = None,
         lease: bool = False,
+        request: Any = None,
     ) -> Inserted:
         """Make blocks that the engine has filled resident under ``ids``.
 
         - ``block_ids``: one distinct id for each whole block of ``ids`` from position ``start`` on. Each is lent to the
           engine (``allocate``, or ``blocks="engine"``), or the block that the tree has at this position, or free.
         - ``start``: a multiple of the block size, in tokens. What comes before must be resident.
-        - ``hints``: facts that the policy may use, such as a priority.
+        - ``hints``: begin a request for the policy, with facts.
         - ``lease``: also lease the whole prefix.
+        - ``request``: an earlier insert of the same request. The policy sees one request, and ``hints`` is ignored.
 
-        The tree takes blocks for what it doesn't have. The record names the others: they stay the engine's. Raises
-        TokenError, NamespaceError, ArgumentError, NotResident, QuotaExceeded, OutOfBlocks, and then changes nothing.
-        O(nodes on the path + blocks), and O(free) if a block is free.
+        The tree takes what it lacks. Raises TokenError, NamespaceError, ArgumentError, NotResident, QuotaExceeded,
+        OutOfBlocks, and then changes nothing. O(nodes on the path + blocks), and O(free) if a block is free.
         """
         require_namespace(namespace)
         require_hints(hints)
@@ -426,9 +441,8 @@ class PrefixCache(CacheState):
         key, first = key[: len(key) - len(key) % self._block_bytes], first_block(start, len(key), size)
         packed, num_blocks = packed_ids(block_ids), len(key) // self._block_bytes - first
         if len(packed) != num_blocks * ID_BYTES:
-            allowed = f"{num_blocks}, one for each whole block of ids"
-            raise wrong_count("block_ids", len(packed) // ID_BYTES, allowed)
-        return engine_blocks.insert(self, namespace, key, packed, first, hints, bool(lease))
+            raise wrong_count("block_ids", len(packed) // ID_BYTES, f"{num_blocks}, one a whole block of ids")
+        return engine_blocks.insert(self, namespace, key, packed, first, hints, bool(lease), request)
 
     # --- pins
 
@@ -494,6 +508,8 @@ class PrefixCache(CacheState):
             raise ConfigError("mode", tenant.mode, allowed)
         with self._lock, Mending(self):
             tenant_settings.add(self, tenant)
+        if self._below is not None:
+            self._below.add_tenant(tenant)
 
     def remove_tenant(self, tenant: TenantId) -> None:
         """Remove a tenant's guarantee and limit and forget all its blocks. Its running sequences continue.
@@ -503,10 +519,11 @@ class PrefixCache(CacheState):
         wasn't added, and for one whose sequences and pins hold more than the limit of tenants that weren't added.
         """
         require_tenant_id(tenant)
-        with self._lock, Mending(self):
-            namespaces = tenant_settings.remove(self, tenant)
-        for namespace in namespaces:
-            self.clear(namespace)
+        with forgetting(self._below, tenant):
+            with self._lock, Mending(self):
+                namespaces = tenant_settings.remove(self, tenant)
+            for namespace in namespaces:
+                self.clear(namespace)
 
     def tenant(self, tenant: TenantId) -> Tenant | None:
         """Return a tenant's settings; None for a tenant that the cache doesn't know."""
@@ -518,16 +535,10 @@ class PrefixCache(CacheState):
     # --- namespaces
 
     def namespaces(self, tenant: TenantId | None = None) -> list[Namespace]:
-        """Return the namespaces that hold something, of one tenant or of all."""
+        """Return the namespaces that hold something, also below, of one tenant or of all."""
         if tenant is not None:
             require_tenant_id(tenant)
-        with self._lock:
-            return [
-                namespace
-                for state in self._tenants.values()
-                if tenant is None or state.tenant_id == tenant
-                for namespace in state.namespaces
-            ]
+        return namespaces_of(self, tenant)
 
     def clear(self, namespace: Namespace) -> int:
         """Forget everything in a namespace. Returns how many blocks were resident.
@@ -537,7 +548,8 @@ class PrefixCache(CacheState):
         namespace reads stays readable. O(1) under the lock (for a reader of bases: O(its trees)), then slices.
         """
         require_namespace(namespace)
-        return purge.clear(self, namespace)
+        with forgetting(self._below, namespace.tenant, namespace):
+            return purge.clear(self, namespace)
 
     def purge(self, tenant: TenantId) -> int:
         """Forget everything of a tenant and raise its generation. Returns how many blocks were resident.
@@ -548,7 +560,8 @@ class PrefixCache(CacheState):
         sequences), then slices.
         """
         require_tenant_id(tenant)
-        return purge.purge(self, tenant)
+        with forgetting(self._below, tenant):
+            return purge.purge(self, tenant)
 
     def generation(self, tenant: TenantId) -> int:
         """Return how often a tenant was purged in this cache."""
@@ -613,14 +626,11 @@ class PrefixCache(CacheState):
             return stats.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
 
     def snapshot(self) -> Snapshot:
-        """Return everything the audit needs, at one moment, under one hold of the lock. O(nodes + sequences + free
-        blocks).
-        """
+        """Return what the audit needs, at one moment, in one hold of the lock. O(nodes + sequences + free blocks)."""
         return snapshot.at_once(self)
 
     def snapshot_in_slices(self, pause: Callable[[], None] | None = None) -> Snapshot:
-        """Return a snapshot of the moment when this call ends. The lock is held for at most one slice of nodes at a
-        time.
+        """Return a snapshot of the moment when this call ends. The lock is held for a slice of nodes at a time.
 
         ``pause`` is called between slices, without the lock. It may sleep, and it may use the cache.
         """
@@ -637,10 +647,4 @@ class PrefixCache(CacheState):
         forgotten.give_up(self, held)
 
     def _end_due(self) -> None:
-        is_over = False
-        while not is_over:
-            with self._lock, Mending(self):
-                is_over = self._pins.end_slice()
-                self._claims.end_due()
-            if not is_over:
-                requests.let_others()
+        end_due(self)

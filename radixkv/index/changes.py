@@ -89,7 +89,7 @@ class Recorder:
                 self._record(tenant)
 
     def follow(self, tenant: TenantState) -> None:
-        """Put the recorder before the hooks of the tenant's new policy."""
+        """Put the recorder before the hooks of the tenant's policy again, since the tenant took them anew."""
         if tenant in self._recorded:
             self._record(tenant)
 
@@ -103,7 +103,7 @@ class Recorder:
         if self._heard_by:
             return True
         for tenant in list(islice(self._recorded, SLICE_TENANTS)):
-            tenant.follow(tenant.policy)
+            tenant.take_hooks()
             del self._recorded[tenant]
         return not self._recorded
 
@@ -116,6 +116,12 @@ class Recorder:
         """Let gatherings start again, because nodes moved from one tree to another."""
         for changes in self._heard_by:
             changes.is_lost = True
+
+    def note(self, tenant: TenantState, nodes: Iterable[Node]) -> None:
+        """Report nodes of a tenant that changed in a way of which no policy hears. O(nodes)."""
+        if tenant in self._recorded:
+            for changes in self._heard_by:
+                changes.told.update(nodes)
 
     def _record(self, tenant: TenantState) -> None:
         self._recorded[tenant] = None

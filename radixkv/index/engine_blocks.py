@@ -1,6 +1,7 @@
 """Blocks by hand: how blocks of the engine come into the tree, and how they come back.
 
     evict      resident blocks become free
+    allocate   free blocks become the engine's
     insert     blocks that the engine filled become resident
     reclaim    with ``CacheConfig(blocks="engine")``: evicted blocks become the engine's again
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from radixkv.errors import ArgumentError
 from radixkv.index import requests
 from radixkv.index.blocks import unpack
 from radixkv.index.leases import Lease
@@ -35,12 +37,12 @@ class Inserted:
     - ``lease``: the lease on all of them, if it was asked for; otherwise None.
     """
 
-    __slots__ = ("_evicted", "_surplus", "lease", "match", "num_resident_tokens", "num_tokens")
+    __slots__ = ("_evicted", "_noted", "_surplus", "lease", "match", "num_resident_tokens", "num_tokens")
 
     def __init__(self, match: Match, done: requests.Insertion, block_size: int, lease: Lease | None) -> None:
         self.match, self._surplus, self._evicted = match, done.surplus, bytes(done.evicted)
         self.num_tokens, self.num_resident_tokens = match.num_tokens, done.num_resident * block_size
-        self.lease = lease
+        self.lease, self._noted = lease, done.noted
 
     @property
     def block_ids(self) -> BlockIds:
@@ -76,9 +78,14 @@ def insert(
     start: int,
     hints: Hints,
     leases: bool,
+    request: object,
 ) -> Inserted:
     """See PrefixCache.insert. ``key`` has whole blocks; ``start`` counts blocks."""
     done = requests.Insertion()
+    if request is not None:
+        if not isinstance(request, Inserted) or request.match.namespace != namespace:
+            raise ArgumentError("request", request, "an earlier insert into the same namespace, or None")
+        hints, done.noted = None, request._noted
     with cache._lock:
         try:
             requests.insert(cache, namespace, key, packed, start, hints, leases, done)
@@ -107,6 +114,19 @@ def evict(cache: CacheState, num_blocks: int) -> int:
             break
         requests.let_others()
     return num_blocks - left
+
+
+def allocate(cache: CacheState, num_blocks: int) -> BlockIds:
+    """See PrefixCache.allocate."""
+    taken = bytearray()
+    with cache._lock:
+        try:
+            taken = cache._evictor.take_for_engine(num_blocks)
+            return cache._pool.lend(taken)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, lent=taken)
+            raise
 
 
 def reclaim(cache: CacheState, num_blocks: int, tenant: str | None) -> BlockIds:

@@ -146,21 +146,25 @@ class Evictor:
         admit, trimmed = tenant.on_admit, tenant.on_trimmed
         assert admit is not None
         while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
-            num_blocks = at.num_blocks
             if trimmed is not None:
-                trimmed(at, num_blocks)
-            if self._journal is not None:
-                self.report_removed(at, num_blocks)
-            tenant.on_removed(at)
-            tree.remove(at)
-            if tree.hooks is not None:
-                tree.hooks.removed(at)
-            freed += at.block_ids
-            tenant.evictable_blocks -= num_blocks
-            self.evictable_blocks -= num_blocks
-            self.count_resident(tenant, -num_blocks)
-            tenant.declined_blocks += num_blocks
+                trimmed(at, at.num_blocks)
+            tenant.declined_blocks += at.num_blocks
+            self.drop(at, tree, freed)
             at = parent
+
+    def drop(self, leaf: Node, tree: NamespaceTree, freed: bytearray) -> None:
+        """Remove an unused leaf of a reachable tree. Adds its ids to ``freed``. The tree may be empty then."""
+        tenant, num_blocks = tree.tenant, leaf.num_blocks
+        if self._journal is not None:
+            self.report_removed(leaf, num_blocks)
+        tenant.on_removed(leaf)
+        tree.remove(leaf)
+        if tree.hooks is not None:
+            tree.hooks.removed(leaf)
+        freed += leaf.block_ids
+        tenant.evictable_blocks -= num_blocks
+        self.evictable_blocks -= num_blocks
+        self.count_resident(tenant, -num_blocks)
 
     def unprotected_above(self, node: Node) -> int:
         """Return how many evictable blocks a lease on ``node`` would protect. O(ancestors)."""

@@ -114,6 +114,7 @@ def _go_back(sequence: SequenceState, num_tokens: int) -> None:
     sequence._num_committed = min(sequence._num_committed, num_tokens)
     sequence._num_cached = min(sequence._num_cached, num_tokens)
     sequence._segment_keys = None  # they were read further
+    sequence._loading = None  # it may have other blocks now
 
 
 def _node_with(end: Node, position: int) -> Node:

@@ -28,7 +28,7 @@ from radixkv.index.blocks import unpack
 from radixkv.index.match import Match
 from radixkv.index.tenants import NamespaceTree
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES, Key
-from radixkv.index.tree import Node
+from radixkv.index.tree import Node, SoleUser
 
 if TYPE_CHECKING:
     from radixkv.index.ghost_keys import SegmentKeys
@@ -108,6 +108,7 @@ class SequenceState:
         "_is_fenced",
         "_is_open",
         "_lent",
+        "_loading",
         "_node",
         "_num_cached",
         "_num_committed",
@@ -121,6 +122,7 @@ class SequenceState:
         "_table",
         "_tail",
         "_tree",
+        "_user",
     )
 
     def __init__(
@@ -153,8 +155,10 @@ class SequenceState:
         self._closed_by = RELEASE  # valid only if it isn't open
         self._is_fenced = False  # released, and holds everything until a fence is lifted
         self._lent: Lending | None = None  # set while lent to the device; then it isn't open
+        self._loading: object = None  # the LoadTarget that may write into its own blocks
         self._hints: object = None  # what the policy wants to get with each commit
         self._segment_keys: SegmentKeys | None = None  # of committed segments, if the policy wants them
+        self._user: SoleUser | None = None  # the session that opened it
 
     @property
     def is_lent(self) -> bool:
@@ -229,7 +233,7 @@ class SequenceState:
             self._tree, self._node, self._prompt_key, self._table[:], self._num_cached, self._own
         )
         twin._prompt_size = self._prompt_size
-        twin._hints = self._hints
+        twin._hints, twin._user = self._hints, self._user
         twin._tail = self._tail[:]
         twin._size = self._size
         twin._num_committed = self._num_committed
@@ -260,7 +264,7 @@ class SequenceState:
         self._node, self._prompt_key, self._prompt_size, self._tail = node, key, len(key), bytearray()
         self._size, self._own = len(key), len(self._table) // ID_BYTES
         self._num_cached = self._num_committed = num_cached
-        self._hints = None
+        self._hints = self._user = None
 
     def become(self, other: SequenceState) -> None:
         """Take over the state of an unregistered sequence, and what it holds."""
@@ -268,7 +272,8 @@ class SequenceState:
         self._prompt_key, self._prompt_size, self._tail = other._prompt_key, other._prompt_size, other._tail
         self._size, self._table, self._own = other._size, other._table, other._own
         self._num_cached, self._num_committed = other._num_cached, other._num_committed
-        self._segment_keys = other._segment_keys
+        self._segment_keys, self._user = other._segment_keys, other._user
+        self._loading = None
 
     def cut_key(self, size: int) -> None:
         """Remove key bytes from ``size`` on. O(1)."""

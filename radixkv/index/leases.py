@@ -1,4 +1,7 @@
-"""Lease: the right to use a match. ``lease_match``, ``take_lease`` and ``take_pin`` lease and make the handle."""
+"""Lease: the right to use a match. ``lease_match``, ``take_lease`` and ``take_pin`` lease and make the handle.
+
+``end_due`` ends the pins whose time is over.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from radixkv.index import requests
 from radixkv.index.blocks import unpack
 from radixkv.index.holders import LeaseState
 from radixkv.index.locking import Guard, defer
-from radixkv.index.recovery import mend
+from radixkv.index.recovery import Mending, mend
 from radixkv.index.state import CacheState
 from radixkv.index.tokens import TOKEN_BYTES
 
@@ -153,6 +156,17 @@ def take_pin(cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float) 
             cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, lease=lease)
             raise
+
+
+def end_due(cache: CacheState) -> None:
+    """End expired pins, in slices, and expired announcements. For maintenance."""
+    is_over = False
+    while not is_over:
+        with cache._lock, Mending(cache):
+            is_over = cache._pins.end_slice()
+            cache._claims.end_due()
+        if not is_over:
+            requests.let_others()
 
 
 def _require_open(lease: LeaseState) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsIndex
 
 from radixkv.errors import IntegrityError, LeaseError, ReentrantCall
 from radixkv.index import device_beams
 from radixkv.index.blocks import unpack
-from radixkv.index.holders import Lending
+from radixkv.index.holders import Lending, SequenceState
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
 from radixkv.index.sequence import Sequence
@@ -166,3 +167,20 @@ class LentBeams:
         device_beams.require_lent(self._cache, self._lending)
         assert self._device is not None
         return self._device
+
+
+def lend_beams(
+    cache: CacheState,
+    sequences: list[Sequence],
+    states: list[SequenceState],
+    max_steps: SupportsIndex,
+    num_blocks: SupportsIndex | None,
+    groups: Iterable[SupportsIndex] | None,
+) -> LentBeams:
+    """See PrefixCache.lend. ``states``: those of the sequences."""
+    lending = device_beams.lend(cache, states, max_steps, num_blocks, groups)
+    try:
+        return LentBeams(cache, sequences, lending)
+    except BaseException:
+        device_beams.take_back(cache, lending)
+        raise

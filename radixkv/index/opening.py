@@ -13,7 +13,7 @@ from radixkv.index.leases import Lease
 from radixkv.index.recovery import mend
 from radixkv.index.sequence import Sequence
 from radixkv.index.state import CacheState
-from radixkv.index.tree import Node
+from radixkv.index.tree import Node, SoleUser
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -29,8 +29,9 @@ def open_handle(
     lookup: bool,
     may_lean: bool = False,
     announcement: Announcement | None = None,
+    user: SoleUser | None = None,
 ) -> Sequence:
-    """See PrefixCache.open and PrefixCache.publish."""
+    """See PrefixCache.open, PrefixCache.publish and Session.open."""
     if cache._pool.is_engines:
         raise requests.engine_has_blocks("open" if publication is None else "publish")
     if announcement is not None and hints is None:
@@ -38,8 +39,8 @@ def open_handle(
     if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
         cache, len(key)
     ):
-        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean, announcement)
-    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement)
+        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
+    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement, user)
 
 
 def _open(
@@ -52,15 +53,20 @@ def _open(
     lookup: bool,
     may_lean: bool,
     announcement: Announcement | None,
+    user: SoleUser | None,
 ) -> Sequence:
     sequence: SequenceState | None = None
     with cache._lock:
         try:
+            if user is not None and not user.num_open:
+                user = None  # the session was closed meanwhile
             if may_lean and lookup:
-                sequence = ahead.open_sequence(cache, namespace, key, hints, already_touched, publication)
+                sequence = ahead.open_sequence(
+                    cache, namespace, key, hints, already_touched, publication, user
+                )
             else:
                 sequence = requests.open_sequence(
-                    cache, namespace, key, hints, already_touched, publication, lookup
+                    cache, namespace, key, hints, already_touched, publication, lookup, user
                 )
             handle = Sequence(cache, sequence)
             cache._sequences.add(sequence)
@@ -82,6 +88,7 @@ def _open_long(
     lookup: bool,
     may_lean: bool,
     announcement: Announcement | None,
+    user: SoleUser | None,
 ) -> Sequence:
     """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
 
@@ -93,7 +100,7 @@ def _open_long(
         with cache._lock:
             try:
                 lease, match, needed, tenant = requests.lease_of_long(
-                    cache, namespace, key, publication, lookup
+                    cache, namespace, key, publication, lookup, user
                 )
                 cache._leases.add(lease)
             except BaseException as error:
@@ -103,7 +110,9 @@ def _open_long(
         with Lease(cache, lease, match):
             requests.make_room(cache, needed, tenant)
             above = lease._node if lookup else None
-            sequence = _open(cache, namespace, key, hints, above, publication, lookup, may_lean, announcement)
+            sequence = _open(
+                cache, namespace, key, hints, above, publication, lookup, may_lean, announcement, user
+            )
         return sequence
     except BaseException as error:
         opened = None if sequence is None else sequence._state

@@ -13,6 +13,7 @@ keeps what is certain and rebuilds everything else from it:
     pins, by the leases that they hold                  how many blocks they hold, and which ends first
     published bases                                     their readers, and which other bases are still held
     announced prompts that haven't ended                where they hang, and how much of each is resident
+    sole users of nodes                                 that an ancestor's is theirs, or nobody
 
 - **An interrupted call costs the sequences that it worked on.** They are closed. Sequences that it was about to return
   never exist for the user. Other sequences keep their blocks, with one exception: sequences that were lent to the
@@ -58,7 +59,7 @@ from radixkv.index.holders import INTERRUPTION, Run, SequenceState
 from radixkv.index.ranking import Ranking
 from radixkv.index.tenants import UNRANKED, Base, NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES
-from radixkv.index.tree import Node
+from radixkv.index.tree import Node, joined
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -256,6 +257,7 @@ class _Books:
         self._share_blocks()
         self._count_uses()
         self._forget_what_was_cleared(trees)
+        self._settle_sole_users()
         self._hold_for_copies()
         self._count()
         self._refill_pool()
@@ -386,6 +388,19 @@ class _Books:
             if tree.detached:
                 tree.tenant.detached.add(tree)
             tree.tenant.drop_if_empty(tree)
+
+    def _settle_sole_users(self) -> None:
+        """Let what uses a node use its ancestors, where an interrupted call noted only a part of this."""
+        users = {node.sole_user: None for node in self.nodes if node.sole_user is not None}
+        for node in reversed(self.nodes):
+            above = node.parent
+            if above is not None and above.sole_user is not None:
+                above.sole_user = joined(above.sole_user, node.sole_user)
+        for user in users:
+            user.nodes = {}
+        for node in self.nodes:
+            if node.sole_user is not None:
+                node.sole_user.nodes[node] = None
 
     # --- holders of blocks
 

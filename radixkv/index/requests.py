@@ -37,7 +37,7 @@ from radixkv.index.recovery import Mending
 from radixkv.index.state import CacheState
 from radixkv.index.tenants import Base, NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES, TAIL_FILL, TOKEN_BYTES
-from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
+from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, Node, SoleUser, give_to, note_use, path_between
 from radixkv.index.validation import require_between
 from radixkv.storage.plan import BlockIds, StepPlan
 
@@ -135,23 +135,29 @@ def _admit(
     taken: int,
     lent: int = 0,
     already_touched: Node | None = None,
+    user: SoleUser | None = None,
 ) -> Node:
     """Check that a request can have its blocks, register its tree, and lease its place. See ``_require_room``."""
     _require_room(cache, place, total, taken, lent)
     if place.tree.root.children is None:
         cache._registry.register(place.tree)
-    return _lease_place(cache, place, already_touched)
+    return _lease_place(cache, place, already_touched, user)
 
 
-def _lease_place(cache: CacheState, place: Place, already_touched: Node | None = None) -> Node:
+def _lease_place(
+    cache: CacheState, place: Place, already_touched: Node | None, user: SoleUser | None
+) -> Node:
     """Lease a place and tell the policy that it was used. If the place lies inside a child, split the child.
 
-    ``already_touched``: the same request has already told the policy of the nodes down to this one.
+    ``already_touched``: the same request has already told the policy of the nodes down to this one. ``user``: its
+    session, if it has one.
     """
     tree, node = place.tree, place.node
     if place.child is not None:
         node = cache._evictor.split(place.child, place.common, tree)
     cache._evictor.lease(node, tree)
+    if node.sole_user is not user and node.sole_user is not None:
+        cache._recorder.note(tree.tenant, note_use(node, user))
     touched = tree.tenant.on_touched
     if touched is not None:
         above = already_touched
@@ -233,6 +239,7 @@ def open_sequence(
     already_touched: Node | None,
     publication: Publication | None,
     lookup: bool = True,
+    user: SoleUser | None = None,
 ) -> SequenceState:
     """See PrefixCache.open. The sequence isn't registered."""
     num_bytes, size = len(key), cache._block_bytes
@@ -242,7 +249,7 @@ def open_sequence(
     tree, tenant, table, cached = place.tree, place.tree.tenant, place.table, place.num_blocks
     total = -(-num_bytes // size)
     needed = total - cached
-    node = _admit(cache, place, total, needed, 0, already_touched)
+    node = _admit(cache, place, total, needed, 0, already_touched, user)
     cache._evictor.take_granted(needed, tenant, table)
     cache._evictor.charge(tenant, needed)
     num_cached = cached * cache._block_size
@@ -251,6 +258,7 @@ def open_sequence(
         tenant.hit_tokens += num_cached
         tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
     sequence = SequenceState(tree, node, key, table, num_cached, cached)
+    sequence._user = user
     if tenant.on_opened is not None:
         path = path_between(tree.root, node)
         sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)
@@ -261,7 +269,12 @@ def open_sequence(
 
 
 def lease_of_long(
-    cache: CacheState, namespace: Namespace, key: bytes, publication: Publication | None, lookup: bool
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    publication: Publication | None,
+    lookup: bool,
+    user: SoleUser | None = None,
 ) -> tuple[LeaseState, Match, int, TenantState]:
     """Lease the resident part of a long key. Returns lease, match, how many more blocks the key needs, and its tenant.
 
@@ -275,7 +288,7 @@ def lease_of_long(
     matched = Match(namespace, key[: place.end], bytes(place.table))
     node: Node | None = None
     if place.num_blocks:
-        node = _admit(cache, place, total, needed)
+        node = _admit(cache, place, total, needed, 0, None, user)
     else:
         _require_room(cache, place, total, needed)
     return LeaseState(cache, node, matched), matched, needed, place.tree.tenant
@@ -386,10 +399,14 @@ def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> 
         or node.children is not None
         or node.parent is None
         or len(node.label) + stop - at > MAX_GROWN_LABEL_BYTES
+        or node.sole_user is not sequence._user
     ):
         sequence._node = cache._evictor.add_leased(
             node, key, at, stop, block_ids, tree, sequence._hints, keys
         )
+        if sequence._user is not None:
+            for new_node in path_between(node, sequence._node):
+                give_to(new_node, sequence._user)
     else:
         cache._evictor.grow(node, key[at:stop], block_ids, tree, sequence._hints, keys)
     if sequence._own == resident:
@@ -435,6 +452,8 @@ def _follow(
             )
         begin -= len(freed) // ID_BYTES
         evictor.lease(end, tree)
+        if end.sole_user is not sequence._user and end.sole_user is not None:
+            cache._recorder.note(tree.tenant, note_use(end, sequence._user))
         evictor.release(node, tree)
         sequence._node = end
         if freed:
@@ -570,6 +589,7 @@ def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsInd
     num_tokens = require_between("num_tokens", num_tokens, low, high)
     if sequence._ahead is not None:
         _cut_ahead(cache, sequence, num_tokens)
+    sequence._loading = None
     _cut(cache, sequence, num_tokens)
     sequence._reserved = 0
     sequence.cut_key(num_tokens * TOKEN_BYTES)
@@ -666,14 +686,18 @@ def require_batch(sequences: list[SequenceState], *, may_have_room: bool = True)
 
 
 class Insertion:
-    """What an insert did. Packed block ids: ``table`` is the whole path's, ``surplus`` and ``evicted`` the engine's."""
+    """What an insert did. Packed block ids: ``table`` is the whole path's, ``surplus`` and ``evicted`` the engine's.
 
-    __slots__ = ("evicted", "lease", "num_resident", "surplus", "table")
+    ``noted``: what the policy knows of the request. Given before, the insert goes on with it.
+    """
+
+    __slots__ = ("evicted", "lease", "noted", "num_resident", "surplus", "table")
 
     def __init__(self) -> None:
         self.table, self.surplus, self.evicted = b"", b"", bytearray()
         self.num_resident = 0
         self.lease: LeaseState | None = None
+        self.noted: object = None
 
 
 def insert(
@@ -702,13 +726,13 @@ def insert(
         if surplus:
             num_lent = len(ids) - len(pool.lent.missing(ids))
         above = _admit(cache, place, total, 0, 0 if pool.is_engines else num_lent)
-        node = _insert(cache, place.tree, above, key, new, ids, hints)
+        node = _insert(cache, place.tree, above, key, new, ids, hints, done)
         if not leases:
             cache._evictor.release(node, place.tree)  # evicts the blocks if the policy declines them
     elif resident and (leases or hints is not None):
         node = _admit(cache, place, total, 0)
         if hints is not None and place.tree.tenant.on_opened is not None:
-            place.tree.tenant.on_opened(path_between(place.tree.root, node), total, hints)
+            done.noted = place.tree.tenant.on_opened(path_between(place.tree.root, node), total, hints)
         if not leases:
             cache._evictor.release(node, place.tree)
     if pool.is_engines:
@@ -733,18 +757,19 @@ def _insert(
     packed: bytes,
     ids: list[int],
     hints: Hints,
+    done: Insertion,
 ) -> Node:
     """Give blocks to the tree, after the end of ``above``, which is leased. Returns the last node, leased instead."""
     evictor, tenant, resident, size = cache._evictor, tree.tenant, above.depth, cache._block_bytes
     evictor.keep_limit(tenant, len(ids))
     evictor.charge(tenant, len(ids))
-    keys, noted = None, None
+    keys = None
     if tenant.uses_ghost_keys:
         named = SegmentKeys(tree.namespace, cache._segment_blocks * size)
         keys = named.between(resident * size, len(key), key, len(key), bytearray())
     if hints is not None and tenant.on_opened is not None:
-        noted = tenant.on_opened(path_between(tree.root, above), len(key) // size, hints)
-    node = evictor.add_leased(above, key, resident * size, len(key), packed, tree, noted, keys)
+        done.noted = tenant.on_opened(path_between(tree.root, above), len(key) // size, hints)
+    node = evictor.add_leased(above, key, resident * size, len(key), packed, tree, done.noted, keys)
     cache._pool.claim(ids, tenant.owner_tag)  # last: until the tree has the blocks, they keep their state
     if cache._journal is not None:
         evictor.report_stored(tree, key, resident, len(key) // size)

@@ -16,6 +16,7 @@ from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_c
 from radixkv.index import ahead, device_beams, requests
 from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
+from radixkv.index.load_target import keep, loading_of
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
@@ -24,6 +25,7 @@ from radixkv.index.validation import require_between
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
+    from radixkv.index.below import Loading
     from radixkv.storage.plan import BlockIds, StepPlan
 
 MAX_CHILDREN = 65_536
@@ -106,12 +108,13 @@ class Sequence:
     releases it.
     """
 
-    __slots__ = ("_cache", "_guard", "_state")
+    __slots__ = ("_cache", "_guard", "_loading", "_state")
     _guard: Guard  # set only by the finaliser
 
     def __init__(self, cache: CacheState, state: SequenceState) -> None:
         self._cache = cache
         self._state = state
+        self._loading: Loading | None = None
 
     def __del__(self) -> None:
         try:
@@ -156,6 +159,11 @@ class Sequence:
         return self._state._num_cached
 
     @property
+    def num_base_tokens(self) -> int:
+        """Leading tokens that it reads of another tenant's published base."""
+        return len(self._state._tree.head_key) // TOKEN_BYTES
+
+    @property
     def num_ahead_tokens(self) -> int:
         """Tokens after the committed ones whose KV steps of other sequences compute. This one must not compute them."""
         state = self._state
@@ -198,6 +206,18 @@ class Sequence:
             key = state.key_between(0, state._size)
         return decode(key)
 
+    @property
+    def loading(self) -> Loading | None:
+        """What lies below of it (``CacheConfig.host_blocks``), behind its committed tokens; None if there is nothing.
+
+        With a disk that was just opened, it may turn out that there is nothing: it is done then, with no token.
+
+        The first time, this begins to load it. See ``below.Loading``. Read it before anything is computed. O(tokens).
+        """
+        if self._loading is None and self._cache._below is not None:
+            self._loading = loading_of(self._cache, self._state)
+        return self._loading
+
     # --- changes
 
     def commit(self, num_tokens: SupportsIndex) -> None:
@@ -208,13 +228,13 @@ class Sequence:
         O(nodes passed), independent of what is committed already.
         """
         cache, state = self._cache, self._state
-        with cache._lock:
-            try:
-                requests.commit(cache, state, num_tokens)
-            except BaseException as error:
-                cache._damage.error, cache._lock.broken = error, cache
-                mend(cache, error, state)
-                raise
+        if cache._below is None:  # the usual case: nothing happens after the lock is released
+            _commit(cache, state, num_tokens)
+        else:
+            before, depth = state._node, state._node.depth
+            _commit(cache, state, num_tokens)
+            if state._node is not before or before.depth > depth:
+                keep(cache, [state])
 
     def computing(self, num_tokens: SupportsIndex, *, step: SupportsIndex) -> None:
         """Declare that step ``step`` computes the KV of the tokens up to ``num_tokens``.
@@ -327,8 +347,9 @@ class Sequence:
     def fork(self, num_children: SupportsIndex) -> list[Sequence]:
         """Make ``num_children`` (1 to 65,536) sequences that share every block with this one. This one stays open.
 
-        Copies no block: the first write into a shared tail block copies it. Raises ArgumentError, and LeaseError while
-        room is reserved. O(children).
+        Copies no block: the first write into a shared tail block copies it. Tokens that were not computed before must
+        get the same KV from each that computes them, because it may be resident by then. Raises ArgumentError, and
+        LeaseError while room is reserved. O(children).
         """
         num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
         cache, state = self._cache, self._state
@@ -397,3 +418,13 @@ class Sequence:
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
                     raise  # otherwise the error that ended the block propagates
+
+
+def _commit(cache: CacheState, state: SequenceState, num_tokens: SupportsIndex) -> None:
+    with cache._lock:
+        try:
+            requests.commit(cache, state, num_tokens)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, state)
+            raise

@@ -31,7 +31,7 @@ from radixkv.index.changes import SLICE_TENANTS, Changes
 from radixkv.index.holders import Run, SequenceState
 from radixkv.index.tenants import NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
-from radixkv.index.tree import Node
+from radixkv.index.tree import Node, SoleUser
 from radixkv.storage.plan import BlockIds
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class NodeSnapshot:
     """The key under which the parent's children hold it."""
     num_children: int
     """The number of its children."""
+    sole_user: int | None = None
+    """The session, or family of sessions, that alone used it: an index into the snapshot's sole users."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoleUserSnapshot:
+    """A session, or a family of sessions, that alone used some nodes. ``family``: its family's index; None for that."""
+
+    namespace: Namespace
+    family: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,8 @@ class SequenceSnapshot:
     """Whether it is lent to the device. The snapshot then shows the state before it was lent."""
     num_reserved_tokens: int = 0
     """Tokens without ids that have a place in its blocks."""
+    sole_user: int | None = None
+    """Its session, if that alone used some nodes: an index into the snapshot's sole users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +209,7 @@ class Snapshot:
     lendings: tuple[LendingSnapshot, ...] = ()
     has_tails: bool = False
     announcements: tuple[AnnouncementSnapshot, ...] = ()
+    sole_users: tuple[SoleUserSnapshot, ...] = ()
 
 
 SLICE_NODES = 256
@@ -213,9 +226,9 @@ NOWHERE: NodeIndex = (-1, None)
 NO_BASE = -1
 """The base of a tree whose base has released its blocks. This is a broken law too."""
 
-_NodeState = tuple[Node | None, bytes, bytes, int, int, bool, int]
+_NodeState = tuple[Node | None, bytes, bytes, int, int, bool, int, SoleUser | None]
 """A node as it was read: parent, label, block ids, depth, uses; whether its parent holds it under its first block; its
-number of children.
+number of children; its sole user.
 """
 
 
@@ -233,6 +246,7 @@ class _SequenceState(NamedTuple):
     tail: bytes
     is_lent: bool
     reserved: int
+    user: SoleUser | None
 
 
 class _RunState(NamedTuple):
@@ -383,6 +397,7 @@ class Gathering:
             [node.uses for node in nodes],
             [node.tree.is_linked(node) for node in nodes],
             [node.num_children for node in nodes],
+            [node.sole_user for node in nodes],
             strict=True,
         )
         self._read_now.append((nodes, states))
@@ -484,8 +499,9 @@ class Gathering:
                 nodes[node.tree].append(node)
         where: defaultdict[Node, NodeIndex] = defaultdict(lambda: NOWHERE)
         at_base = {base: at for at, base in enumerate(end.bases)}
+        at_user: dict[SoleUser, int] = {}
         trees = tuple(
-            self._tree_snapshot(at, tree, nodes[tree], where, at_base, pause)
+            self._tree_snapshot(at, tree, nodes[tree], where, at_base, at_user, pause)
             for at, tree in enumerate(end.trees)
         )
         at_run = {run: at for at, run in enumerate(end.runs)}
@@ -499,7 +515,7 @@ class Gathering:
             )
             for run in end.runs.values()
         ]
-        sequences = tuple(_sequence_snapshot(each, at_run, runs, where) for each in end.sequences)
+        sequences = tuple(_sequence_snapshot(each, at_run, runs, where, at_user) for each in end.sequences)
         return Snapshot(
             num_blocks=cache._config.num_blocks,
             block_size=cache._config.block_size,
@@ -530,6 +546,7 @@ class Gathering:
                 )
                 for namespace, key, size, resident, hooks in end.announcements
             ),
+            sole_users=tuple(_user_snapshot(user, at_user) for user in at_user),
         )
 
     def _tree_snapshot(
@@ -539,6 +556,7 @@ class Gathering:
         nodes: list[Node],
         where: dict[Node, NodeIndex],
         at_base: dict[Base, int],
+        at_user: dict[SoleUser, int],
         pause: Callable[[], None],
     ) -> TreeSnapshot:
         """Return one tree. A parent is less deep than its children, so it comes before them."""
@@ -547,12 +565,13 @@ class Gathering:
         where.update({node: (at, index) for index, node in enumerate(nodes)})
         where[tree.root] = (at, None)
         for index, node in enumerate(nodes, 1):
-            parent, label, block_ids, depth, uses, is_linked, num_children = states[node]
+            parent, label, block_ids, depth, uses, is_linked, num_children, user = states[node]
             above, parent_index = (-1, None) if parent is None else where.get(parent, NOWHERE)
             label = label[: len(block_ids) // ID_BYTES * tree.block_bytes]
             first = label[: tree.block_bytes] if is_linked else b""
             place = parent_index if above == at else -1
-            found.append(NodeSnapshot(place, label, block_ids, depth, uses, first, num_children))
+            at_its = _index_of(user, at_user)
+            found.append(NodeSnapshot(place, label, block_ids, depth, uses, first, num_children, at_its))
             if not index % SLICE_NODES:
                 pause()
         detached = self._end is not None and tree in self._end.detached
@@ -615,6 +634,7 @@ def _sequence_state(sequence: SequenceState) -> _SequenceState:
         bytes(sequence._tail),
         sequence.is_lent,
         sequence._reserved,
+        sequence._user,
     )
 
 
@@ -632,7 +652,11 @@ def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
 
 
 def _sequence_snapshot(
-    state: _SequenceState, at_run: dict[Run, int], runs: list[RunSnapshot], where: dict[Node, NodeIndex]
+    state: _SequenceState,
+    at_run: dict[Run, int],
+    runs: list[RunSnapshot],
+    where: dict[Node, NodeIndex],
+    at_user: dict[SoleUser, int],
 ) -> SequenceSnapshot:
     """Return a sequence. The blocks that belong to it alone are added to ``runs`` as one more run."""
     last = None if state.run is None else at_run[state.run]
@@ -652,4 +676,21 @@ def _sequence_snapshot(
         key=key,
         is_lent=state.is_lent,
         num_reserved_tokens=state.reserved,
+        sole_user=_index_of(state.user, at_user),
+    )
+
+
+def _index_of(user: SoleUser | None, at_user: dict[SoleUser, int]) -> int | None:
+    """Return the index of a sole user. A new one comes last, after its family."""
+    if user is None:
+        return None
+    if user not in at_user:
+        _index_of(user.family, at_user)
+        at_user[user] = len(at_user)
+    return at_user[user]
+
+
+def _user_snapshot(user: SoleUser, at_user: dict[SoleUser, int]) -> SoleUserSnapshot:
+    return SoleUserSnapshot(
+        cast("Namespace", user.namespace), None if user.family is None else at_user[user.family]
     )

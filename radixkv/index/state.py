@@ -35,6 +35,7 @@ from radixkv.index.tokens import TOKEN_BYTES
 from radixkv_policies import Policy
 
 if TYPE_CHECKING:
+    from radixkv.index.below import Below
     from radixkv.storage.device import BlockStorage
 
 
@@ -79,6 +80,7 @@ class CacheState:
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._storage = storage
+        self._below: Below | None = None
         self._lock = _make_lock()
         self._damage = Damage()
         self._scrubber = _make_scrubber(config, storage, scrub_blocks)

@@ -57,11 +57,13 @@ class TenantState:
         "is_strict",
         "max_blocks",
         "missed_tokens",
+        "num_sessions",
         "on_admit",
         "on_extended",
         "on_inserted",
         "on_leased",
         "on_most",
+        "on_noted",
         "on_opened",
         "on_removed",
         "on_split",
@@ -99,6 +101,7 @@ class TenantState:
         self.resident_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.generation = 0  # how often it was purged
+        self.num_sessions = 0  # ever made, for their names
         self.forget_counts()
 
     def forget_counts(self) -> None:
@@ -107,24 +110,31 @@ class TenantState:
         self.requests = self.hit_tokens = self.missed_tokens = 0
 
     def follow(self, policy: Policy) -> None:
-        """Send all further events to this policy."""
+        """Send all further events to this policy, and tell it of the announced prompts. O(claims)."""
         self.policy, self.uses_ghost_keys = policy, policy.uses_ghost_keys
+        if self.waiting is None:
+            self.take_hooks()
+        else:
+            self._announce_to(policy)
+
+    def take_hooks(self) -> None:
+        """Send all further events to the policy alone. A recorder must follow afterwards."""
+        policy = self.policy
         self.on_leased, self.on_unleased, self.on_removed = policy.order()
         self.on_inserted, self.on_touched = policy.hook("inserted"), policy.hook("touched")
         self.on_extended, self.on_split = policy.hook("extended"), policy.hook("split")
         self.on_trimmed, self.on_most = policy.hook("trimmed"), policy.hook("most")
-        self.on_opened, self.on_admit = policy.hook("opened"), policy.hook("admit")
+        self.on_opened, self.on_noted = policy.hook("opened"), policy.hook("noted")
+        self.on_admit = policy.hook("admit")
         if self.waiting is not None:
-            self._announce_to(policy)
+            self.waiting.on_announced = policy.hook("announced")
+            self.waiting.on_withdrawn = policy.hook("withdrawn")
 
     def _announce_to(self, policy: Policy) -> None:
         """Tell a policy of the announced prompts from now on."""
         assert self.waiting is not None
         policy.expect_requests(SHAPE)
-        self.on_leased, self.on_unleased, self.on_removed = policy.order()
-        self.on_most = policy.hook("most")
-        self.waiting.on_announced = policy.hook("announced")
-        self.waiting.on_withdrawn = policy.hook("withdrawn")
+        self.take_hooks()
         self.waiting.tell_all()
 
     def set(self, settings: Tenant) -> None:
@@ -271,6 +281,12 @@ class TenantBlocks:
         """Its resident blocks that no lease protects."""
         state = self._tenants.get(self._tenant)
         return 0 if state is None else state.evictable_blocks
+
+    @property
+    def guaranteed_to_others(self) -> int:
+        """Blocks that are guaranteed to the other tenants. O(tenants)."""
+        states = list(self._tenants.items())
+        return sum(state.guaranteed_blocks for tenant, state in states if tenant != self._tenant)
 
     @property
     def resident_blocks(self) -> int:

@@ -44,7 +44,7 @@ MAX_GROWN_LABEL_BYTES: Final = 8_192
 class Node:
     """A run of whole blocks. ``depth`` counts blocks from the root to its end."""
 
-    __slots__ = ("block_ids", "children", "depth", "label", "parent", "tree", "uses")
+    __slots__ = ("block_ids", "children", "depth", "label", "parent", "sole_user", "tree", "uses")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Node:
         self.children: Node | dict[bytes, Node] | None = (
             None  # a dict is made only when needed: most nodes have one child or none
         )
+        self.sole_user: SoleUser | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -84,6 +85,26 @@ class Node:
         if below is None:
             return 0
         return 1 if isinstance(below, Node) else len(below)
+
+
+class SoleUser:
+    """The only user of some ``nodes``: a session, or several sessions of one family.
+
+    - ``family``: the user that stands for all sessions of its family; None for that one.
+    - ``num_open``: sessions that are not closed.
+
+    What uses a node uses its ancestors. So a node below one with a sole user has the same user, or one of its family.
+    """
+
+    __slots__ = ("family", "namespace", "nodes", "num_open")
+
+    def __init__(self, namespace: object, family: SoleUser | None) -> None:
+        self.namespace, self.family, self.num_open = namespace, family, 1
+        self.nodes: dict[Node, None] = {}
+
+    def shares(self, other: SoleUser) -> bool:
+        """Whether ``other`` is this user or stands for it."""
+        return other is self or other is self.family
 
 
 class RadixTree:
@@ -173,6 +194,8 @@ class RadixTree:
             parent.children = upper
         self.num_nodes += 1
         lower.parent, lower.label, lower.block_ids = upper, lower.label[at:], lower.block_ids[cut:]
+        if lower.sole_user is not None:
+            give_to(upper, lower.sole_user)
         return upper
 
     def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> Node:
@@ -230,6 +253,8 @@ class RadixTree:
         """Remove a leaf from the tree. O(1)."""
         parent = leaf.parent
         assert parent is not None and leaf.children is None
+        if leaf.sole_user is not None:
+            give_to(leaf, None)  # first: after an interruption, nobody has a node that is gone
         beside = parent.children
         if isinstance(beside, dict) and len(beside) > 1:
             del beside[leaf.label[: self.block_bytes]]
@@ -348,3 +373,38 @@ def path_between(above: Node, node: Node) -> list[Node]:
         at = at.parent
     path.reverse()
     return path
+
+
+def give_to(node: Node, user: SoleUser | None) -> None:
+    """Set the sole user of a node. O(1)."""
+    if node.sole_user is not None:
+        node.sole_user.nodes.pop(node, None)
+    node.sole_user = user
+    if user is not None:
+        user.nodes[node] = None
+
+
+def note_use(node: Node, user: SoleUser | None) -> list[Node]:
+    """Note that ``user`` uses a node and its ancestors; None is any use without a session.
+
+    Returns the nodes that have another sole user now. O(these nodes).
+    """
+    changed: list[Node] = []
+    at: Node | None = node
+    while at is not None and (known := at.sole_user) is not None:
+        if user is not None and user.shares(known):
+            break
+        give_to(at, joined(known, user))
+        changed.append(at)
+        at = at.parent
+    return changed
+
+
+def joined(user: SoleUser, other: SoleUser | None) -> SoleUser | None:
+    """Return the sole user of what both use: one of them, their family, or None."""
+    if other is None:
+        return None
+    if other.shares(user):
+        return user
+    family = user if user.family is None else user.family
+    return family if other is family or other.family is family else None

@@ -61,6 +61,12 @@ def require_hints(hints: object) -> None:
         raise ArgumentError("hints", hints, "a RequestHints, or None")
 
 
+def require_noted(hints: object) -> None:
+    """Raise unless these are hints."""
+    if not isinstance(hints, RequestHints):
+        raise ArgumentError("hints", hints, "a RequestHints")
+
+
 def require_policy(policy: object) -> None:
     """Raise for an unknown policy name. Imports a policy that isn't built in, before any lock is taken."""
     if isinstance(policy, str):

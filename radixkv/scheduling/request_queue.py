@@ -53,10 +53,19 @@ class RequestQueue:
         self._tenants: dict[str, TenantQueue] = {}
         self._weights: dict[str, float] = {}
         self._idle = OrderedDict[str, TenantQueue]()  # the tenants without a waiting request
-        self._num_waiting = self._num_arrived = 0
+        self._num_waiting = self._num_arrived = self._missing_tokens = self._early_tokens = 0
 
     def __len__(self) -> int:
         return self._num_waiting
+
+    def tokens_ahead(self, missing: float = 1.0) -> int:
+        """Return the tokens to compute of the waiting requests that go before a new one with this missing share. O(1).
+
+        What a router should know of this queue. Before a cold request go all, before a whole one those that are whole
+        or were preempted. Tenants, priorities, deadlines and credits are left out.
+        """
+        is_early = self._kappa > 0 and _checked_share("missing", missing) <= self._whole_missing
+        return self._early_tokens if is_early else self._missing_tokens
 
     def num_waiting(self, tenant: str) -> int:
         """Return how many requests of a tenant wait."""
@@ -117,7 +126,9 @@ class RequestQueue:
         """Say how much of a waiting request is not resident now."""
         share = _checked_share("missing", missing)
         self._check_state(request, WAITING)
+        self._count(request, -1)
         request.missing = share
+        self._count(request, 1)
         request._line.rank(request)
 
     def peek(self, now: float, *, tenant: str | None = None) -> WaitingRequest | None:
@@ -144,7 +155,7 @@ class RequestQueue:
         request._line.start(request)
         request.state = STARTED
         request._cost = self._time.charge(owner, request.missing_tokens)
-        self._left(owner)
+        self._left(owner, request)
 
     def give_back(self, request: WaitingRequest) -> None:
         """Undo a start, as if the request had waited on. Call it soon after the start."""
@@ -162,15 +173,16 @@ class RequestQueue:
         share = _checked_share("missing", missing)
         self._check_state(request, STARTED)
         request.missing = share
-        self._entered(self._back(request), request)
+        owner = self._back(request)
         request._line.come_back(request)
+        self._entered(owner, request)
 
     def remove(self, request: WaitingRequest) -> None:
         """Let a waiting request go without a start: it was cancelled."""
         self._check_state(request, WAITING)
         request._line.remove(request)
         request.state = REMOVED
-        self._left(self._tenants[request.tenant])
+        self._left(self._tenants[request.tenant], request)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
         """Iterate over the waiting requests, oldest first. O(n log n)."""
@@ -189,7 +201,8 @@ class RequestQueue:
         owner = self._owner(request.tenant)
         line = owner.line_of(request.priority)
         if line is not request._line:
-            request._line, request._in_whole, request._in_cold = line, False, False
+            request._line = line
+            request.forget_entries()
         return owner
 
     def _entered(self, owner: TenantQueue, request: WaitingRequest, *, is_new: bool = True) -> None:
@@ -199,14 +212,21 @@ class RequestQueue:
             self._time.enter(owner, is_new=is_new)
         owner.num_waiting += 1
         self._num_waiting += 1
+        self._count(request, 1)
 
-    def _left(self, owner: TenantQueue) -> None:
+    def _left(self, owner: TenantQueue, request: WaitingRequest) -> None:
         owner.num_waiting -= 1
         self._num_waiting -= 1
+        self._count(request, -1)
         if not owner.num_waiting:
             self._time.leave(owner)
             self._idle[owner.name] = owner
             self._forget()
+
+    def _count(self, request: WaitingRequest, sign: int) -> None:
+        self._missing_tokens += sign * request.missing_tokens
+        if request._is_preempted or request.missing <= self._whole_missing:
+            self._early_tokens += sign * request.missing_tokens
 
     def _forget(self) -> None:
         """Forget tenants without waiting requests, faster than they come."""

@@ -5,18 +5,19 @@ order:
 
 1. requests that were preempted, in arrival order;
 2. requests whose latest start has come, the most urgent first;
-3. with less than κ credits the oldest whole request, or the oldest cold one if none is whole; otherwise the oldest.
+3. with less than κ credits the whole request with the least missing share, the oldest of equals, or the oldest cold one
+   if none is whole; otherwise the oldest.
 
-Each start of a whole request earns one credit, up to 2κ. The start of a cold request that is the oldest costs κ, down
-to 0. Without whole requests, and with κ = 0, the order is that of arrival.
+Each start of a whole request that passes an older one earns one credit, up to 2κ. Each start of the oldest costs κ,
+down to 0. Without whole requests, and with κ = 0, the order is that of arrival.
 
 **The bound.** Let a request arrive while e requests wait in its line. At most κ·(e + 1) requests that arrived later
 start before it, whatever becomes resident or is evicted meanwhile. Requests with a deadline are not
 counted, nor those that were preempted. Proof:
 while it waits, a later request starts only by rule 3, with less than κ credits, and as a whole request: otherwise ours
-or an older one would start. So each such start earns a credit. A cold request loses credits only if it is the oldest.
-So before our start only the e older ones lose credits, each at most κ and once. With L later starts, the credits
-before the last of them are at least L − 1 − κ·e, and less than κ. So L ≤ κ·(e + 1).
+or an older one would start. So each such start earns a credit. Only the start of the oldest costs credits. So before
+our start only the e older ones cost credits, each at most κ and once. With L later starts, the credits before the last
+of them are at least L − 1 − κ·e, and less than κ. So L ≤ κ·(e + 1).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ WAITING: Final = "waiting"
 STARTED: Final = "started"
 REMOVED: Final = "removed"
 
+_NOWHERE: Final = -1.0
+"""The missing share under which a request isn't among the whole ones."""
+
 _SPARE: Final = 64
 """Outdated entries that a heap may hold, besides as many as two for each waiting request."""
 
@@ -52,8 +56,8 @@ class WaitingRequest:
     """
 
     __slots__ = (
-        "_cost", "_credit", "_earned", "_in_cold", "_in_whole", "_is_preempted", "_line", "_queue", "arrival",
-        "item", "missing", "priority", "start_by", "state", "tenant", "tokens",
+        "_cost", "_credit", "_earned", "_in_cold", "_in_line", "_is_preempted", "_line", "_queue", "_whole_at",
+        "arrival", "item", "missing", "priority", "start_by", "state", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -72,10 +76,16 @@ class WaitingRequest:
         self.priority, self.start_by, self.item = priority, start_by, item
         self.state = WAITING
         self._queue, self._line = queue, line
-        self._in_whole = self._in_cold = self._is_preempted = False
+        self._is_preempted = False
+        self.forget_entries()
         self._credit = self._earned = self._cost = (
             0  # of its last start: credits before it, and what it changed
         )
+
+    def forget_entries(self) -> None:
+        """Note that no heap of its line holds it: it has another line now."""
+        self._in_line = self._in_cold = False
+        self._whole_at = _NOWHERE
 
     @property
     def missing_tokens(self) -> int:
@@ -89,8 +99,10 @@ class WaitingRequest:
         )
 
 
-Heap = list[tuple[float, int, WaitingRequest]]
-"""Entries of urgency, arrival and request, the smallest first. Only deadlines have an urgency."""
+Entry = tuple[float, int, WaitingRequest]
+
+Heap = list[Entry]
+"""Entries of urgency, arrival and request, the smallest first. Deadlines and missing shares are urgencies."""
 
 
 class Line:
@@ -100,11 +112,22 @@ class Line:
     they come to the top, or when they are more than half.
     """
 
-    __slots__ = ("_cold", "_due", "_kappa", "_preempted", "_whole", "_whole_missing", "credit", "num_waiting")
+    __slots__ = (
+        "_all",
+        "_cold",
+        "_due",
+        "_kappa",
+        "_preempted",
+        "_whole",
+        "_whole_missing",
+        "credit",
+        "num_waiting",
+    )
 
     def __init__(self, kappa: int, whole_missing: float) -> None:
         self._kappa, self._whole_missing = kappa, whole_missing
         self._whole, self._cold, self._preempted, self._due = Heap(), Heap(), Heap(), Heap()
+        self._all = Heap()  # but those that were preempted
         self.credit = 0
         self.num_waiting = 0
 
@@ -129,16 +152,16 @@ class Line:
         """Let a preempted request wait, ahead of all that have not started yet."""
         request._is_preempted = True
         self.num_waiting += 1
-        self._push(self._preempted, 0.0, request, _is_preempted)
+        self._push(self._preempted, 0.0, request, lambda entry: _is_preempted(entry[2]))
 
     def rank(self, request: WaitingRequest) -> None:
         """Put a waiting request in the class of its missing share."""
         if request._is_preempted:
             return
         if self._is_whole(request):
-            if not request._in_whole:
-                request._in_whole = True
-                self._push(self._whole, 0.0, request, self._waits_whole)
+            if request._whole_at != request.missing:
+                request._whole_at = request.missing
+                self._push(self._whole, request.missing, request, self._waits_whole)
         elif not request._in_cold:
             request._in_cold = True
             self._push(self._cold, 0.0, request, self._waits_cold)
@@ -151,10 +174,10 @@ class Line:
         """Count the start of a request, which still waits."""
         request._credit = self.credit
         if not request._is_preempted:
-            if self._is_whole(request):
-                self.credit = min(self.credit + 1, 2 * self._kappa)
-            elif self._oldest() is request:
+            if self._oldest() is request:
                 self.credit = max(self.credit - self._kappa, 0)
+            elif self._is_whole(request):
+                self.credit = min(self.credit + 1, 2 * self._kappa)
         request._earned = self.credit - request._credit
         self.num_waiting -= 1
 
@@ -169,9 +192,12 @@ class Line:
 
     def _add(self, request: WaitingRequest) -> None:
         self.num_waiting += 1
+        if not request._in_line:
+            request._in_line = True
+            self._push(self._all, 0.0, request, _waits_in_line)
         self.rank(request)
         if request.start_by is not None:
-            self._push(self._due, request.start_by, request, _is_waiting)
+            self._push(self._due, request.start_by, request, lambda entry: _is_waiting(entry[2]))
 
     def _first_preempted(self) -> WaitingRequest | None:
         while self._preempted:
@@ -194,49 +220,53 @@ class Line:
 
     def _oldest(self) -> WaitingRequest | None:
         """Return the oldest request that was not preempted."""
-        whole, cold = self._first_whole(), self._first_cold()
-        if whole is None or cold is None:
-            return whole or cold
-        return whole if whole.arrival < cold.arrival else cold
+        while self._all:
+            if _waits_in_line(self._all[0]):
+                return self._all[0][2]
+            heappop(self._all)[2]._in_line = False
+        return None
 
     def _first_whole(self) -> WaitingRequest | None:
+        """Return the whole request with the least missing."""
         while self._whole:
-            request = self._whole[0][2]
-            if self._waits_whole(request):
-                return request
-            heappop(self._whole)
-            request._in_whole = False
+            if self._waits_whole(self._whole[0]):
+                return self._whole[0][2]
+            self._left_whole(heappop(self._whole))
         return None
 
     def _first_cold(self) -> WaitingRequest | None:
         while self._cold:
-            request = self._cold[0][2]
-            if self._waits_cold(request):
-                return request
-            heappop(self._cold)
-            request._in_cold = False
+            if self._waits_cold(self._cold[0]):
+                return self._cold[0][2]
+            heappop(self._cold)[2]._in_cold = False
         return None
+
+    def _left_whole(self, entry: Entry) -> None:
+        if entry[2]._whole_at == entry[0]:
+            entry[2]._whole_at = _NOWHERE
 
     def _is_whole(self, request: WaitingRequest) -> bool:
         return request.missing <= self._whole_missing
 
-    def _waits_whole(self, request: WaitingRequest) -> bool:
-        return request.state is WAITING and not request._is_preempted and self._is_whole(request)
+    def _waits_whole(self, entry: Entry) -> bool:
+        return _waits_in_line(entry) and entry[0] == entry[2].missing and self._is_whole(entry[2])
 
-    def _waits_cold(self, request: WaitingRequest) -> bool:
-        return request.state is WAITING and not request._is_preempted and not self._is_whole(request)
+    def _waits_cold(self, entry: Entry) -> bool:
+        return _waits_in_line(entry) and not self._is_whole(entry[2])
 
     def _push(
-        self, heap: Heap, urgency: float, request: WaitingRequest, belongs: Callable[[WaitingRequest], bool]
+        self, heap: Heap, urgency: float, request: WaitingRequest, belongs: Callable[[Entry], bool]
     ) -> None:
         """Push an entry; first drop the outdated ones if they are many."""
         if len(heap) > 2 * self.num_waiting + _SPARE:
-            kept = {entry for entry in heap if belongs(entry[2])}
-            for entry in heap:
-                if entry not in kept and heap is self._whole:
-                    entry[2]._in_whole = False
-                elif entry not in kept and heap is self._cold:
+            kept = {entry for entry in heap if belongs(entry)}
+            for entry in set(heap) - kept:
+                if heap is self._whole:
+                    self._left_whole(entry)
+                elif heap is self._cold:
                     entry[2]._in_cold = False
+                elif heap is self._all:
+                    entry[2]._in_line = False
             heap[:] = kept
             heapify(heap)
         heappush(heap, (urgency, request.arrival, request))
@@ -244,6 +274,10 @@ class Line:
 
 def _is_waiting(request: WaitingRequest) -> bool:
     return request.state is WAITING
+
+
+def _waits_in_line(entry: Entry) -> bool:
+    return entry[2].state is WAITING and not entry[2]._is_preempted
 
 
 def _is_preempted(request: WaitingRequest) -> bool:

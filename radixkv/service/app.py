@@ -25,7 +25,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
-from radixkv.service.endpoints import admin, bases, chat, completions, docs, models, pins, prefixes, routing
+from radixkv.service.endpoints import (
+    admin,
+    bases,
+    chat,
+    completions,
+    contents,
+    docs,
+    messages,
+    models,
+    pins,
+    prefixes,
+    responses,
+    routing,
+    tokenizing,
+    usage,
+)
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
@@ -39,6 +54,10 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+
+_CONTENTS = "/v1/cachedContents"
+_GEMINI_METHODS = (":generateContent", ":streamGenerateContent")
 
 
 class _Segment(StringConvertor):
@@ -55,10 +74,15 @@ ENDPOINTS: Sequence[Endpoint[Service]] = (
     *prefixes.ENDPOINTS,
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
+    *contents.ENDPOINTS,
     *models.ENDPOINTS,
+    *tokenizing.ENDPOINTS,
     *pins.ENDPOINTS,
     *routing.ENDPOINTS,
     *admin.ENDPOINTS,
+    *usage.ENDPOINTS,
     *bases.ENDPOINTS,
 )
 
@@ -99,7 +123,12 @@ def make_app(
             405: _wrong_method,
             Exception: _crashed,
         },
-        middleware=[Middleware(SecurityHeaders), Middleware(Framing), Middleware(EncodedSlashes)],
+        middleware=[
+            Middleware(SecurityHeaders),
+            Middleware(Framing),
+            Middleware(EncodedSlashes),
+            Middleware(Versions),
+        ],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -164,6 +193,21 @@ class EncodedSlashes:
             segments = scope["raw_path"].decode("ascii", "replace").split("/")
             path = "/".join(unquote(segment).replace("/", ENCODED_SLASH) for segment in segments)
             scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
+class Versions:
+    """Serves Gemini's paths under ``/v1`` as under ``/v1beta``: clients may be set to either."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, at the path under ``/v1beta``."""
+        path = scope.get("path", "")
+        is_method = path.startswith("/v1/models/") and path.endswith(_GEMINI_METHODS)
+        if is_method or path == _CONTENTS or path.startswith(f"{_CONTENTS}/"):
+            scope = {**scope, "path": path.replace("/v1/", "/v1beta/", 1)}
         await self._app(scope, receive, send)
 
 

@@ -189,12 +189,17 @@ class Keyring:
 
     def authenticate(self, authorization: str | None) -> Principal | None:
         """Return the principal of an ``Authorization`` header, or None. Always compares every digest."""
+        key = self.find(authorization)
+        return None if key is None else key.principal
+
+    def find(self, authorization: str | None) -> Key | None:
+        """Return the key in an ``Authorization`` header, or None. Always compares every digest."""
         scheme, _, key = (authorization or "").partition(" ")
         presented = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found: Principal | None = None
+        found: Key | None = None
         for each in self.keys:
             if hmac.compare_digest(each.digest, presented):
-                found = each.principal
+                found = each
         return found if scheme.lower() == "bearer" and key.strip() else None
 
 

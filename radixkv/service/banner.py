@@ -15,14 +15,16 @@ _PROMPT = (
 )
 
 
-def banner(settings: ServeSettings, service: Service, url: str) -> str:
-    """Return the text, several lines, without a newline at its end."""
+def banner(settings: ServeSettings, service: Service, url: str, config: str | None = None) -> str:
+    """Return the text, several lines, without a newline at its end. ``config``: the path of the configuration file."""
     lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
     if service.events is not None:
         content = "prompts in clear" if settings.events and settings.events.publishes_prompts else "digests"
         lines.append(
             f"  events   {service.events.endpoint}, replays {service.events.replay_endpoint}: {content}"
         )
+    if config is not None:
+        lines.append(f"  config   {config}")
     lines.append(f"  docs     {url}/docs")
     if settings.keys is None:
         lines += ["", *_commands(url)]

@@ -72,6 +72,7 @@ def budget_of(model: type[RequestBody], max_ids: int) -> Budget:
         is_bounded = need.of(field)[1] is not None or name in model.without_prompts
         assert is_bounded, f"{model.__name__}.{name}: a string without maxLength"
     values, size = need.of(schema)
+    values = min(values, model.max_values or values)
     values += max_ids if need.has_ids else 0
     return Budget(
         2 * values + _SPARE_VALUES,

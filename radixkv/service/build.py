@@ -6,12 +6,20 @@ coordinator's journal, so the engine comes last. Nothing here listens, registers
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
+from radixkv.billing.usage_check import sums
+from radixkv.billing.usage_folder import key_from
+from radixkv.billing.usage_sums import UsageSums
+from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
@@ -19,7 +27,8 @@ from radixkv.service.fleet.peers import Fleet
 from radixkv.service.journals import JournalPair
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
-from radixkv.service.options import ServeSettings
+from radixkv.service.metering import KEEP_S, Meter
+from radixkv.service.options import ServeSettings, UsageSettings
 from radixkv.service.recording import Recorder
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.signing import KeySet
@@ -31,6 +40,8 @@ if TYPE_CHECKING:
     from radixkv.index.changes import Journal
 
 DEMO_MODEL = "radixkv-demo"
+
+log = logging.getLogger("radixkv.service")
 
 
 def build_service(settings: ServeSettings, address: str | None, limits: Limits | None = None) -> Service:
@@ -57,6 +68,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
+    if isinstance(cache, Tiered):
+        cache.follow_generations(coordinator.purges.generation, lambda: coordinator.knows_generations)
     load_registered()
     tenant_sync = TenantSync(cache, coordinator)
     keys.on_change = tenant_sync.take
@@ -70,18 +83,42 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     recorder = None
     if settings.record is not None:
         recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)
+    name, meter = model_name(settings), None
+    if settings.usage is not None:
+        meter = _meter(settings.usage, name, keys.ring.tenants, tenant_sync)
     return Service(
         engine,
         tokenizer,
         keys,
         fleet,
         tenant_sync,
-        model_name=model_name(settings),
+        model_name=name,
         limits=limits or settings.limits,
         recorder=recorder,
         events=events,
         tokenizer_path=tokenizer_path,
+        meter=meter,
     )
+
+
+def _meter(settings: UsageSettings, model: str, tenants: Collection[str], tenant_sync: TenantSync) -> Meter:
+    """Open the usage log, and take its sums of the last weeks. O(files), and O(records) of files without an end."""
+    kept = UsageSums(KEEP_S)
+    key = None if settings.secret is None else key_from(settings.secret)
+    try:
+        if settings.folder.exists():
+            for each in sums(settings.folder, time.time() - KEEP_S, partial(log.warning, "usage log: %s")):
+                kept.add(each)
+        writer = UsageWriter(settings.folder, key, settings.file_bytes)
+    except ConfigError as error:
+        raise ConfigError("--usage", error.value, error.allowed) from None
+    except OSError as error:
+        raise ConfigError(
+            "--usage", str(settings.folder), f"a folder that can be used ({error.strerror})"
+        ) from None
+    meter = Meter(model, kept, writer, tenant_sync.num_removals)
+    meter.forget_absent(tenants)
+    return meter
 
 
 def model_name(settings: ServeSettings) -> str:
@@ -101,6 +138,7 @@ def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSet
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        tiers=settings.tiers,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -16,9 +17,9 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.engines.engine_protocol import Closing
+from radixkv.engines.engine_protocol import Closing, Queueing
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError
-from radixkv.service.auth import Keyring
+from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
 from radixkv.service.fleet.peers import Fleet
@@ -30,10 +31,13 @@ from radixkv.service.fleet.warm_jobs import WarmJobs
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
+from radixkv.service.metering import OPERATOR, Level, Meter, usage_levels
 from radixkv.service.metrics import Metrics
 from radixkv.service.problems import generation_unconfirmed, not_supported
+from radixkv.service.promises import Promises
 from radixkv.service.prompts import PromptRules
 from radixkv.service.recording import Recorder
+from radixkv.service.reload_counts import ReloadCounts, reload_levels
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.service.threads import Threads
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0
+_ASK_EVERY_S = 10.0
+"""How often a cache in another process is asked what each tenant holds."""
 
 
 class Service:
@@ -66,11 +72,12 @@ class Service:
         recorder: Recorder | None = None,
         events: EventPublisher | None = None,
         tokenizer_path: str | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
-        self.limits = limits or Limits()
+        self.limits, self.reloads = limits or Limits(), ReloadCounts()
         self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate = Gate(self.limits.max_concurrent, clock)
@@ -78,7 +85,10 @@ class Service:
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
-        self.warmer = Warmer(engine, self.worker, recorder)
+        self.meter = meter or Meter(model_name, removals=tenant_sync.num_removals, clock=clock)
+        self._sample_at = 0.0
+        self.warmer = Warmer(engine, self.worker, self.meter, recorder)
+        self.promises = Promises(engine, clock)
         self.tenant_sync = tenant_sync
         self.router = Router(LocalSource(fleet.coordinator, self._resident))
         placement = Placement(fleet.coordinator, self.router)
@@ -100,6 +110,7 @@ class Service:
             tenant_sync,
             engine,
             self.warmer,
+            self.promises,
             keys,
             self.quotas,
             self.failures,
@@ -116,7 +127,7 @@ class Service:
             self.fleet_pins,
             clock,
         )
-        self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
+        self.metrics = Metrics(engine, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
 
     @property
     def cache(self) -> EngineCache:
@@ -127,6 +138,11 @@ class Service:
     def keyring(self) -> Keyring:
         """The keyring in force now."""
         return self.keys.ring
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the bounds on requests; those of jobs stay. Requests in progress and queues are not cut."""
+        self.limits = replace(limits, max_jobs=self.limits.max_jobs, job_ttl_s=self.limits.job_ttl_s)
+        self.gate.max_concurrent, self.worker.max_queued = limits.max_concurrent, limits.max_queued
 
     def require(self, ability: Ability) -> None:
         """Raise ApiError unless the engine can do what a request needs."""
@@ -212,9 +228,32 @@ class Service:
         with suppress(CoordinationError):  # try again next time
             await self.purges.purge_removed()
         stats = await self.threads.ask_cache(None, self.cache.stats)
-        load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
+        queued, whole = self._num_queued_tokens(1.0), self._num_queued_tokens(0.0)
+        load = Load(queued, stats.sequence_blocks, stats.resident_blocks, max(queued - whole, 0))
         self.fleet.coordinator.report_load(load)
         await self.threads.administer(self.quotas.step)
+        await self.threads.administer(self._sample)
+
+    def _num_queued_tokens(self, missing: float) -> int:
+        """Return the prompt tokens to compute before those of a new request, of which this share isn't resident."""
+        known = self.engine.prefill_tokens(missing) if isinstance(self.engine, Queueing) else None
+        return self.worker.num_prefill_tokens if known is None else self.worker.num_unbegun_tokens + known
+
+    def _sample(self) -> None:
+        """Tell the meter what each tenant, and the account of bases, has resident now. O(tenants)."""
+        if self.clock() < self._sample_at:
+            return
+        limits, has_bases = self.engine.limits, "publish" in self.engine.abilities
+        self._sample_at = self.clock() + (_ASK_EVERY_S if limits.cache_waits else 0.0)
+        names = {tenant: tenant for tenant in self.keyring.tenants} | (
+            {OPERATOR: OPERATOR_ACCOUNT} if has_bases else {}
+        )
+        levels = {}
+        for tenant, account in names.items():
+            stats = self.cache.tenant_stats(account)
+            held, pinned = stats.resident_blocks, stats.pinned_blocks
+            levels[tenant] = Level(held * limits.block_size, pinned * limits.block_size)
+        self.meter.sample(levels)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop keeps running during this."""
@@ -222,6 +261,7 @@ class Service:
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()
         await anyio.to_thread.run_sync(self.worker.close)
+        await anyio.to_thread.run_sync(self.meter.close)
         await self.fleet.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -249,7 +289,7 @@ class Service:
             ),
             (
                 "fleet_pin_bytes",
-                "Memory of the prompts of the fleet's pins; at most 4 bytes for each token of the pool and tenant",
+                "Memory of the fleet's pins: prompts and contents; at most 20 bytes a token of the pool and tenant",
                 lambda: self.fleet_pins.num_bytes,
             ),
             (
@@ -277,6 +317,8 @@ class Service:
                 "Times that KV events were dropped, and everything was stated again",
                 lambda: 0 if self.events is None else self.events.journal.num_overflows,
             ),
+            *reload_levels(lambda: self.reloads),
+            *usage_levels(lambda: self.meter.log_state),
             (
                 "has_broken_laws",
                 "1 after an invariant of the cache was found broken: a bug",

@@ -14,7 +14,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from radixkv.service.problems import ApiError, Json
-from radixkv.service.schemas.errors import ErrorReply, OpenAIErrorReply
+from radixkv.service.schemas.errors import (
+    AnthropicErrorReply,
+    CompletionErrorReply,
+    ErrorReply,
+    GoogleErrorReply,
+    OpenAIErrorReply,
+)
 
 Written = tuple[int, dict[str, Any]]
 
@@ -72,6 +78,13 @@ def _openai(error: ApiError, request_id: str) -> Written:
     }
 
 
+def _completion(error: ApiError, request_id: str) -> Written:
+    """Return OpenAI's form with the facts of radixkv's own beside it: clients read both."""
+    status, body = _openai(error, request_id)
+    facts = {name: error.body[name] for name in ("field", "value", "allowed", "docs_url")}
+    return status, {"error": body["error"] | facts}
+
+
 def _openai_code(error: ApiError) -> str:
     if error.is_too_long:
         return "context_length_exceeded"
@@ -80,9 +93,70 @@ def _openai_code(error: ApiError) -> str:
     return _OPENAI_CODES.get(error.type, error.type)
 
 
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _anthropic(error: ApiError, request_id: str) -> Written:
+    status = {422: 400, 503: 529}.get(error.status, error.status)
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    described = {"type": kind, "message": error.body["message"]}
+    return status, {"type": "error", "error": described, "request_id": request_id}
+
+
+_GOOGLE_STATUSES: Mapping[int, str] = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_GOOGLE_EXHAUSTED = frozenset({"pin_budget_exceeded", "pin_limit_exceeded"})
+
+
+def _google(error: ApiError, request_id: str) -> Written:
+    status = 429 if error.type in _GOOGLE_EXHAUSTED else {422: 400}.get(error.status, error.status)
+    message, field = error.body["message"], error.body["field"]
+    described: dict[str, Any] = {
+        "code": status,
+        "message": message,
+        "status": _GOOGLE_STATUSES.get(status, "INVALID_ARGUMENT"),
+        "details": [],
+    }
+    if field is not None:
+        violation = {"field": field, "description": message}
+        kind = "type.googleapis.com/google.rpc.BadRequest"
+        described["details"] = [{"@type": kind, "fieldViolations": [violation]}]
+    return status, {"error": described}
+
+
 OWN = Dialect(_own)
 """radixkv's form: see ``problems``."""
 
 OPENAI = Dialect(_openai, OpenAIErrorReply, "x-request-id")
 """OpenAI's: ``error`` with ``message``, ``type``, ``param`` and ``code``. A body that can't be
 served has status 400."""
+
+OPENAI_COMPLETION = Dialect(_completion, CompletionErrorReply, "x-request-id")
+"""OpenAI's, with ``field``, ``value``, ``allowed`` and ``docs_url`` of radixkv's own form beside it."""
+
+ANTHROPIC = Dialect(_anthropic, AnthropicErrorReply, "request-id")
+"""Anthropic's: ``type``, ``error`` with ``type`` and ``message``, and ``request_id``. What is 422 and 503 in radixkv's
+form is 400 and 529."""
+
+GOOGLE = Dialect(_google, GoogleErrorReply)
+"""Google's: ``error`` with ``code``, ``message``, ``status`` and ``details``. A body that can't be served has status
+400, and what exceeds a tenant's pins 429. The answers have the request's id themselves."""

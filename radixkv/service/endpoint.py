@@ -30,7 +30,7 @@ from starlette.types import Scope
 
 from radixkv.errors import UnverifiedRequest
 from radixkv.service import problems
-from radixkv.service.auth import KEY_HEADERS, OPERATOR_ACCOUNT, Principal, presented_key
+from radixkv.service.auth import KEY_HEADERS, OPERATOR_ACCOUNT, Key, Principal, presented_key
 from radixkv.service.dialects import OWN, Dialect
 from radixkv.service.draining import Ended
 from radixkv.service.fleet.peers import unsigned
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from radixkv.service.metrics import RequestMetrics
     from radixkv.service.prompts import PromptRules
     from radixkv.service.reading import Reading
+    from radixkv.service.reload_counts import ReloadCounts
     from radixkv.service.schemas.replicas import RouteRequest
     from radixkv.service.threads import Threads
 
@@ -109,6 +110,13 @@ class Host(Protocol):
     def fleet(self) -> Fleet | None:
         """Verifies requests of other replicas; None if there are no endpoints for them."""
 
+    @property
+    def reloads(self) -> ReloadCounts:
+        """Counts of reloads of the configuration."""
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the bounds on requests."""
+
     def replicas(self) -> list[ReplicaInfo]:
         """Return all replicas that are known here."""
 
@@ -151,6 +159,8 @@ class Call(Generic[H_co]):
     endpoint: Endpoint[H_co]
     started_at: float
     principal: Principal | None = None
+    key_id: str = ""
+    """Id of the key that the caller presented."""
     signed: SignedHead | None = None
     body: bytes = b""
     receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -190,13 +200,17 @@ class Call(Generic[H_co]):
         Raises ClientDisconnect when the client hangs up while its body waits for a process.
         """
         self._require_json()
-        intake = self.host.intake
         try:
-            found = intake.read_now(self.lane, self.body, model)
-            if found is None:
-                found = await until_disconnect(self.request, intake.read(self.lane, self.body, model))
+            return await self.read_bytes(self.body, model)
         finally:
             await self.receiving.aclose()
+
+    async def read_bytes(self, raw: bytes, model: type[B]) -> Reading[B]:
+        """Return a body that was made here, and its prompts, as ``read`` does."""
+        intake = self.host.intake
+        found = intake.read_now(self.lane, raw, model)
+        if found is None:
+            found = await until_disconnect(self.request, intake.read(self.lane, raw, model))
         return found
 
     def _require_json(self) -> None:
@@ -238,7 +252,7 @@ class Call(Generic[H_co]):
 class Endpoint(Generic[H_contra]):
     """A path, a method, the allowed callers, the request and the replies; for hosts of a kind."""
 
-    method: Literal["GET", "POST", "PUT", "DELETE"]
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
     handler: Callable[[Call[H_contra]], Awaitable[Response]]
     summary: str
@@ -281,7 +295,8 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
 
 async def _answer(call: Call[Host]) -> Response:
     if call.endpoint.who in ("tenant", "operator", "either"):
-        call.principal = _authenticated(call)
+        key = _authenticated(call)
+        call.principal, call.key_id = key.principal, key.id
     if call.endpoint.who == "replica":
         return await _answer_replica(call)
     with _admitted(call) as max_body_bytes:
@@ -357,18 +372,18 @@ async def _in_time(call: Call[Host]) -> Response:
         raise
 
 
-def _authenticated(call: Call[Host]) -> Principal:
+def _authenticated(call: Call[Host]) -> Key:
     given = {name: values for name in KEY_HEADERS if (values := call.request.headers.getlist(name))}
-    principal = call.host.keyring.authenticate(presented_key(given))
-    if principal is None:
+    key = call.host.keyring.find(presented_key(given))
+    if key is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
         message = "the request has no valid key, or two; send the header Authorization: Bearer KEY once"
         raise ApiError(401, "unauthorized", message, field="authorization", headers=headers)
-    if call.endpoint.who == "operator" and not principal.is_operator:
+    if call.endpoint.who == "operator" and not key.principal.is_operator:
         raise ApiError(403, "forbidden", "this endpoint needs the operator's key", field="authorization")
-    if call.endpoint.who == "tenant" and principal.is_operator:
+    if call.endpoint.who == "tenant" and key.principal.is_operator:
         raise ApiError(403, "forbidden", "this endpoint needs a tenant's key", field="authorization")
-    return principal
+    return key
 
 
 async def _bounded_body(call: Call[Host], max_bytes: int) -> bytes:

@@ -67,7 +67,7 @@ class Gate:
     """Buckets and requests in progress, by tenant. To be used from the event loop's thread."""
 
     def __init__(self, max_concurrent: int, clock: Clock) -> None:
-        self._max_concurrent, self._clock = max_concurrent, clock
+        self.max_concurrent, self._clock = max_concurrent, clock
         self._buckets: dict[str, TokenBucket] = {}
         self._under_way: dict[str, int] = {}
 
@@ -79,7 +79,7 @@ class Gate:
         wait_s = bucket.take(now, requests_per_s, burst)
         if wait_s:
             raise TooFast(wait_s, requests_per_s, burst)
-        if self._under_way.get(tenant, 0) >= self._max_concurrent:
+        if self._under_way.get(tenant, 0) >= self.max_concurrent:
             raise Busy
         self._under_way[tenant] = self._under_way.get(tenant, 0) + 1
         try:

@@ -7,6 +7,7 @@ tenant is a label. No token id, prompt or key appears.
 
 from __future__ import annotations
 
+from radixkv.engines.engine_protocol import Preempting, Tiered
 from radixkv.errors import ControlError, require_extra
 
 require_extra("radixkv.service.metrics", "http")
@@ -22,7 +23,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
-    from radixkv.engines import EngineCache
+    from radixkv.engines import Engine, EngineCache
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -64,6 +65,20 @@ _TEXTS = {
     "device_blocks": "Blocks lent to the device for beam steps, in addition to the sequences' own",
     "num_bases": "Bases that are published or being computed",
     "base_blocks": "Resident blocks of bases",
+}
+
+_TIER_TEXTS = {
+    "capacity_blocks": ("Capacity of the tier, in blocks", True),
+    "resident_blocks": ("Blocks in the tier", True),
+    "open": ("1 if the tier serves", True),
+    "owed_purges": ("Tenants that were purged, and whose records the tier couldn't destroy yet", True),
+    "budget_bytes": ("What the write budget of the tier had left when it was last asked", True),
+    "hit_blocks": ("Blocks that came back from the tier instead of being computed", False),
+    "load_seconds": ("Seconds that loads from the tier took", False),
+    "read_bytes": ("Bytes read from the tier", False),
+    "written_bytes": ("Bytes written to the tier", False),
+    "unchosen_blocks": ("Blocks that the tier's write budget left out", False),
+    "errors": ("Reads and writes of the tier that failed, and records that were refused", False),
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -109,14 +124,18 @@ class Metrics(RequestMetrics):
 
     def __init__(
         self,
-        cache: EngineCache,
+        engine: Engine,
         tenants: Callable[[], Sequence[str]],
         coordinator: Coordinator,
         levels: Sequence[Level] = (),
     ) -> None:
         super().__init__(levels)
-        self._cache = _CacheCollector(cache, tenants)
+        self._cache = _CacheCollector(engine.cache, tenants)
         self.registry.register(self._cache)
+        if isinstance(engine.cache, Tiered):
+            self.registry.register(_TierCollector(engine.cache))
+        if isinstance(engine, Preempting):
+            self.registry.register(_PreemptionCollector(engine))
         self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
@@ -166,6 +185,35 @@ class _CacheCollector(Collector):
             if name != "tenant":
                 samples = [([row["tenant"]], row[name]) for row in rows]
                 yield _family(f"radixkv_tenant_{name}", name, ["tenant"], samples)
+
+
+class _TierCollector(Collector):
+    def __init__(self, cache: Tiered) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterable[Metric]:
+        tiers = self._cache.tier_counts()
+        for name, (text, is_level) in _TIER_TEXTS.items():
+            kind = GaugeMetricFamily if is_level else CounterMetricFamily
+            family = kind(f"radixkv_tier_{name}", text, labels=["tier"])
+            for tier, counts in tiers.items():
+                family.add_metric([tier], counts[name])
+            yield family
+
+
+class _PreemptionCollector(Collector):
+    def __init__(self, engine: Preempting) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        text = (
+            "Running requests that gave their blocks up, to be computed again later. Reasons: the limit of the "
+            "tenant, the end of the pool, an answer that stayed unread"
+        )
+        family = CounterMetricFamily("radixkv_preemptions", text, labels=["tenant", "reason"])
+        for (tenant, reason), count in sorted(self._engine.preemptions().items()):
+            family.add_metric([tenant, reason], count)
+        yield family
 
 
 class _FleetCollector(Collector):

@@ -33,6 +33,7 @@ _IN_PATHS = {
     "pin": "id of a pin",
     "base": "id of a base",
     "model": "name of a model",
+    "content": "id of a cached content: its name after cachedContents/",
 }
 _REASONS = {
     200: "Done",
@@ -52,23 +53,39 @@ _REASONS = {
     501: "The engine of this service can't do it",
     503: "No capacity, not ready, or shutting down; try again",
     504: "The answer wasn't ready in time",
+    529: "No capacity, not ready, or shutting down; try again",
 }
 
 
 _DESCRIPTION = (
     "A prefix cache for LLM serving. The key in the header `Authorization: Bearer KEY` decides the tenant, never a "
-    "field of a body. Every answer that is not a success has the body `ErrorReply`; its `docs_url` leads to "
-    "[the description of its type](/docs/errors)."
+    "field of a body. Every answer that is not a success has the body `ErrorReply`, or that of the provider whose API "
+    "it is; `docs_url` leads to [the description of its type](/docs/errors)."
 )
 
+_DAY = "((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+_TIME = f"^([0-9]{{1,11}}|20[0-9]{{2}}-{_DAY}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z)$"
+"""Times that are always understood. ``GET /v1/usage`` also takes other forms of ISO 8601."""
+
 _FORMS: dict[str, dict[str, Any]] = {
+    "from": {"type": "string", "pattern": _TIME},
+    "to": {"type": "string", "pattern": _TIME},
+    "page": {"type": "string", "pattern": "^[0-9]{1,12}-[0-9a-f]{16}$"},
     "limit": {"type": "integer", "minimum": 1, "maximum": 1024},
     "after": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,14}|[0-9a-f]{32})$"},
     "all": {"type": "string", "enum": ["true", "false"]},
+    "alt": {"type": "string", "enum": ["sse"]},
+    "pageSize": {"type": "integer", "minimum": 1, "maximum": 1000},
+    "pageToken": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
     "tenant": {"type": "string", "pattern": r"^[^/\s]([^/]*[^/\s])?$", "minLength": 1, "maxLength": 256},
 }
 """Formats of parameters, where not any text is allowed."""
+
+_OWN_FORMS: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/usage", "limit"): {"type": "integer", "minimum": 1, "maximum": 1000},
+}
+"""Formats of parameters at one path, where others of the same name have another."""
 
 
 def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> dict[str, Any]:
@@ -119,6 +136,8 @@ def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
             response["content"]["application/json"]["examples"] = _error_examples(status, described)
         operation["responses"].setdefault(str(status), response)
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
+    for each in parameters:
+        each["schema"] = _OWN_FORMS.get((endpoint.path, each["name"]), each["schema"])
     parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
     for name in _PARAMETER.findall(endpoint.path):
         parameters.append(_parameter(name, "path", _IN_PATHS[name]))
@@ -187,7 +206,7 @@ def _response(status: int, model: Any) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _schema_of(model)}}
     response: dict[str, Any] = {"description": _REASONS[status], "content": content}
-    if status in (409, 429, 503):
+    if status in (409, 429, 503, 529):
         text = "seconds after which to try again, if that may help"
         response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": text}}
     return response
@@ -264,7 +283,8 @@ def _bounded(schemas: Any, rules: PromptRules) -> Any:
     ):  # each has at least two markers of its role
         return {**schemas, "maxItems": min(schemas["maxItems"], max((rules.max_tokens - 1) // 2, 1))}
     bounded = {name: _bounded(each, rules) for name, each in schemas.items()}
-    if rules.roles is not None and isinstance(schemas.get("role"), dict) and "enum" not in schemas["role"]:
+    role = schemas.get("role")
+    if rules.roles is not None and isinstance(role, dict) and not {"enum", "const"} & set(role):
         bounded["role"] = {"type": "string", "enum": list(rules.roles)}
     return bounded
 

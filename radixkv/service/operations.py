@@ -14,10 +14,11 @@ from typing import Any
 TAGS: Mapping[str, str] = {
     "Prefixes": "Warm prefixes, look them up and clear them. With a tenant's key.",
     "Completions": "Complete prompts and answer chats. With a tenant's key.",
+    "Cached contents": "Keep chats resident under names, and answer contents in Gemini's form. With a tenant's key.",
     "Pins": "Keep prefixes resident for some time. With a tenant's key.",
     "Fleet": "The replicas, and the ranking of replicas for a prompt.",
     "Keys": "Keys of tenants and of the operator. With the operator's key.",
-    "Tenants": "Settings, statistics and purges of tenants. With the operator's key, except for the statistics.",
+    "Tenants": "Settings, statistics, usage and purges of tenants. Only statistics and usage accept a tenant's key.",
     "Bases": "Prefixes that are computed once, for several tenants to read. With the operator's key.",
     "Process": "Health, metrics and this document.",
 }
@@ -172,7 +173,7 @@ _COMPLETION = {
         "prompt_tokens": 67,
         "completion_tokens": 8,
         "total_tokens": 75,
-        "prompt_tokens_details": {"cached_tokens": 64},
+        "prompt_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 0},
     },
     "timings": {"queued_s": 0.0002, "time_to_first_token_s": 0.006, "total_s": 0.031},
 }
@@ -197,12 +198,110 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"topic": {"type": "string"}}},
     },
 }
+_MESSAGE = {
+    "id": "msg_5f0b6a1d9c3e47b2a8d40e17",
+    "type": "message",
+    "role": "assistant",
+    "model": "radixkv-demo",
+    "content": [{"type": "text", "text": "Page 12.", "citations": None}],
+    "stop_reason": "end_turn",
+    "stop_sequence": None,
+    "diagnostics": None,
+    "usage": {
+        "input_tokens": 3,
+        "cache_creation_input_tokens": 16,
+        "cache_read_input_tokens": 48,
+        "cache_creation": {"ephemeral_5m_input_tokens": 16, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": 8,
+        "service_tier": "standard",
+    },
+}
+_RESPONSE = {
+    "id": "resp_5f0b6a1d9c3e47b2a8d40e17",
+    "object": "response",
+    "created_at": 1769851800,
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "model": "radixkv-demo",
+    "output": [
+        {
+            "id": "msg_5f0b6a1d9c3e47b2a8d40e17",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Page 12.", "annotations": [], "logprobs": []}],
+        }
+    ],
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "store": False,
+    "prompt_cache_diagnostics": None,
+    "usage": {
+        "input_tokens": 67,
+        "input_tokens_details": {
+            "cached_tokens": 48,
+            "cache_write_tokens": 16,
+            "cache_write_tokens_details": {"ttl_30m_tokens": 16, "ttl_12h_tokens": 0},
+        },
+        "output_tokens": 8,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 75,
+    },
+}
+_CONTENT = {
+    "name": "cachedContents/5f0b6a1d9c3e47b2a8d40e17c6f29b83",
+    "model": "models/radixkv-demo",
+    "displayName": "rules",
+    "createTime": "2026-01-31T09:30:00Z",
+    "updateTime": "2026-01-31T09:30:00Z",
+    "expireTime": "2026-01-31T10:30:00Z",
+    "usageMetadata": {"totalTokenCount": 64},
+}
+_CONTENTS_ASKED = [{"role": "user", "parts": [{"text": "Which page explains pins?"}]}]
+_GENERATED = {
+    "candidates": [
+        {
+            "index": 0,
+            "content": {"role": "model", "parts": [{"text": "Page 12."}]},
+            "finishReason": "STOP",
+        }
+    ],
+    "usageMetadata": {
+        "promptTokenCount": 67,
+        "cachedContentTokenCount": 64,
+        "candidatesTokenCount": 8,
+        "totalTokenCount": 75,
+    },
+    "modelVersion": "radixkv-demo",
+    "responseId": "req_5f0b6a1d9c3e47b2a8d40e17",
+}
+_GENERATE = {"contents": _CONTENTS_ASKED, "generationConfig": {"maxOutputTokens": 8}}
+_ASKED = [{"role": "user", "content": "Which page explains pins?"}]
 _SERVED = {
     "id": "radixkv-demo",
     "object": "model",
     "created": 1769851800,
     "owned_by": "radixkv",
     "max_model_len": 8192,
+}
+_COUNTS = {
+    "requests": 3,
+    "read_tokens": 128,
+    "written_tokens": {"300": 64},
+    "uncached_tokens": 9,
+    "generated_tokens": 24,
+    "held_token_s": 0.0,
+    "pinned_token_s": 0.0,
+}
+_USED = {
+    **_COUNTS,
+    "hour": "2026-01-31T09:00:00Z",
+    "tenant": "acme",
+    "key": "0f3a5c7e91b2d4f6",
+    "model": "radixkv-demo",
+    "kind": "completion",
 }
 _HEALTHY = {"status": "ok", "reasons": [], "coordination": "ok"}
 
@@ -284,6 +383,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         (
             Example("A chat", 200, {"messages": _CHAT, "max_tokens": 8, "temperature": 0}),
             Example(
+                "A chat that stays resident for half an hour",
+                200,
+                {
+                    "messages": _CHAT,
+                    "max_tokens": 8,
+                    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+                },
+            ),
+            Example(
                 "A stream with a tool",
                 200,
                 {
@@ -299,8 +407,109 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: _CHAT_ANSWER},
         (*_COMPUTE, "stalled"),
     ),
+    ("POST", "/v1/responses"): Operation(
+        "Completions",
+        (
+            Example(
+                "A text with instructions that stay resident for twelve hours",
+                200,
+                {
+                    "instructions": _RULES,
+                    "input": "Which page explains pins?",
+                    "max_output_tokens": 8,
+                    "prompt_cache_options": {"ttl": "12h"},
+                },
+            ),
+            Example(
+                "The prompt alone, ahead of traffic",
+                200,
+                {"instructions": _RULES, "input": _ASKED, "prompt_cache_options": {"prewarm": True}},
+            ),
+            Example("A stream", 200, {"input": _ASKED, "max_output_tokens": 8, "stream": True}),
+        ),
+        {200: _RESPONSE},
+        (*_COMPUTE, "stalled"),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "Completions",
+        (
+            Example(
+                "A system text that stays resident for an hour",
+                200,
+                {
+                    "max_tokens": 8,
+                    "system": [
+                        {
+                            "type": "text",
+                            "text": _RULES,
+                            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                        }
+                    ],
+                    "messages": _ASKED,
+                },
+            ),
+            Example("The prompt alone, ahead of traffic", 200, {"max_tokens": 0, "messages": _ASKED}),
+            Example("A stream", 200, {"max_tokens": 8, "messages": _ASKED, "stream": True}),
+        ),
+        {200: _MESSAGE},
+        (*_COMPUTE, "stalled"),
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Completions",
+        (Example("A chat", 200, {"system": _RULES, "messages": _ASKED}),),
+        {200: {"input_tokens": 67}},
+    ),
+    ("POST", "/v1beta/cachedContents"): Operation(
+        "Cached contents",
+        (
+            Example(
+                "A system text for an hour",
+                200,
+                {
+                    "model": "models/radixkv-demo",
+                    "displayName": "rules",
+                    "systemInstruction": {"parts": [{"text": _RULES}]},
+                    "ttl": "3600s",
+                },
+            ),
+        ),
+        {200: _CONTENT},
+        (*_COMPUTE, "pin_budget_exceeded", "pin_limit_exceeded", "store_unavailable"),
+    ),
+    ("GET", "/v1beta/cachedContents"): Operation(
+        "Cached contents",
+        replies={200: {"cachedContents": [_CONTENT], "nextPageToken": ""}},
+    ),
+    ("GET", "/v1beta/cachedContents/{content}"): Operation("Cached contents", replies={200: _CONTENT}),
+    ("PATCH", "/v1beta/cachedContents/{content}"): Operation(
+        "Cached contents",
+        (Example("Of a content that doesn't exist", 404, {"ttl": "7200s"}),),
+        {200: _CONTENT},
+    ),
+    ("DELETE", "/v1beta/cachedContents/{content}"): Operation("Cached contents", replies={200: {}}),
+    ("POST", "/v1beta/models/{model}:generateContent"): Operation(
+        "Cached contents", (Example("A text", 200, _GENERATE),), {200: _GENERATED}, (*_COMPUTE, "stalled")
+    ),
+    ("POST", "/v1beta/models/{model}:streamGenerateContent"): Operation(
+        "Cached contents",
+        (Example("A text", 200, _GENERATE),),
+        errors=(*_COMPUTE, "stalled"),
+    ),
     ("GET", "/v1/models"): Operation("Completions", replies={200: {"object": "list", "data": [_SERVED]}}),
     ("GET", "/v1/models/{model}"): Operation("Completions", replies={200: _SERVED}),
+    ("POST", "/tokenize"): Operation(
+        "Completions",
+        (
+            Example("A text", 200, {"prompt": "Which page explains pins?"}),
+            Example("A chat", 200, {"messages": _CHAT}),
+        ),
+        {200: {"count": 3, "max_model_len": 8192, "tokens": [100, 101, 102]}},
+    ),
+    ("POST", "/detokenize"): Operation(
+        "Completions",
+        (Example("Token ids", 200, {"tokens": _IDS}),),
+        {200: {"prompt": "Which page explains pins?"}},
+    ),
     ("POST", "/v1/pins"): Operation(
         "Pins",
         (
@@ -391,6 +600,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Tenants", errors=("conflict", "not_saved", "store_unavailable")
     ),
     ("GET", "/v1/stats"): Operation("Tenants", replies={200: _STATS}),
+    ("GET", "/v1/usage"): Operation(
+        "Tenants", replies={200: {"mode": "burst", "rows": [_USED], "total": _COUNTS}}
+    ),
     ("POST", "/v1/bases"): Operation(
         "Bases",
         (
@@ -462,7 +674,15 @@ PARAMETERS: Mapping[str, str | int] = {
     "model": "radixkv-demo",
     "limit": 100,
     "after": "1",
+    "from": "2026-01-31T09:00:00Z",
+    "to": "2026-02-01T00:00:00Z",
+    "page": "1769850000-0f3a5c7e91b2d4f6",
     "all": "true",
+    "alt": "sse",
+    "content": "5f0b6a1d9c3e47b2a8d40e17c6f29b83",
+    "pageSize": 100,
+    "pageToken": "5f0b6a1d9c3e47b2a8d40e17c6f29b83",
+    "updateMask": "ttl",
     "salt": "support-v3",
     "adapter": "sql",
     "Idempotency-Key": "warm-support-v3-2026-01-31",

@@ -1,8 +1,9 @@
-"""The settings of ``radixkv serve``, validated when made and frozen from then on.
+"""The settings of ``radixkv serve`` and ``radixkv route``, validated when made and frozen from then on.
 
-Every setting comes as text, from an option or from the environment; ``ServeSettings.parse`` turns all of them into one
-frozen value. The first invalid setting raises ConfigError with its name as the user wrote it (``--port`` or
-``RADIXKV_PORT``), its value and what is allowed. Imports neither torch nor starlette.
+Every setting comes as text, from an option, the environment or a file (``radixkv.configuration``).
+``ServeSettings.parse`` turns all of them into one frozen value. The first invalid setting raises ConfigError with its
+name as the user wrote it (``--port``, ``RADIXKV_PORT`` or ``radixkv.yaml:3: port``), its value and what is allowed.
+Imports neither torch nor starlette.
 
 Rules that span settings: ``--redis`` needs ``--fleet-secret`` (a fleet without a shared secret can't prove anything).
 An address that is not loopback needs ``--keys`` (the demo keys are public knowledge).
@@ -15,71 +16,32 @@ import re
 import secrets
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
-from urllib.parse import urlsplit
+from typing import TypeVar, cast
+from urllib.parse import quote, urlsplit
 
 from radixkv.config import Scrub, resolve
-from radixkv.coordination.routing.costs import COSTS, MAX_TEMPERATURE
-from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_password
+from radixkv.configuration.definitions import COMMANDS, defaults, displayed, without_password
+from radixkv.coordination.routing.costs import COSTS
+from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
+from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, rate_of
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
 from radixkv.service.private import warn_unless_private
 from radixkv.signing import MIN_SECRET_BYTES
 
-HTTP_DEFAULTS: Mapping[str, str] = {
-    "requests-per-s": "1000",
-    "burst": "2000",
-    "max-concurrent": "256",
-    "max-queued": "32",
-    "max-body-bytes": str(4 * 2**20),
-    "timeout-s": "600",
-    "body-timeout-s": "30",
-    "drain-s": "20",
-    "log-level": "warning",
-}
-"""Settings of services and routers alike."""
-
-DEFAULTS: Mapping[str, str] = {
-    "host": "127.0.0.1",
-    "port": "8400",
-    "lease-s": "10",
-    "num-blocks": "4096",
-    "block-size": "16",
-    "engine": "hf",
-    "policy": "learned",
-    "scrub": "cross-tenant",
-    "device": "cpu",
-    "dtype": "float32",
-    "threads": "0",
-    "events-content": "digests",
-    "events-scope": "loopback",
-    **HTTP_DEFAULTS,
-}
+DEFAULTS: Mapping[str, str] = defaults("serve")
+ROUTE_DEFAULTS: Mapping[str, str] = defaults("route")
 """Default values. Settings that are not here have no default."""
 
-_OPTIONAL = (
-    "model",
-    "keys",
-    "tls-cert",
-    "tls-key",
-    "redis",
-    "replica",
-    "fleet-secret",
-    "advertise",
-    "record",
-    "events",
-    "events-replay",
-    "events-topic",
-)
-SETTINGS = (*DEFAULTS, *_OPTIONAL)
+Amount = TypeVar("Amount", int, float)
+
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
-_DTYPES = ("float32", "bfloat16", "float16")
-_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+_MAX_PASSWORD_BYTES = 4096
 
 EVENT_OPTIONS: Mapping[str, str] = {
     "endpoint": "events",
@@ -99,6 +61,15 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageSettings:
+    """The folder of the usage log, most bytes of a file, and the secret of its chain; None: the folder has the key."""
+
+    folder: Path
+    file_bytes: int
+    secret: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """One valid configuration of a service process.
 
@@ -107,6 +78,8 @@ class ServeSettings:
     - ``threads``: compute threads; 0 for torch's own choice.
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
     - ``record``: the file for a trace of the traffic; None for no trace.
+    - ``usage``: where usage records are written; None: nowhere.
+    - ``tiers``: host memory and disk below the cache; None: nothing.
     - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
@@ -130,6 +103,8 @@ class ServeSettings:
     fleet_secret: bytes
     advertise: str | None
     record: Path | None
+    usage: UsageSettings | None
+    tiers: TierSettings | None
     events: EventSettings | None
     tls: Tls | None
     limits: Limits
@@ -142,43 +117,35 @@ class ServeSettings:
         ``names`` gives each setting's name in errors; the default is ``--num-blocks``.
         Raises ConfigError.
         """
-        reader = _Reader({**DEFAULTS, **{k: v for k, v in values.items() if v is not None}}, names or {})
+        reader = _Reader("serve", values, names)
         settings = cls(
             host=reader.host(),
-            port=reader.integer("port", 0, 65_535),
-            lease_s=reader.seconds("lease-s", 0.5, 3600.0),
-            num_blocks=reader.integer("num-blocks", 2, 2**31 - 1),
-            block_size=reader.integer("block-size", 1, 1024),
+            port=reader.integer("port"),
+            lease_s=reader.number("lease-s"),
+            num_blocks=reader.integer("num-blocks"),
+            block_size=reader.integer("block-size"),
             engine=reader.pattern("engine", _ENGINE, "hf, or the name of an engine that a package brings"),
             policy=reader.policy(),
-            scrub=cast("Scrub", reader.choice("scrub", get_args(Scrub))),
+            scrub=cast("Scrub", reader.choice("scrub")),
             device=reader.pattern("device", _DEVICE, "cpu, mps, cuda, cuda:N, xpu or xpu:N"),
-            dtype=reader.choice("dtype", _DTYPES),
-            threads=reader.integer("threads", 0, 1024),
+            dtype=reader.choice("dtype"),
+            threads=reader.integer("threads"),
             model=reader.path("model", directory=True),
             keys=reader.path("keys", directory=False),
             redis=reader.redis_url(),
             replica=reader.replica(),
-            fleet_secret=reader.secret(),
+            fleet_secret=(secret := reader.secret()),
             advertise=reader.base_url("advertise"),
             record=reader.new_path("record"),
+            usage=reader.usage(secret),
+            tiers=reader.tiers(secret),
             events=reader.events(),
             tls=reader.tls(),
             limits=reader.limits(),
-            log_level=reader.choice("log-level", _LOG_LEVELS),
+            log_level=reader.choice("log-level"),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
-
-
-ROUTE_DEFAULTS: Mapping[str, str] = {
-    "host": "127.0.0.1",
-    "port": "8500",
-    "cost": "linear",
-    "temperature": "0",
-    "max-segments": "2000000",
-    **HTTP_DEFAULTS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,24 +168,23 @@ class RouteSettings:
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
         """Parse settings from text, as ``ServeSettings.parse`` does. Raises ConfigError."""
-        given = {name: value for name, value in values.items() if value is not None}
-        reader = _Reader({**ROUTE_DEFAULTS, **given}, names or {})
+        reader = _Reader("route", values, names)
         redis = reader.redis_url()
         if redis is None:
             raise ConfigError(reader.name("redis"), None, "the URL of the Redis that the replicas use")
         settings = cls(
             host=reader.host(),
-            port=reader.integer("port", 0, 65_535),
+            port=reader.integer("port"),
             redis=redis,
             fleet_secret=reader.secret(),
             keys=reader.path("keys", directory=False),
             model=reader.path("model", directory=True),
-            cost=reader.choice("cost", tuple(COSTS)),
-            temperature=reader.number("temperature", 0.0, MAX_TEMPERATURE),
-            max_segments=reader.integer("max-segments", 1, 10**9),
+            cost=reader.one_of("cost", tuple(COSTS)),
+            temperature=reader.number("temperature"),
+            max_segments=reader.integer("max-segments"),
             tls=reader.tls(),
             limits=reader.limits(),
-            log_level=reader.choice("log-level", _LOG_LEVELS),
+            log_level=reader.choice("log-level"),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -233,8 +199,12 @@ def _require_keys(keys: Path | None, host: str, reader: _Reader) -> None:
 class _Reader:
     """Reads one setting after the other out of text; each method raises ConfigError."""
 
-    def __init__(self, values: Mapping[str, str], names: Mapping[str, str]) -> None:
-        self._values, self._names = values, names
+    def __init__(
+        self, command: str, values: Mapping[str, str | None], names: Mapping[str, str] | None
+    ) -> None:
+        given = {name: value for name, value in values.items() if value is not None}
+        self._settings, self._names = COMMANDS[command], names or {}
+        self._values = {**defaults(command), **given}
 
     def name(self, setting: str) -> str:
         return self._names.get(setting, f"--{setting}")
@@ -243,24 +213,24 @@ class _Reader:
         return self._values.get(setting)
 
     def refuse(self, setting: str, allowed: str) -> ConfigError:
-        return ConfigError(self.name(setting), self.text(setting), allowed)
+        text = self.text(setting)
+        shown = None if text is None else displayed(self._settings[setting], text)
+        return ConfigError(self.name(setting), shown, allowed)
 
-    def integer(self, setting: str, low: int, high: int) -> int:
-        text = self._values[setting].strip()
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not low <= int(text) <= high:
-            raise self.refuse(setting, f"an integer from {low} to {high}")
+    def integer(self, setting: str) -> int:
+        text, bounds = self._values[setting].strip(), self._settings[setting]
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not bounds.low <= int(text) <= bounds.high:
+            raise self.refuse(setting, bounds.allowed)
         return int(text)
 
-    def seconds(self, setting: str, low: float, high: float) -> float:
-        return self.number(setting, low, high, "a number of seconds")
-
-    def number(self, setting: str, low: float, high: float, what: str = "a number") -> float:
+    def number(self, setting: str) -> float:
+        bounds = self._settings[setting]
         try:
             value = float(self._values[setting])
         except ValueError:
             value = float("nan")
-        if not low <= value <= high:
-            raise self.refuse(setting, f"{what} from {low:g} to {high:g}")
+        if not bounds.low <= value <= bounds.high:
+            raise self.refuse(setting, bounds.allowed)
         return value
 
     def pattern(self, setting: str, pattern: re.Pattern[str], allowed: str) -> str:
@@ -278,7 +248,10 @@ class _Reader:
             raise self.refuse("policy", error.allowed) from None
         return name
 
-    def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
+    def choice(self, setting: str) -> str:
+        return self.one_of(setting, self._settings[setting].choices)
+
+    def one_of(self, setting: str, allowed: tuple[str, ...]) -> str:
         if self._values[setting] not in allowed:
             raise self.refuse(setting, f"one of {', '.join(allowed)}")
         return self._values[setting]
@@ -309,9 +282,56 @@ class _Reader:
             raise self.refuse(setting, "a file in an existing directory")
         return path
 
+    def usage(self, secret: bytes) -> UsageSettings | None:
+        """``secret``: the fleet's, which signs the log unless it was drawn for this process."""
+        text, file_bytes = self.text("usage"), self.integer("usage-file-bytes")
+        if text is None:
+            return None
+        path = Path(text)
+        if not text or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+            raise self.refuse("usage", "a folder, or the path of a new one in an existing directory")
+        return UsageSettings(path, file_bytes, None if self.text("fleet-secret") is None else secret)
+
+    def tiers(self, secret: bytes) -> TierSettings | None:
+        """``secret``: the fleet's, under which the disk's keys are sealed."""
+        memory, disk, size, writes = (
+            self.text(name) for name in ("host-memory", "disk", "disk-size", "disk-writes")
+        )
+        for name, is_missing, other in (
+            ("host-memory", memory is None and disk is not None, "disk"),
+            ("disk-size", size is None and disk is not None, "disk"),
+            ("disk", disk is None and size is not None, "disk-size"),
+            ("disk", disk is None and writes is not None, "disk-writes"),
+            ("fleet-secret", disk is not None and self.text("fleet-secret") is None, "disk"),
+        ):
+            if is_missing:
+                raise self.refuse(name, f"a value, because {self.name(other)} is set")
+        if memory is None:
+            return None
+        if disk is None or size is None:
+            return TierSettings(self._amount(bytes_of, "host-memory", memory))
+        path = Path(disk)
+        if not disk or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+            raise self.refuse("disk", "a folder, or the path of a new one in an existing directory")
+        awaits = self.text("redis") is not None
+        below = DiskOptions(
+            path,
+            self._amount(bytes_of, "disk-size", size),
+            secret,
+            awaits_generations=awaits,
+            bytes_per_s=None if writes is None else self._amount(rate_of, "disk-writes", writes),
+        )
+        return TierSettings(self._amount(bytes_of, "host-memory", memory), below)
+
+    def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
+        try:
+            return parse(setting, text)
+        except ConfigError as error:
+            raise self.refuse(setting, error.allowed) from None
+
     def events(self) -> EventSettings | None:
-        content = self.choice("events-content", ("digests", "prompts-in-clear"))
-        scope = self.choice("events-scope", ("loopback", "network"))
+        content = self.choice("events-content")
+        scope = self.choice("events-scope")
         endpoint, topic, replay = (self.text(name) for name in ("events", "events-topic", "events-replay"))
         if endpoint is None:
             for name, value in (("events-topic", topic), ("events-replay", replay)):
@@ -320,7 +340,7 @@ class _Reader:
             return None
         try:
             return EventSettings(
-                block_size=self.integer("block-size", 1, 1024),
+                block_size=self.integer("block-size"),
                 endpoint=endpoint,
                 replay_endpoint=replay,
                 topic=topic or "",
@@ -332,14 +352,14 @@ class _Reader:
 
     def limits(self) -> Limits:
         return Limits(
-            requests_per_s=self.number("requests-per-s", 0.001, 1e6),
-            burst=self.integer("burst", 1, 10**6),
-            max_concurrent=self.integer("max-concurrent", 1, 10**6),
-            max_queued=self.integer("max-queued", 1, 10**6),
-            max_body_bytes=self.integer("max-body-bytes", 1, 2**30),
-            timeout_s=self.seconds("timeout-s", 0.001, 1e6),
-            body_timeout_s=self.seconds("body-timeout-s", 0.001, 1e6),
-            drain_s=self.seconds("drain-s", 0.0, 86_400.0),
+            requests_per_s=self.number("requests-per-s"),
+            burst=self.integer("burst"),
+            max_concurrent=self.integer("max-concurrent"),
+            max_queued=self.integer("max-queued"),
+            max_body_bytes=self.integer("max-body-bytes"),
+            timeout_s=self.number("timeout-s"),
+            body_timeout_s=self.number("body-timeout-s"),
+            drain_s=self.number("drain-s"),
         )
 
     def tls(self) -> Tls | None:
@@ -349,14 +369,14 @@ class _Reader:
         if cert is None or key is None:
             missing, given = ("tls-key", "tls-cert") if key is None else ("tls-cert", "tls-key")
             raise self.refuse(missing, f"an existing file, because {self.name(given)} is set")
+        tls = Tls(cert, key)
         try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(cert, key, password=lambda: b"")  # never prompt for a password
+            tls_context(tls)
         except (OSError, ValueError):
             allowed = f"a certificate in PEM that belongs to the unencrypted key of {self.name('tls-key')}"
             raise self.refuse("tls-cert", allowed) from None
         warn_unless_private(key, self.name("tls-key"))
-        return Tls(cert, key)
+        return tls
 
     def redis_url(self) -> str | None:
         text = self.text("redis")
@@ -364,8 +384,27 @@ class _Reader:
             allowed = "a URL such as redis://127.0.0.1:6379/0, or one that begins with " + ", ".join(
                 REDIS_SCHEMES
             )
-            raise ConfigError(self.name("redis"), without_password(text), allowed)
-        return text
+            raise self.refuse("redis", allowed)
+        return self._with_password(text)
+
+    def _with_password(self, url: str | None) -> str | None:
+        """Return the URL with the password of the file ``redis-password``, if there is one."""
+        path = self.path("redis-password", directory=False)
+        if path is None:
+            return url
+        if url is None:
+            raise self.refuse("redis", f"a URL, because {self.name('redis-password')} is set")
+        scheme, _, rest = url.partition("://")
+        user, at, host = rest.rpartition("@")
+        if without_password(url) != url and (":" in user or "password=" in url):
+            allowed = f"a URL without a password, because {self.name('redis-password')} is set"
+            raise self.refuse("redis", allowed)
+        warn_unless_private(path, self.name("redis-password"))
+        with path.open("rb") as file:
+            content = file.read(_MAX_PASSWORD_BYTES + 1).strip()
+        if not 0 < len(content) <= _MAX_PASSWORD_BYTES:
+            raise self.refuse("redis-password", f"a file that holds 1 to {_MAX_PASSWORD_BYTES} bytes")
+        return f"{scheme}://{user if at else ''}:{quote(content, safe='')}@{host}"
 
     def base_url(self, setting: str) -> str | None:
         text = self.text(setting)
@@ -397,6 +436,13 @@ class _Reader:
         if len(secret) < MIN_SECRET_BYTES:
             raise self.refuse("fleet-secret", f"a file that holds at least {MIN_SECRET_BYTES} bytes")
         return secret
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """Return a server's context with the certificate. Raises OSError or ValueError if the files don't fit."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")  # never prompt for a password
+    return context
 
 
 def is_loopback(host: str) -> bool:

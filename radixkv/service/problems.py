@@ -41,7 +41,24 @@ RETRY_AFTER_S = 1
 """Seconds to retry after a temporary problem."""
 OUTAGE_RETRY_AFTER_S = 5
 """Seconds to retry after an outage."""
-_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "count", "names"})
+_TAGS = frozenset(
+    {
+        "text",
+        "ids",
+        "texts",
+        "batch",
+        "one",
+        "many",
+        "place",
+        "count",
+        "names",
+        "tool_use",
+        "tool_result",
+        "message",
+        "function_call",
+        "function_call_output",
+    }
+)
 
 
 class ApiError(Exception):

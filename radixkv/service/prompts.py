@@ -16,22 +16,26 @@ Nothing here uses an event loop: ``prompts_of`` runs on it for short bodies, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.problems import invalid
 from radixkv.service.schemas.completions import CompletionRequest
-from radixkv.service.schemas.conversations import ConversationBody, num_chars
+from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, num_chars
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
+from radixkv.service.schemas.tokenizing import DetokenizeRequest, TokenizeRequest
+from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
+from radixkv.tokenizer.protocol import Tool, Turn
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 T = TypeVar("T")
@@ -39,17 +43,30 @@ T = TypeVar("T")
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters than this for each token that a prompt may have is refused before it is tokenized."""
 
+_AFTER_BREAKPOINT: tuple[tuple[dict[str, str], ...], ...] = (
+    (),
+    ({"role": "user", "content": "x"},),
+    ({"role": "assistant", "content": "x"},),
+)
+
 _LIKELY_CHARS_PER_TOKEN = 8
 """If a text has more characters than this for each token, its beginning is tokenized alone first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The key of a prompt, and the number of its tokens after the key. ``text``: what a completion may echo."""
+    """The key of a prompt, and the number of its tokens after the key.
+
+    - ``text``: what a completion may echo, or a chat as JSON, to which another one is joined.
+    - ``asked``: the promises that a chat's breakpoints ask for, not rounded to blocks.
+    - ``has_tools``: whether the model was shown tools.
+    """
 
     key: bytes
     left_out: int
     text: str = ""
+    asked: tuple[Promise, ...] = ()
+    has_tools: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +167,10 @@ def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> lis
         return _completed(body, tokenizer, rules)
     if isinstance(body, ConversationBody):
         return [_conversation(body, tokenizer, rules)]
+    if isinstance(body, TokenizeRequest):
+        return [_tokens_of(body, tokenizer, rules)]
+    if isinstance(body, DetokenizeRequest):
+        return [Prompt(rules.key_of(body.tokens, "tokens"), 0, tokenizer.decode(body.tokens))]
     return []
 
 
@@ -189,9 +210,69 @@ def _the_one_field(body: PromptForms) -> str:
 
 def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
     """Return the prompt of a chat with its tools, uncut, up to the opening of the assistant's answer."""
-    turns, tools = body.turns(), body.tool_specs()
-    rules.check_text(sum(map(num_chars, (*turns, *tools))), "messages")
-    ids = _tokenized("messages", lambda: tokenizer.encode_chat(turns, tools))
+    turns, tools, field = body.turns(), body.tool_specs(), body.prompt_field
+    rules.check_text(sum(map(num_chars, (*turns, *tools))), field)
+    if body.continues is not None:
+        return Prompt(b"", 0, chat_document(turns, tools), has_tools=bool(tools))
+    if body.is_beginning:
+        ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer))
+        return Prompt(rules.key_of(ids, field), 0, chat_document(turns, tools))
+    ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools))
+    key = rules.key_of(ids, field)
+    asked = [Promise(_num_before(each, ids, tokenizer), each.ttl_s) for each in body.breakpoints()]
+    return Prompt(key, 0, asked=tuple(asked), has_tools=bool(tools))
+
+
+def chat_document(turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
+    """Return a chat as JSON, in the form of ``schemas.contents.ChatDocument``."""
+    return json.dumps({"turns": turns, "tools": tools}, ensure_ascii=False)
+
+
+def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids with which every continuation of a chat begins.
+
+    Raises ArgumentError if the chat can't be rendered with any continuation.
+    """
+    ids = tokenizer.encode_chat([*turns, *_AFTER_BREAKPOINT[1]], tools)
+    for more in (_AFTER_BREAKPOINT[0], _AFTER_BREAKPOINT[2]):
+        try:
+            other = tokenizer.encode_chat([*turns, *more], tools)
+        except ArgumentError:
+            continue
+        ids = ids[: _num_equal(ids, other)]
+    return ids
+
+
+def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many ids of a prompt a chat up to a breakpoint has in common with it; 0 if it can't be rendered.
+
+    A template may refuse a chat that ends there. Then the chat goes on with a short message.
+    """
+    for more in _AFTER_BREAKPOINT:
+        try:
+            before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools)
+        except ArgumentError:
+            continue
+        return _num_equal(before, ids)
+    return 0
+
+
+def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    size = min(len(left), len(right))
+    differs = np.array(left[:size]) != np.array(right[:size])
+    return int(np.argmax(differs)) if differs.any() else size
+
+
+def _tokens_of(body: TokenizeRequest, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
+    given = [name for name in ("prompt", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise invalid(f"prompt, messages: {found} given", "prompt, messages", found, "exactly one of them")
+    if body.prompt is not None:
+        return _whole(body.prompt, "prompt", tokenizer, rules, echo=False)
+    messages = [{"role": each.role, "content": each.content} for each in body.messages or ()]
+    rules.check_text(sum(len(each["content"]) for each in messages), "messages")
+    ids = _tokenized("messages", lambda: tokenizer.encode_messages(messages, body.add_generation_prompt))
     return Prompt(rules.key_of(ids, "messages"), 0)
 
 

@@ -19,6 +19,7 @@ from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import Prompt, PromptRules, prompts_of
 from radixkv.service.schemas.base import RequestBody
+from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
@@ -91,6 +92,8 @@ def packed(reading: Reading[Any]) -> list[bytes]:
     header = {
         "body": reading.body.model_dump(mode="json", exclude_unset=True),
         "left_out": [each.left_out for each in reading.prompts],
+        "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in reading.prompts],
+        "has_tools": [each.has_tools for each in reading.prompts],
     }
     parts = [json.dumps(header).encode()]
     for each in reading.prompts:
@@ -110,8 +113,9 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
         del header["docs_url"]  # follows from the type
         raise ApiError(status, kind, message, **header)
+    facts = zip(header["left_out"], header["asked"], header["has_tools"], strict=True)
     prompts = [
-        Prompt(bytes(key), left_out, bytes(text).decode())
-        for left_out, key, text in zip(header["left_out"], parts[1::2], parts[2::2], strict=True)
+        Prompt(bytes(key), left_out, bytes(text).decode(), tuple(Promise(*each) for each in asked), has_tools)
+        for (left_out, asked, has_tools), key, text in zip(facts, parts[1::2], parts[2::2], strict=True)
     ]
     return Reading(model.model_validate(header["body"]), tuple(prompts))

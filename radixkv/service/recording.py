@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.errors import ConfigError
 from radixkv.index.cache import RequestHints
@@ -31,7 +31,8 @@ from radixkv.signing import mac
 if TYPE_CHECKING:
     from radixkv.config import Namespace
 
-COMPLETION, WARM = "completion", "warm"
+COMPLETION: Final = "completion"
+WARM: Final = "warm"
 """Types of requests, unless a client labels them otherwise: recorded, and passed to eviction policies."""
 
 _HASH_BYTES = 8

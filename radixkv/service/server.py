@@ -8,7 +8,7 @@ replica registers, so that no other replica gets an address that doesn't answer.
 SIGINT and SIGTERM end the process with exit code 0. While it drains, for at most ``Limits.drain_s``, requests in
 progress continue; ``/readyz`` says ``stopping``, and new requests get 503. Then each stream ends with an error event,
 and each request that still waits gets 503. A client has GRACE_S to read that; then its connection is cut. A second
-signal ends the draining and the grace at once.
+signal ends the draining and the grace at once. SIGHUP reloads the configuration (``reloading``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import anyio.to_thread
@@ -36,6 +36,7 @@ from radixkv.service.core import Service
 from radixkv.service.endpoint import Host
 from radixkv.service.limits import Limits
 from radixkv.service.options import EVENT_OPTIONS, ServeSettings, Tls
+from radixkv.service.reloading import Reloader
 
 GRACE_S = 2.0
 """Time for clients to read the end of their answers."""
@@ -63,7 +64,12 @@ class Listener(uvicorn.Server):
     """uvicorn's server around one host's application. It reports when it listens, and drains before it ends."""
 
     def __init__(
-        self, app: Starlette, host: Host, on_ready: Callable[[], None] | None = None, tls: Tls | None = None
+        self,
+        app: Starlette,
+        host: Host,
+        on_ready: Callable[[], None] | None = None,
+        tls: Tls | None = None,
+        reloader: Reloader | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -80,20 +86,25 @@ class Listener(uvicorn.Server):
         )
         super().__init__(config)
         quieten()
-        self._host, self._on_ready = host, on_ready
+        self._host, self._on_ready, self._reloader = host, on_ready, reloader
         self._is_hurried = False
+        self._reloading: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and report it."""
         await super().startup(sockets=sockets)
         for listener in sockets or ():
             listener.listen(WAITING_CONNECTIONS)  # again: asyncio uses one number for both
+        if self.started and self._reloader is not None:
+            self._reloading = asyncio.create_task(self._reloader.follow(self._host, self.config.ssl))
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, end requests in progress, close."""
         self._host.drain.is_stopping = True
+        if self._reloading is not None:
+            self._reloading.cancel()
         leaving = asyncio.create_task(self.leave())
         await self._until_idle(self._host.limits.drain_s)
         self._host.drain.end()
@@ -155,8 +166,9 @@ class Server(Listener):
         version: str,
         on_ready: Callable[[], None] | None = None,
         tls: Tls | None = None,
+        reloader: Reloader | None = None,
     ) -> None:
-        super().__init__(create_app(service, version=version), service, on_ready, tls)
+        super().__init__(create_app(service, version=version), service, on_ready, tls, reloader)
         self._service = service
 
     async def leave(self) -> None:
@@ -168,14 +180,25 @@ class Server(Listener):
         await anyio.to_thread.run_sync(self._service.worker.close)
 
 
-def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str], None]) -> None:
+def run(
+    settings: ServeSettings,
+    version: str,
+    on_ready: Callable[[Service, str], None],
+    reloader: Reloader | None = None,
+) -> None:
     """Serve until a signal comes. ``on_ready`` gets the service and its base URL. Raises ConfigError."""
-    with bind(settings.host, settings.port) as listener:
+    with catching(reloader), bind(settings.host, settings.port) as listener:
         service = registered(settings, listener)
         service.intake.start()
         keep_latency_low()
         local = base_url(listener, settings.tls)
-        Server(service, version, lambda: on_ready(service, local), settings.tls).run(sockets=[listener])
+        server = Server(service, version, lambda: on_ready(service, local), settings.tls, reloader)
+        server.run(sockets=[listener])
+
+
+def catching(reloader: Reloader | None) -> AbstractContextManager[None]:
+    """Return the ``with`` in which SIGHUP reloads; without a reloader it ends the process, as by default."""
+    return nullcontext() if reloader is None else reloader.catching()
 
 
 def keep_latency_low() -> None:

@@ -27,8 +27,10 @@ from radixkv.service.metrics import Level, RequestMetrics
 from radixkv.service.options import RouteSettings
 from radixkv.service.problems import invalid, no_replica
 from radixkv.service.prompts import PromptRules
+from radixkv.service.reload_counts import ReloadCounts, reload_levels
+from radixkv.service.reloading import Reloader
 from radixkv.service.schemas.replicas import RouteRequest
-from radixkv.service.server import Listener, base_url, bind, keep_latency_low
+from radixkv.service.server import Listener, base_url, bind, catching, keep_latency_low
 from radixkv.service.threads import Threads
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -55,7 +57,7 @@ class RouterHost:
         source = router.source
         assert isinstance(source, Observer)
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
-        self.limits = limits or Limits()
+        self.limits, self.reloads = limits or Limits(), ReloadCounts()
         self.gate = Gate(self.limits.max_concurrent, clock)
         self.failures, self.fleet = Failures(), None
         self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
@@ -66,6 +68,10 @@ class RouterHost:
     def keyring(self) -> Keyring:
         """The keyring in force now."""
         return self.keys.ring
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the bounds on requests."""
+        self.limits, self.gate.max_concurrent = limits, limits.max_concurrent
 
     def close(self) -> None:
         """Close the router."""
@@ -102,6 +108,7 @@ class RouterHost:
 
     def _levels(self) -> list[Level]:
         return [
+            *reload_levels(lambda: self.reloads),
             ("router_store_lost", "1 while the store doesn't answer", lambda: self.source.is_lost),
             ("router_replicas", "Live replicas", lambda: len(self._living())),
             (
@@ -142,16 +149,22 @@ class RouterHost:
         return found[0]
 
 
-def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, str], None]) -> None:
+def run(
+    settings: RouteSettings,
+    version: str,
+    on_ready: Callable[[RouterHost, str], None],
+    reloader: Reloader | None = None,
+) -> None:
     """Route until a signal comes. ``on_ready`` gets the host and its base URL. Raises ConfigError."""
-    with bind(settings.host, settings.port) as listener:
+    with catching(reloader), bind(settings.host, settings.port) as listener:
         host = make_host(settings)
         try:
             host.intake.start()
             keep_latency_low()
             url = base_url(listener, settings.tls)
             app = make_app(host, routing.ENDPOINTS, version)
-            Listener(app, host, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])
+            server = Listener(app, host, lambda: on_ready(host, url), settings.tls, reloader)
+            server.run(sockets=[_listening(listener)])
         finally:
             host.close()
 

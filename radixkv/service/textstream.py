@@ -75,7 +75,13 @@ class TextStream:
         self._ready: deque[str] = deque()
         self._held = ""
         self.num_tokens = 0
-        self.stopped = False
+        self.stop_text: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.stop_text is not None
 
     def push(self, ids: Iterable[int]) -> None:
         """Add new ids; ids after a stop string are ignored. O(1) decodes an id."""
@@ -122,13 +128,16 @@ class TextStream:
 
     def _add(self, piece: str) -> None:
         """Add text: show it up to the first stop string in it, or up to a possible one."""
-        ends = [
-            (end - len(each.stop.text)) for each in self._matchers if (end := each.feed(piece)) is not None
+        found = [
+            (end - len(each.stop.text), each.stop.text)
+            for each in self._matchers
+            if (end := each.feed(piece)) is not None
         ]
         text = self._held + piece
-        if ends:
-            self.stopped, self._held = True, ""
-            self._show(text[: len(text) - len(piece) + min(ends)])
+        if found:
+            start, self.stop_text = min(found)
+            self._held = ""
+            self._show(text[: len(text) - len(piece) + start])
             return
         shown = len(text) - max((each.matched for each in self._matchers), default=0)
         self._held = text[shown:]

@@ -7,22 +7,30 @@ unneeded prefix costs nothing.
 
     absent ──join──▶ queued ──thread──▶ running ──▶ done | failed | cancelled
                         ▲ join: one share more        the entry is gone from the table
+
+**Bills.** What is computed is billed once: to the first share that is left at the end. The others read it. If all left
+before, the last one pays for what was computed until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from radixkv.billing.pending import Written
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
 from radixkv.errors import LeaseError
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.service.metering import Meter, Payer
 from radixkv.service.recording import WARM, Recorder
-from radixkv.service.worker import ModelWorker, Work, finished
+from radixkv.service.usage import Promise, RequestUsage, usage_of
+from radixkv.service.worker import Cancelled, ModelWorker, Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import Engine
@@ -32,8 +40,11 @@ class ClearedMeanwhile(LeaseError):
     """The namespace was cleared, or the weights changed, meanwhile. So the prefix isn't resident."""
 
 
+WarmKind = Literal["warm", "pin"]
 _Key = tuple[Namespace, bytes]
 _HINTS = RequestHints({"type": WARM})
+PATIENCE_S = 10.0
+"""Seconds that a job lets its tenant's other work go first, if the engine batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +62,88 @@ class Warmed:
 
 
 class Warming:
-    """A prefix in progress. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``."""
+    """A prefix in progress. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``.
+
+    - ``num_cached``: tokens that were resident when it began.
+    - ``shares``: of the requests that wait, in the order in which they came. ``last``: the last that left.
+    """
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.num_ready = 0
-        self.num_shares = 0
+        self.num_ready = self.num_cached = 0
+        self.shares: list[Share] = []
+        self.last: Share | None = None
         self.started = False
         self.work: Work[Warmed] | None = None
+        self._paid = threading.Lock()  # held once it is paid
+
+    @property
+    def num_shares(self) -> int:
+        """Number of requests that wait for it."""
+        return len(self.shares)
+
+    def pay(self) -> bool:
+        """Return True to the first caller, which bills what was computed. From any thread."""
+        return self._paid.acquire(blocking=False)
+
+    def done(self) -> Warmed | None:
+        """Return the result, if it ended well."""
+        future = None if self.work is None else self.work.future
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
+
+
+class Share:
+    """What one request has of a warming. It is billed once, to ``payer``, as a request of ``kind``."""
+
+    def __init__(self, warming: Warming, meter: Meter, payer: Payer, kind: WarmKind) -> None:
+        self.warming, self._meter, self._payer, self._kind = warming, meter, payer, kind
 
     async def result(self) -> Warmed:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
-        if self.work is None:
-            return Warmed(0, 0, 0)
-        return await finished(self.work)
+        return Warmed(0, 0, 0) if self.warming.work is None else await finished(self.warming.work)
+
+    async def settled(
+        self, granted: Iterable[Promise] = (), *, num_tokens: int | None = None
+    ) -> RequestUsage:
+        """Bill the request, wait a moment until that is written, and return what was billed. Call it after the end.
+
+        - ``granted``: the promises that hold now.
+        - ``num_tokens``: of the whole prompt, if that is more than the prefix.
+        """
+        warmed = self.warming.done()
+        if warmed is None and num_tokens is None:
+            return RequestUsage()
+        warmed = warmed or Warmed(0, 0, 0)
+        is_first = self.warming.shares[:1] == [self] and self.warming.pay()
+        cached = warmed.num_cached if is_first else warmed.num_tokens
+        usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
+        await self._meter.settled(self.bill(usage))
+        return usage
+
+    def bill(self, usage: RequestUsage) -> Written | None:
+        """Bill the request. From any thread."""
+        return self._meter.bill(self._kind, self._payer, usage)
+
+    def leave(self) -> None:
+        """Stop waiting. What was computed is billed, if nobody else will."""
+        shares, warming = self.warming.shares, self.warming
+        was_first = shares[:1] == [self]
+        warming.last = self
+        shares.remove(self)
+        warmed = warming.done()
+        if was_first and warmed is not None and warming.pay():
+            self.bill(usage_of(warmed.num_tokens, warmed.num_cached))
 
 
 class Warmer:
     """The table of prefixes in progress. To be used from the event loop's thread."""
 
-    def __init__(self, engine: Engine, worker: ModelWorker, recorder: Recorder | None = None) -> None:
-        self._engine, self._worker, self._recorder = engine, worker, recorder
+    def __init__(
+        self, engine: Engine, worker: ModelWorker, meter: Meter, recorder: Recorder | None = None
+    ) -> None:
+        self._engine, self._worker, self._meter, self._recorder = engine, worker, meter, recorder
         self._under_way: dict[_Key, Warming] = {}
 
     @property
@@ -84,16 +156,34 @@ class Warmer:
         return list(self._under_way.values())
 
     @contextmanager
-    def join(self, namespace: Namespace, prompt_key: bytes) -> Iterator[Warming]:
-        """Take a share in computing a prompt (whole blocks), until the ``with`` ends. Raises Busy or Closed."""
+    def join(
+        self,
+        namespace: Namespace,
+        prompt_key: bytes,
+        key_id: str = "",
+        kind: WarmKind = WARM,
+        *,
+        is_job: bool = False,
+    ) -> Iterator[Share]:
+        """Take a share in computing a prompt (whole blocks), until the ``with`` ends. Raises Busy or Closed.
+
+        The key of this id pays, for a warm or for a pin. ``is_job``: no client waits for it, so what the tenant's
+        clients wait for goes first, for PATIENCE_S.
+        """
         key = (namespace, prompt_key)
-        warming = self._under_way.get(key) or self._begin(namespace, prompt_key)
-        warming.num_shares += 1
+        payer = self._meter.payer(namespace.tenant, key_id)
+        warming = self._under_way.get(key) or self._begin(namespace, prompt_key, is_job)
+        if warming.work is not None and not is_job:
+            warming.work.hurry()
+        share = Share(warming, self._meter, payer, kind)
+        warming.shares.append(share)
+        if warming.num_shares == 1 and warming.work is not None:
+            warming.work.future.add_done_callback(lambda future: _bill_abandoned(warming, future))
         try:
-            yield warming
+            yield share
         finally:
-            warming.num_shares -= 1
-            if not warming.num_shares:
+            share.leave()
+            if not warming.shares:
                 self._end(key, warming)
 
     def forget(self, namespaces: Collection[Namespace]) -> None:
@@ -106,13 +196,14 @@ class Warmer:
         for key in [key for key in self._under_way if key[0].tenant == tenant]:
             del self._under_way[key]
 
-    def _begin(self, namespace: Namespace, prompt_key: bytes) -> Warming:
+    def _begin(self, namespace: Namespace, prompt_key: bytes, is_job: bool) -> Warming:
         warming = Warming(len(prompt_key) // TOKEN_BYTES)
         if prompt_key:
             warming.work = self._worker.submit(
                 namespace.tenant,
                 lambda work: self._compute(namespace, prompt_key, warming, work),
                 warming.num_tokens,
+                patience_s=PATIENCE_S if is_job else 0.0,
             )
             self._under_way[namespace, prompt_key] = warming
         return warming
@@ -138,11 +229,13 @@ class Warmer:
             raise ClearedMeanwhile
         cache = self._engine.cache
         match = cache.match(namespace, prompt_key)
+        num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         if match.num_tokens < num_tokens:
-            self._engine.prefill(
+            computed = self._engine.prefill(
                 namespace, prompt_key, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
             )
+            num_cached = min(computed.num_cached_tokens, num_tokens)
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile
         elif cache.touch(namespace, prompt_key) < num_tokens:
@@ -150,4 +243,18 @@ class Warmer:
         warming.num_ready = num_tokens
         if self._recorder is not None:
             self._recorder.record(namespace, prompt_key, (), monotonic() - began_at, _HINTS)
-        return Warmed(num_tokens, match.num_tokens, num_tokens // self._engine.limits.block_size)
+        return Warmed(num_tokens, num_cached, num_tokens // self._engine.limits.block_size)
+
+
+def _bill_abandoned(warming: Warming, future: Future[Warmed]) -> None:
+    """Bill what was computed if no request is left to do it, or if it was cancelled midway."""
+    if future.cancelled():
+        return  # it never began
+    share = warming.shares[0] if warming.shares else warming.last
+    warmed, is_over = warming.done(), isinstance(future.exception(), Cancelled)
+    if share is None or (warmed is None and not is_over) or (warmed is not None and warming.shares):
+        return
+    num_cached = warming.num_cached if warmed is None else warmed.num_cached
+    num_ready = max(warming.num_ready, num_cached)
+    if num_ready > num_cached and warming.pay():
+        share.bill(usage_of(num_ready, num_cached))

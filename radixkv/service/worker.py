@@ -13,7 +13,8 @@ has the turn, so one thread at a time uses the model. Open work without the turn
 - suspended: its reader must first take the available output (``Work.turn(is_ahead)``); it gets no turn until then;
 - short of blocks: other open work has to end first (``Work.wait_for_room``).
 
-A lane begins its next piece of work when none of its open work is ready, and at once if the engine batches. At most
+A lane begins its next piece of work when none of its open work is ready, and at once if the engine batches. Then work
+with ``patience_s`` still waits for the lane's ready work, for that time, and other work of the lane goes first. At most
 MAX_OPEN_EACH pieces of a lane and MAX_OPEN in all are open; more if the engine batches more. That bound, or the cache's
 capacity, may keep other work waiting. Then the piece that has been suspended longest is ended, if that is longer than
 STALLED_AFTER_S: it raises Stalled.
@@ -64,7 +65,12 @@ class Work(Generic[T]):
     """One piece of work: its future, whether it has to stop, and its prompt tokens still to compute."""
 
     def __init__(
-        self, worker: ModelWorker, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0
+        self,
+        worker: ModelWorker,
+        tenant: str,
+        run: Callable[[Work[T]], T],
+        num_prefill_tokens: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
         self.future: Future[T] = Future()
         self.tenant = tenant
@@ -73,6 +79,16 @@ class Work(Generic[T]):
         self._worker, self._run = worker, run
         self._stopping = threading.Event()
         self._is_stalled = False
+        self._patient_until = monotonic() + patience_s if patience_s else 0.0
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether it still waits for open work of its tenant, though the engine batches."""
+        return self._patient_until > 0.0 and monotonic() < self._patient_until
+
+    def hurry(self) -> None:
+        """End its patience."""
+        self._patient_until = 0.0
 
     @property
     def stopping(self) -> bool:
@@ -204,10 +220,27 @@ class ModelWorker:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens still to compute in all work, as far as its ``submit`` said. O(unfinished)."""
         with self._lock:
-            return sum(work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled())
+            return sum(work.num_prefill_tokens for work in self._unfinished if not work.stopping)
 
-    def submit(self, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> Work[T]:
-        """Queue ``run`` in the tenant's lane. O(tenants with work). Raises Busy or Closed."""
+    @property
+    def num_unbegun_tokens(self) -> int:
+        """The same of the work that hasn't begun. O(unfinished)."""
+        with self._lock:
+            unbegun = [work for work in self._unfinished if work not in self._open and not work.stopping]
+            return sum(work.num_prefill_tokens for work in unbegun)
+
+    def submit(
+        self,
+        tenant: str,
+        run: Callable[[Work[T]], T],
+        num_prefill_tokens: int = 0,
+        *,
+        patience_s: float = 0.0,
+    ) -> Work[T]:
+        """Queue ``run`` in the tenant's lane. O(tenants with work). Raises Busy or Closed.
+
+        ``patience_s``: how long it lets the tenant's other work go first, if the engine batches.
+        """
         with self._lock:
             if self._closed:
                 raise Closed
@@ -216,7 +249,7 @@ class ModelWorker:
                 self._drop_cancelled(lane)
             if len(lane.waiting) >= self.max_queued:
                 raise Busy
-            work = Work(self, tenant, run, num_prefill_tokens)
+            work = Work(self, tenant, run, num_prefill_tokens, patience_s)
             lane.waiting.append(work)
             self._unfinished[work] = None
             self._dispatch()
@@ -311,14 +344,18 @@ class ModelWorker:
     def _is_awaited(self, tenant: str) -> bool:
         """Whether any work other than this tenant's one open piece could have the turn."""
         return any(
-            lane.ready or (lane.waiting and (name != tenant or self._begins_beside(lane)))
+            lane.ready or (lane.waiting and (name != tenant or self._begins_beside(lane) is not None))
             for name, lane in self._lanes.items()
         )
 
-    def _begins_beside(self, lane: _Lane) -> bool:
-        """Whether a lane begins its next piece of work beside its open ones that are ready."""
+    def _begins_beside(self, lane: _Lane) -> Work[Any] | None:
+        """Return which piece of work a lane begins next beside its open ones that are ready, if any."""
         has_place = lane.num_open < self._most_open_each and len(self._open) < self._most_open
-        return self._num_together > 1 and bool(lane.waiting) and has_place
+        if self._num_together == 1 or not has_place:
+            return None
+        return next(
+            (work for work in lane.waiting if not work.is_patient and not work.future.cancelled()), None
+        )
 
     def _dispatch(self) -> None:
         """Give the turn to the next piece of work, if it is free."""
@@ -348,7 +385,8 @@ class ModelWorker:
         return None
 
     def _next_of(self, lane: _Lane) -> Work[Any] | None:
-        if lane.ready and not self._begins_beside(lane):
+        beside = self._begins_beside(lane) if lane.ready else None
+        if lane.ready and beside is None:
             return lane.ready.popleft()
         while lane.waiting and lane.waiting[0].future.cancelled():
             del self._unfinished[lane.waiting.popleft()]
@@ -356,7 +394,9 @@ class ModelWorker:
             return lane.ready.popleft() if lane.ready else None
         is_full = lane.num_open >= self._most_open_each
         if not is_full and len(self._open) < self._most_open:
-            return lane.waiting.popleft()
+            work = lane.waiting[0] if beside is None else beside
+            lane.waiting.remove(work)
+            return work
         found = self._stalled(lane.waiting[0].tenant if is_full else None)
         if found is not None:
             self._stall(found)

@@ -178,7 +178,7 @@ def _allocate(layout: KVLayout, num_blocks: int, block_size: int, device: torch.
     block_bytes = layout.bytes_per_token * block_size
     wanted = num_blocks * block_bytes
     allowed = f"blocks that {device} has memory for: these want {wanted:,} bytes ({block_bytes:,} a block)"
-    if device.type == "cpu" and wanted > (physical := _physical_bytes()):
+    if device.type == "cpu" and wanted > (physical := physical_bytes()):
         # The system may promise too much memory, and kill the process at the first access.
         raise ConfigError("num_blocks", num_blocks, f"{allowed}, the machine has {physical:,}")
     shape = (num_blocks, *layout.block_shape(block_size))
@@ -190,5 +190,6 @@ def _allocate(layout: KVLayout, num_blocks: int, block_size: int, device: torch.
         raise ConfigError("num_blocks", num_blocks, allowed) from error
 
 
-def _physical_bytes() -> int:
+def physical_bytes() -> int:
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

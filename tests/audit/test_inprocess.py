@@ -180,7 +180,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 def test_a_full_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
     report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
-    assert [check.number for check in report.checks] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
+    assert [check.number for check in report.checks] == [1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert told and all(0 < done <= of + 1 for _, done, of in told)
     assert all(check.detail and check.seconds >= 0 for check in report.checks)
     failed = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}

@@ -48,7 +48,13 @@ def _busy() -> tuple[PrefixCache, list[Any]]:
     compute(cache, [*range(6), 7, 7], Namespace("r", "m"))
     cache.announce(NS, [*range(5), 7, 7])
     cache.announce(Namespace("r", "m"), range(8))
-    return cache, [*kept, parent, *children]
+    sessions = [cache.session(NS), cache.session(NS)]
+    prompts = [8, 8, 0, 0, 1, 1], [8, 8, 3, 3], [8, 8, 0, 0, 2, 2]
+    for session, ids in zip([*sessions, sessions[0].fork()], prompts, strict=True):
+        with session.open(ids) as sequence:
+            sequence.commit(len(ids))
+    runs = sessions[0].open([8, 8, 0, 0, 1])
+    return cache, [*kept, runs, *sessions, parent, *children]
 
 
 @pytest.fixture
@@ -92,6 +98,13 @@ def _behind(snapshot: Snapshot, **changes: Any) -> Snapshot:
 
 def _waiting(snapshot: Snapshot, **changes: Any) -> Snapshot:
     return replace(snapshot, announcements=_first(snapshot.announcements, _any, **changes))
+
+
+def _used_by(snapshot: Snapshot, at: int) -> Snapshot:
+    """A node above those of several sessions is that of one alone."""
+    tree = snapshot.trees[0]
+    above = [node.parent for node in tree.nodes if node.sole_user is not None and node.parent is not None][at]
+    return _node(snapshot, lambda node: node is tree.nodes[above], sole_user=len(snapshot.sole_users) - 1)
 
 
 def _any(_: Any) -> bool:
@@ -286,6 +299,16 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
     ),
     "an announcement of other ids": ("announcements", lambda s: _waiting(s, key=b"\7" * 28)),
     "an announcement miscounted": ("announcements", lambda s: _waiting(s, resident=8)),
+    "a session's node in another namespace": (
+        "sessions",
+        lambda s: replace(s, sole_users=_first(s.sole_users, _any, namespace=Namespace("b", "m"))),
+    ),
+    "a session's node that another one used": ("sessions", lambda s: _used_by(s, 0)),
+    "a family's node that another one used": ("sessions", lambda s: _used_by(s, 2)),
+    "a sequence on another session's path": (
+        "sessions",
+        lambda s: replace(s, sequences=_first(s.sequences, lambda each: each.sole_user, sole_user=None)),
+    ),
     "pinned blocks miscounted": (
         "pins",
         lambda s: replace(s, tenants=_first(s.tenants, _any, pinned_blocks=99)),
@@ -318,7 +341,7 @@ def test_a_report_of_a_sound_cache() -> None:
     cache, kept = _busy()
     report = audit.check(cache)
     assert report.violations == () and report.seconds > 0 and kept
-    assert report.counts["blocks"] == 64 and report.counts["sequences"] == 3 and report.counts["lent"] == 3
+    assert report.counts["blocks"] == 64 and report.counts["sequences"] == 4 and report.counts["lent"] == 3
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
     assert "all laws hold" in str(report)
 

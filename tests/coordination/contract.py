@@ -344,8 +344,11 @@ class CoordinatorContract:
 
     def test_load_travels_with_the_beat(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
-        a.report_load(Load(queued_prefill_tokens=7, decode_blocks=8, resident_blocks=9))
-        fleet.eventually(lambda: b.replicas()[1:] and b.replicas()[1].load == Load(7, 8, 9))
+        load = Load(queued_prefill_tokens=7, decode_blocks=8, resident_blocks=9, queued_cold_tokens=6)
+        a.report_load(load)
+        fleet.eventually(lambda: b.replicas()[1:] and b.replicas()[1].load == load)
+        with pytest.raises(ArgumentError, match="queued_cold_tokens"):
+            Load(queued_prefill_tokens=7, queued_cold_tokens=8)
         with pytest.raises(ArgumentError):
             Load(decode_blocks=-1)
 
@@ -451,9 +454,13 @@ class CoordinatorContract:
 
     def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.join("a")
-        monkeypatch.setattr("radixkv.coordination.replica.WIRE_VERSION", WIRE_VERSION + 1)
+        newer = fleet.replica("b")
+        ours = newer._registration
+        monkeypatch.setattr(  # of this replica alone: "a" goes on to send beats
+            newer, "_registration", lambda *given: replace(ours(*given), wire_version=WIRE_VERSION + 1)
+        )
         with pytest.raises(ConfigError, match="wire_version"):
-            fleet.replica("b").register()
+            newer.register()
 
     def test_an_address_without_its_proof_is_ignored(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
@@ -725,7 +732,7 @@ class CoordinatorContract:
 
     def test_the_largest_numbers_are_stored_exactly(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
-        load = Load(MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT)
+        load = Load(MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT)
         a.report_load(load)
         fleet.eventually(lambda: [info.load for info in b.peers()] == [load])
         job = a.create_job(ACME, MAX_AMOUNT, ["a"], num_left_out=MAX_AMOUNT, num_wanted=MAX_AMOUNT)

@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ from audit_your_engine import Adapter as MyAdapter
 from radixkv import CacheConfig, Namespace, PrefixCache
 alert, model, ids = print, "llama-3-8b@4c2f", list(range(100))
 cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16))
+""",
+    "docs/guides/providers.md": """
+from radixkv.service.local import demo_service
+URL = stack.enter_context(demo_service(**{"num-blocks": "1024", "threads": "1"}))
+KEY, MODEL = "demo-acme", "radixkv-demo"
+RULES = "Answer politely, and name the page of the manual. " * 20
 """,
     "policies/README.md": """
 from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, TokenRange
@@ -75,12 +82,13 @@ trap 'echo "failed: $BASH_COMMAND" >&2' ERR
 
 def run_python(document: str) -> None:
     """Execute the Python blocks of a document."""
-    namespace: dict[str, Any] = {"__name__": document}
-    exec(compile(PRELUDES.get(document, ""), f"the prelude of {document}", "exec"), namespace)
-    for block in blocks_of(document):
-        if block.language == "python" and block.not_run is None:
-            code = "\n" * (block.line - 1) + block.text  # a traceback has the document's line numbers
-            exec(compile(code, document, "exec"), namespace)
+    with ExitStack() as stack:
+        namespace: dict[str, Any] = {"__name__": document, "stack": stack}
+        exec(compile(PRELUDES.get(document, ""), f"the prelude of {document}", "exec"), namespace)
+        for block in blocks_of(document):
+            if block.language == "python" and block.not_run is None:
+                code = "\n" * (block.line - 1) + block.text  # a traceback has the document's line numbers
+                exec(compile(code, document, "exec"), namespace)
 
 
 def problem(block: Block) -> str | None:

@@ -13,6 +13,7 @@ from tests.docs.blocks import DOCUMENTS, ROOT
 GENERATED = {
     "docs/reference/http.md",
     "docs/reference/commands.md",
+    "docs/reference/settings.md",
     "docs/reference/metrics.md",
     "docs/reference/errors.md",
     f"docs/{generate.EXAMPLES}",

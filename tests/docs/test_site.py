@@ -11,6 +11,7 @@ import _generate as generate
 import _hooks as hooks
 import radixkv
 from radixkv.cli.main import commands
+from radixkv.configuration.definitions import COMMANDS as SETTINGS
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.error_types import ERROR_TYPES, error_classes
 from tests.docs.blocks import DOCUMENTS, ROOT
@@ -74,6 +75,17 @@ def test_each_command_and_option_is_in_the_command_reference(pages: dict[str, st
         for option in command.params:
             if isinstance(option, click.Option):
                 assert all(each in sections[path] for each in option.opts), (path, option.opts)
+
+
+def test_each_setting_is_on_the_page_of_settings(pages: dict[str, str]) -> None:
+    serve, route = pages["reference/settings.md"].split("## radixkv route")
+    for page, command in ((serve, "serve"), (route, "route")):
+        rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+        assert [row[0] for row in rows] == [f"| `{name}`" for name in SETTINGS[command]]
+        assert [row[-1] == "SIGHUP |" for row in rows] == [
+            each.reloads for each in SETTINGS[command].values()
+        ]
+    assert "an integer from 0 to 65535 | `8400` | restart" in serve
 
 
 def test_metrics_have_their_exported_names(pages: dict[str, str]) -> None:

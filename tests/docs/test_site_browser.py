@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 SITE = ROOT / "site"
 WIDTHS = {"phone": 390, "tablet": 820, "desktop": 1440}
 PAGES = {
-    "home": ("", "In process"),
+    "home": ("", "First requests"),
     "concept": ("concepts/copy-on-write/", "fork"),
     "api": ("reference/api/radixkv/", "PrefixCache"),
     "http": ("reference/http/", "/v1/warm"),

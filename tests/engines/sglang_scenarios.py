@@ -134,6 +134,8 @@ class Rig:
             full_untruncated_fill_ids=ids,
             origin_input_ids=ids,
             priority=None,
+            session_id=None,
+            sampling_params=SimpleNamespace(custom_params=None),
             rid=str(row),
             finished=lambda: True,
             num_slots=num + len(fresh),

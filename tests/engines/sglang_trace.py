@@ -8,8 +8,9 @@ A trace is a gzip file of JSON lines. The first is about the run; each other one
     ["namespace", salt, extra]       a namespace; they have numbers too, like nodes and leases
     ["match", namespace, ids, tokens]
     ["touch", namespace, ids]
-    ["insert", namespace, ids, pages, start, priority, resident, surplus, evicted]    leases what it inserts
-    ["lock", node]                   a node is the number of the match or insert that returned it
+    ["insert", namespace, ids, pages, start, after, priority, labels, resident, surplus, evicted]
+                                     leases what it inserts
+    ["lock", node]                   a node is the number of the match or insert that returned it, null for the root
     ["release", lease]               a lease is the number of the lock or insert that returned it
     ["reclaim", pages, answer]
     ["reset"]
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from radixkv.engines.sglang_cache import Node, SglangCache, Taken
+from radixkv.engines.sglang_cache import ROOT, Node, SglangCache, Taken
 from radixkv.index.leases import Lease
 
 HERE = Path(__file__).parent
@@ -135,13 +136,27 @@ class Recorded(SglangCache):
         pages: Any,
         start: int = 0,
         *,
+        after: Node | None = None,
         lease: bool = False,
         priority: int = 0,
+        labels: Any = (),
     ) -> Taken | None:
         assert lease
         number = self._log.ids(ids)
-        taken = super().insert(namespace, ids, pages, start, lease=True, priority=priority)
-        call = ["insert", self._log.number(namespace), number, pages.tolist(), start, priority]
+        behind = None if after is None or after is ROOT else self._nodes[id(after)][0]
+        taken = super().insert(
+            namespace, ids, pages, start, after=after, lease=True, priority=priority, labels=labels
+        )
+        call = [
+            "insert",
+            self._log.number(namespace),
+            number,
+            pages.tolist(),
+            start,
+            behind,
+            priority,
+            labels,
+        ]
         if taken is None:
             self._log.write([*call, None, None, None])
             self._log.returned()

@@ -6,6 +6,8 @@ import pytest
 
 from radixkv.index.lent_beams import LentBeams
 from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
+from tests.engines.test_batch import MODES as TOGETHER
+from tests.engines.test_batch import Call, forwards, preempted, together
 from tests.engines.test_same_tokens import MODES
 
 pytestmark = pytest.mark.gpu
@@ -39,3 +41,34 @@ def test_a_long_beam_search_is_made_by_the_device(block_size: int, monkeypatch: 
         made = engine.generate(engine.namespace("acme"), prompts, 40, eos_token_id=-1, **how)
         assert made.token_ids == expected
     assert len(steps) == 39  # the newest tokens are never computed
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_requests_of_all_tenants_step_together(architecture: str) -> None:
+    model = model_of(architecture, "cuda")
+    with engine_over(model, num_blocks=800, chunk_tokens=32) as engine:
+        calls = [
+            Call(
+                f"t{n % 3}",
+                prompt_of(20)[: 9 + n] + prompt_of(8 + n, n),
+                20 + n,
+                **TOGETHER[n % len(TOGETHER)],
+            )
+            for n in range(12)
+        ]
+        expected = [call.expected(engine) for call in calls]
+        with forwards(engine) as sizes:
+            made = together(engine, calls)
+        assert [one.token_ids for one in made] == expected
+        beams = sum(call.num for call in calls if "num_beams" in call.mode)
+        alone = sum(call.num for call in calls if "num_beams" not in call.mode)
+        assert len(sizes) - beams < alone / 3
+
+
+def test_requests_that_outgrow_the_pool_resume() -> None:
+    with engine_over(model_of("llama", "cuda"), num_blocks=45) as engine:
+        together(engine, [Call("acme", prompt_of(8, n), 2) for n in range(4)])
+        calls = [Call("acme", prompt_of(13 + n, n), 25, **TOGETHER[n % 4]) for n in range(8)]
+        expected = [call.expected(engine) for call in calls]
+        assert [one.token_ids for one in together(engine, calls)] == expected
+        assert preempted(engine) > 0

@@ -271,8 +271,8 @@ def test_times_are_those_of_the_clock() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=4, layout=layout_of(model_of())))
     engine = HFEngine(model_of(), cache, clock=clock)
     made = engine.generate(engine.namespace("acme"), prompt_of(12), 3)
-    assert (made.time_to_first_token_s, made.seconds) == (1.0, 2.0)
-    assert engine.prefill(engine.namespace("acme"), prompt_of(12)).seconds == 1.0
+    assert (made.queued_s, made.time_to_first_token_s, made.seconds) == (1.0, 2.0, 3.0)
+    assert engine.prefill(engine.namespace("acme"), prompt_of(12)).seconds == 2.0
     audit.check(cache)
 
 

@@ -43,13 +43,15 @@ class Ready:
 class Worker(HostBlocks):
     """A worker whose copies fail at times, and whose saves end later, as on a GPU."""
 
-    def __init__(self, num_slots: int, num_blocks: int, rank: int, *, is_slow: bool = False) -> None:
+    def __init__(
+        self, num_slots: int, num_blocks: int, rank: int, *, is_slow: bool = False, num_staging: int = 0
+    ) -> None:
         self.dice, self.load_faults, self.save_faults = random.Random(rank), 0.0, 0.0
         self.rank, self.is_slow = rank, is_slow
         self.wide = torch.zeros((num_blocks, 1, SIZE, 2), dtype=torch.int64)
         self.halves = torch.zeros((2, num_blocks * 2, SIZE // 2, 3), dtype=torch.bfloat16)
         layers = {"0": self.wide, "1": self.halves, "shared": self.wide}
-        super().__init__(num_slots, layers, num_blocks)
+        super().__init__(num_slots, layers, num_blocks, num_staging=num_staging)
 
     def write(self, block: int, kv: list[int]) -> None:
         """Compute a block's first tokens."""

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace, Tenant, audit
+from radixkv.engines.request_keys import Label
 from radixkv.engines.salt import SaltReader, make_salt
-from radixkv.engines.sglang_cache import ROOT, SglangCache, framed_extra_key, unframed_extra_key
+from radixkv.engines.sglang_cache import MAX_NAMED, ROOT, SglangCache, framed_extra_key, unframed_extra_key
+from radixkv.errors import ArgumentError
 from radixkv.signing import KeySet
 
 PAGE = 4
@@ -82,8 +84,10 @@ class Scheduler:
                 whole = done // PAGE * PAGE
                 pages = np.array(table[protected // PAGE : whole // PAGE], np.int32)
                 if whole > protected:
-                    taken = cache.insert(namespace, ids[:whole], pages, protected, lease=True)
+                    new = ids[node.num_tokens : whole]
+                    taken = cache.insert(namespace, new, pages, protected, after=node, lease=True)
                     assert taken is not None and taken.lease is not None and taken.node.block_ids is not None
+                    node = taken.node
                     self.seen["duplicates"] += len(taken.surplus)
                     self.pool.give(taken.surplus)
                     self.pool.give(taken.evicted)
@@ -133,6 +137,20 @@ def test_two_requests_that_compute_the_same_pages_keep_one_of_each() -> None:
     assert cache.match(namespace, [1] * 8) == first.node != second.node
 
 
+def test_an_insert_takes_only_the_ids_behind_a_node() -> None:
+    cache = SglangCache(16, PAGE, model="m")
+    namespace = cache.namespace("", None)
+    first = cache.insert(namespace, [1] * 8, np.array([3, 4], np.int32))
+    assert first is not None
+    match = cache.match(namespace, [*[1] * 8, *range(90)])  # its node ends where the match does
+    for after, pages in ((match, [7]), (first.node, [8])):
+        done = cache.insert(namespace, array("q", range(20, 24)), np.array(pages, np.int32), 8, after=after)
+        assert done is not None and done.node.num_tokens == 12 and done.node.block_ids is not None
+        assert done.node.block_ids.tolist() == [3, 4, 7] and done.node.namespace == namespace
+    assert cache.match(namespace, [*[1] * 8, *range(20, 24)]) == done.node
+    assert cache.insert(namespace, [2**32] * 4, np.array([9], np.int32), 8, after=match) is None
+
+
 def test_a_purge_gives_its_pages_back_and_a_running_request_goes_on() -> None:
     cache = SglangCache(16, PAGE, model="m", salts=SaltReader(KEYS))
     salt = make_salt(KEYS, "acme")
@@ -146,6 +164,39 @@ def test_a_purge_gives_its_pages_back_and_a_running_request_goes_on() -> None:
     assert not cache.has_freed
     taken.lease.release()
     assert cache.has_freed and sorted(cache.reclaim(0).tolist()) == [3, 4]
+
+
+def test_the_chunks_of_a_prompt_are_one_request_of_its_session() -> None:
+    """The policy hears of a request once, and knows the pages of all its chunks as those of its session."""
+    cache = SglangCache(64, PAGE, model="m", policy="learned")
+    namespace = cache.namespace(None, None)
+    labels: tuple[tuple[str, Label], ...] = (("session", "s-17"), ("tool_pending", 1))
+    for turn in range(3):
+        node = cache.match(namespace, list(range(40)))
+        done = node.num_tokens
+        assert done == 16 * turn
+        for stop in (done + 8, done + 16):
+            pages = np.arange(1 + done // PAGE, 1 + stop // PAGE, dtype=np.int32)
+            new = list(range(node.num_tokens, stop))
+            taken = cache.insert(namespace, new, pages, done, after=node, lease=True, labels=labels)
+            assert taken is not None and taken.lease is not None
+            node, done = taken.node, stop
+            taken.lease.release()
+    policy: Any = cache.cache._tenants["default"].policy
+    facts = {id(piece.facts): piece.facts for state in policy._states.values() for piece in state.pieces}
+    (last,) = facts.values()
+    assert last.turn == 3 and last.labels["tool_pending"] == 1 and last.labels["session"] != "s-17"
+    assert len(policy._sessions) == 1
+
+
+def test_an_insert_goes_on_only_with_a_request_of_its_namespace() -> None:
+    cache = SglangCache(64, PAGE, model="m", policy="learned").cache
+    mine, other = Namespace("default", "m"), Namespace("default", "n")
+    first = cache.insert(mine, range(4), [1])
+    for wrong in (object(), cache.insert(other, range(4), [2])):
+        with pytest.raises(ArgumentError, match="an earlier insert into the same namespace"):
+            cache.insert(mine, range(8), [3], start=4, request=wrong)
+    assert cache.insert(mine, range(8), [3], start=4, request=first).num_tokens == 8
 
 
 def test_pages_that_an_insert_evicts_come_back() -> None:
@@ -235,9 +286,8 @@ def test_a_forged_salt_and_one_of_an_old_generation_get_no_cache() -> None:
     assert cache.num_refused_salts == 2
 
 
-def test_namespaces_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.sglang_cache.MAX_NAMED", 8)
+def test_namespaces_remembered_are_bounded() -> None:
     cache = SglangCache(16, PAGE, model="m")
-    for at in range(50):
+    for at in range(MAX_NAMED + 50):
         assert cache.namespace(f"s{at}", None) == cache.namespace(f"s{at}", None)
-    assert len(cache._named) == 8
+    assert len(cache._named) == MAX_NAMED

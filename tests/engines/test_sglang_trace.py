@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace, audit
-from radixkv.engines.sglang_cache import Node, SglangCache
+from radixkv.engines.request_keys import Label
+from radixkv.engines.sglang_cache import ROOT, Node, SglangCache
 from tests.engines.sglang_runs import folder as folder
 from tests.engines.sglang_trace import TRACES, read, record, shell_digest
 
@@ -24,6 +25,7 @@ class Replay:
         self.cache = SglangCache(
             about["num_pages"], about["page_size"], model="sglang", policy=about["policy"]
         )
+        self.page_size: int = about["page_size"]
         self.ids: list[list[int]] = []
         self.namespaces: list[Namespace | None] = []
         self.returned: list[Any] = []
@@ -58,17 +60,29 @@ class Replay:
         self.returned.append((node, None))
 
     def insert(
-        self, namespace: int, ids: int, pages: list[int], start: int, priority: int, *told: Any
+        self,
+        namespace: int,
+        ids: int,
+        pages: list[int],
+        start: int,
+        after: int | None,
+        priority: int,
+        labels: list[tuple[str, Label]],
+        *told: Any,
     ) -> None:
+        given = self.ids[ids]
         taken = self.cache.insert(
             self.namespace(namespace),
-            self.ids[ids],
+            given,
             np.array(pages, np.int32),
             start,
+            after=ROOT if after is None else self.returned[after][0],
             lease=True,
             priority=priority,
+            labels=tuple((name, value) for name, value in labels),
         )
         assert taken is not None
+        assert len(given) == len(pages) * self.page_size  # a checkpoint encodes what is new since the last
         assert [taken.num_resident_tokens, taken.surplus.tolist(), taken.evicted.tolist()] == list(told)
         self.counts["surplus pages"] += len(taken.surplus)
         self.returned.append((taken.node, taken.lease))

@@ -10,12 +10,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 
 from radixkv import Tenant, audit
-from radixkv.engines.request_keys import RequestFacts
+from radixkv.engines.request_keys import RequestFacts, labels_of
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.vllm_cache import NULL_BLOCK, VllmCache
 from radixkv.errors import ConfigError
@@ -37,7 +36,7 @@ def kv_of(facts: RequestFacts, ids: list[int], weights: int = 0) -> list[int]:
     return found
 
 
-_KV: WeakKeyDictionary[VllmCache, dict[tuple[int, int], int]] = WeakKeyDictionary()
+_KV: dict[VllmCache, dict[tuple[int, int], int]] = {}
 """The KV in the blocks of each cache."""
 
 
@@ -589,3 +588,30 @@ def test_steps_that_are_only_noted_leave_what_allocated_steps_leave() -> None:
         assert (num_noted > 10) == notes and found[1] == 30
         audit.check(cache.cache)
     assert left[0] == left[1]
+
+
+def test_labels_of_a_session_reach_the_policy_of_its_tenant() -> None:
+    """vLLM's session, and numbers of the client's. Equal names in other namespaces are other sessions."""
+    given = {
+        "radixkv_turn": 2,
+        "radixkv_tool_pending": 1,
+        "radixkv_unknown": 5,
+        "radixkv_session_over": "yes",
+    }
+    labels = labels_of("s-17", given)
+    assert labels == (("session", "s-17"), ("turn", 2), ("tool_pending", 1))
+    for session, numbers in ((None, None), (7, []), ("", {}), ("x" * 100_000, "radixkv_turn")):
+        assert labels_of(session, numbers) == ()
+    cache = VllmCache(64, SIZE, 128, model="m", policy="learned")
+    names = set[object]()
+    for at, salt in enumerate((None, "other", None)):
+        facts, ids = RequestFacts(cache_salt=salt, labels=labels), list(range(100 * at, 100 * at + 20))
+        step = cache.begin_step()
+        assert cache.allocate(f"{at}", facts, ids, 0, 20) is not None
+        cache.end_step(step)
+        cache.release(f"{at}")
+        policy: Any = cache.cache._tenants["default"].policy
+        found = [piece.facts.labels for state in policy._states.values() for piece in state.pieces][-1]
+        assert found["turn"] == 2 and found["tool_pending"] == 1
+        names.add(found["session"])
+    assert len(names) == 2 and "s-17" not in names

@@ -109,6 +109,28 @@ def test_loads_that_fail_are_computed_and_never_counted_as_loaded(model: str, is
     nothing_is_left(ours)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_disk_keeps_what_was_saved_over_restarts(
+    model: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn of the chats is served by a process of its own, which computes no more than one that never ends."""
+    stock = ran("none", model, blocks=400, seed=seed)
+    secret = tmp_path / "fleet.secret"
+    secret.write_text("the fleet's own secret")
+    extra = {"disk": str(tmp_path / "disk"), "disk_size": "64MiB", "fleet_secret": str(secret)}
+    monkeypatch.setenv("RADIXKV_CHATS", str(tmp_path / "chats.json"))
+    turns = [
+        ran("radixkv", model, workload="turn", seed=seed, turn=at, extra=extra, folder=str(tmp_path))
+        for at in range(4)
+    ]
+    assert [each for turn in turns for each in turn["outputs"]] == stock["outputs"]
+    assert sum(turn["num_prompt"] for turn in turns) == 36_528
+    assert sum(turn["num_computed"] for turn in turns) <= 1.02 * stock["num_computed"]
+    assert all(turn["metrics"]["disk_loaded_blocks"] > 100 for turn in turns[1:])
+    for turn in turns:
+        nothing_is_left(turn)
+
+
 def test_it_works_beside_the_example_connector(model: str, tmp_path: Path) -> None:
     stock = ran("none", model, blocks=400)
     ours = ran("example", model, folder=str(tmp_path))

@@ -84,6 +84,19 @@ def test_what_vllm_cannot_serve_is_an_argument(served: Served, answering: Callab
         assert len(str(found.value)) < 400
 
 
+def test_a_purge_during_a_lookup_leaves_nothing_to_find(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served.cache._where(ACME)
+    served.cache.purge("acme")
+    assert served.cache._where(ACME) != before
+    monkeypatch.setattr(served.cache, "_where", lambda namespace: before)
+    assert served.cache.match(ACME, IDS).num_tokens == 0
+    assert served.cache.touch(ACME, IDS) == 0
+    with pytest.raises(StaleGeneration, match="was purged"):
+        served.cache.pin(ACME, IDS, 5.0)
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -49,7 +49,7 @@ def listening(folder: Path, model: str, blocks: int, *options: str) -> Iterator[
         *("--model", model, "--served-model-name", "tiny", "--skip-tokenizer-init", "--dtype", "float32"),
         *("--enforce-eager", "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "8"),
         *("--max-num-batched-tokens", "512", "--num-gpu-blocks-override", str(blocks)),
-        *("--no-async-scheduling", "--enable-prompt-tokens-details", *options),
+        *("--enable-prompt-tokens-details", *options),
     ]
     environment = {
         **os.environ,

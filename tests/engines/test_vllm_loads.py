@@ -67,6 +67,7 @@ def test_a_failure_that_comes_late_takes_back_what_was_committed() -> None:
     blocks = cache.allocate("a", PLAIN, IDS, 12, 8, num_loaded=12) or []
     cache.end_step(step)
     step = cache.begin_step()
+    assert cache.lookup("b", PLAIN, [*IDS, 1])[1] == 20
     assert cache.allocate("b", PLAIN, [*IDS, 1], 20, 1) is not None
     cache.end_step(step)
     assert sorted(cache.lose({blocks[2]})) == ["a", "b"]
@@ -138,6 +139,7 @@ def test_an_adapter_that_is_reloaded_under_its_name_never_meets_old_kv() -> None
             "cache_salt": None,
             "mm_features": [],
             "skip_reading_prefix_cache": False,
+            "sampling_params": None,
             "resumable": False,
         }
         return facts_of(

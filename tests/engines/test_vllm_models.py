@@ -115,9 +115,19 @@ def test_adapters_share_nothing(
         ("encoder", "an encoder-decoder model"),
         ("context", "context parallelism"),
         ("version", "vllm='0.99.0'"),
+        ("tails", "RADIXKV_TAILS='2' is not allowed; allowed: 0 or 1"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name_at_the_start(what: str, reason: str) -> None:
+    said = _said(what)
+    assert said.startswith("ConfigError") and reason in said
+
+
+def test_the_scheduler_is_asynchronous_where_vllm_s_own_would_be() -> None:
+    assert _said("classes").split() == ["Scheduler", "AsyncScheduler"]
+
+
+def _said(what: str) -> str:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "policies")))
     done = subprocess.run(
         [os.environ["RADIXKV_VLLM"], str(REFUSALS), what],
@@ -126,7 +136,8 @@ def test_what_cannot_be_served_is_refused_by_name_at_the_start(what: str, reason
         env={**os.environ, "PYTHONPATH": path},
         check=False,
     )
-    assert done.stdout.startswith("ConfigError") and reason in done.stdout, done.stdout + done.stderr[-3000:]
+    assert done.stdout, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_switched_off_vllm_is_as_it_was(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

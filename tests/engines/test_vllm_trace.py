@@ -47,8 +47,10 @@ class Replay:
             base, common, more = given
             self.ids.append([*(self.ids[base][:common] if common else []), *more])
         elif name == "request":
-            number, (salt, adapter, material, *others) = given
-            facts = RequestFacts(salt, adapter, tuple(map(tuple, material)), *others)
+            number, (salt, adapter, material, *others, labels) = given
+            facts = RequestFacts(
+                salt, adapter, tuple(map(tuple, material)), *others, labels=tuple(map(tuple, labels))
+            )
             self.requests.append((list(self.ids[number]), facts))
         elif name == "more":
             self.requests[given[0]][0].extend(given[1])

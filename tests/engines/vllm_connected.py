@@ -7,7 +7,7 @@ Run by ``test_vllm_connector.py`` with the Python of an environment that has vLL
     blocks     of 32 tokens of vLLM's own cache; host_blocks: of the second level
     num_workers  tensor parallel, each in a process of its own
     is_async   whether vLLM schedules the next step before the output of the last one has come
-    workload   "chats", "long", "faults", "tenants" or "reset"
+    workload   "chats", "long", "faults", "tenants", "reset", or "turn": the next turn of the chats, kept in folder
     seed       of the prompts
     model      folder of the model; folder: a place for files
 """
@@ -18,6 +18,7 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import vllm_in_process as in_process  # sets the environment, too
@@ -47,6 +48,8 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     found = _WORKLOADS[given["workload"]](llm, random.Random(given["seed"]), scheduler)
     found["num_computed"], found["num_preempted"] = sum(computed), len(preempted)
     if scheduler.connector is not None:
+        if _ours(scheduler.connector).radixkv.disk is not None:
+            scheduler.connector.shutdown()  # what is being stored is leased until then
         found["left"] = _left(_ours(scheduler.connector).radixkv)
         found["metrics"] = {
             each.name.removeprefix("vllm:radixkv_"): each.value
@@ -137,18 +140,44 @@ def _left(level: Any) -> dict[str, Any]:
     }
 
 
+def _counting_loads(scheduler: Any, externals: list[int]) -> None:
+    load = _ours(scheduler.connector).radixkv.load
+
+    def counting(request_id: str, blocks: Any, num_tokens: int) -> None:
+        externals.append(num_tokens)
+        load(request_id, blocks, num_tokens)
+
+    _ours(scheduler.connector).radixkv.load = counting
+
+
 def _chats(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     """12 chats of 4 turns in 3 salts, as ``vllm_in_process``."""
     externals: list[int] = []
     if scheduler.connector is not None:
-        load = _ours(scheduler.connector).radixkv.load
-
-        def counting(request_id: str, blocks: Any, num_tokens: int) -> None:
-            externals.append(num_tokens)
-            load(request_id, blocks, num_tokens)
-
-        _ours(scheduler.connector).radixkv.load = counting
+        _counting_loads(scheduler, externals)
     return {**in_process._chats(llm, dice), "external": sum(externals)}
+
+
+def _turn(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
+    """The next turn of the chats of ``vllm_in_process``, each turn in a process of its own."""
+    path = Path(os.environ["RADIXKV_CHATS"])
+    if not path.exists():
+        systems = [in_process._ids(dice, 640) for _ in range(2)]
+        chats = [[*systems[at % 2], *in_process._ids(dice, 40)] for at in range(12)]
+    else:
+        kept = json.loads(path.read_text())
+        chats, state = kept["chats"], kept["dice"]
+        dice.setstate((state[0], tuple(state[1]), state[2]))
+    externals: list[int] = []
+    if scheduler.connector is not None:
+        _counting_loads(scheduler, externals)
+    outputs, num_prompt = [], sum(map(len, chats))
+    prompts = [{"prompt_token_ids": chat, "cache_salt": f"s{at % 3}"} for at, chat in enumerate(chats)]
+    for at, answer in enumerate(in_process._generate(llm, prompts)):
+        outputs.append(list(answer.outputs[0].token_ids))
+        chats[at] = [*chats[at], *outputs[-1], *in_process._ids(dice, 30)]
+    path.write_text(json.dumps({"chats": chats, "dice": dice.getstate()}))
+    return {"outputs": outputs, "external": sum(externals), "num_prompt": num_prompt}
 
 
 def _long(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
@@ -209,7 +238,14 @@ def _reset(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     return {"outputs": [], "external": external}
 
 
-_WORKLOADS = {"chats": _chats, "long": _long, "faults": _faults, "tenants": _tenants, "reset": _reset}
+_WORKLOADS = {
+    "chats": _chats,
+    "long": _long,
+    "faults": _faults,
+    "tenants": _tenants,
+    "reset": _reset,
+    "turn": _turn,
+}
 
 if __name__ == "__main__":
     print("FOUND", json.dumps(main(json.loads(sys.argv[1]))))

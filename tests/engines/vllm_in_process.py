@@ -33,6 +33,7 @@ os.environ.update(
 
 def main(given: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
 
     if "trace" in given:
         from tests.engines.vllm_trace import register
@@ -65,7 +66,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     computed = _counted(scheduler)
     found = _WORKLOADS[given["workload"]](llm, random.Random(given["seed"]))
     found["num_computed"], found["num_steps"] = sum(computed), len(computed)
-    found["scheduler"] = type(scheduler).__mro__[2].__name__ if not is_stock else type(scheduler).__name__
+    found["scheduler"] = "AsyncScheduler" if isinstance(scheduler, VllmAsyncScheduler) else "Scheduler"
     if not is_stock:
         found["left"] = _left(scheduler.kv_cache_manager.radixkv)
     return found

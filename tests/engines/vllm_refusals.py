@@ -1,10 +1,12 @@
 """Ask for what radixkv refuses inside vLLM, and print the error. Run with the Python of vLLM.
 
-vllm_refusals.py WHAT: a model's layers (mamba, sinks, hybrid, none, narrow), or encoder, context, version.
+vllm_refusals.py WHAT: a model's layers (mamba, sinks, hybrid, none, narrow), or encoder, context, version, tails.
+"classes" prints which scheduler there is without and with async scheduling.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +32,17 @@ LAYERS: dict[str, list[Any]] = {
     "hybrid": [FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)],
     "none": [],
     "narrow": [SlidingWindowSpec(**SHAPE, sliding_window=64)],
+    "tails": [FullAttentionSpec(**SHAPE)],
 }
 
 
 def ask(what: str) -> None:
+    if what == "tails":
+        os.environ["RADIXKV_TAILS"] = "2"
     if what in LAYERS:
         groups = [KVCacheGroupSpec([f"layer{at}"], each) for at, each in enumerate(LAYERS[what])]
         config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
-        RadixManager(config, 2048)
+        RadixManager(config, 2048, scheduler_block_size=32, hash_block_size=32)
         return
     if what == "version":
         vllm.__version__ = "0.99.0"
@@ -45,11 +50,23 @@ def ask(what: str) -> None:
         kv_events_config=None,
         model_config=SimpleNamespace(is_encoder_decoder=what == "encoder"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1 + (what == "context")),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
     )
     Scheduler(vllm_config=given)
 
 
+def classes() -> list[str]:
+    found = []
+    for is_async in (False, True):
+        config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+        found.append(type(Scheduler.__new__(Scheduler, vllm_config=config)).__name__)
+    return found
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "classes":
+        print(*classes())
+        raise SystemExit
     try:
         ask(sys.argv[1])
     except ConfigError as error:

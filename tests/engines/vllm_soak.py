@@ -2,7 +2,7 @@
 
 64 sessions of several tenants talk behind few system prompts, in turns. Some requests are cancelled, at any moment; a
 small pool preempts; a thread purges tenants while steps run. Afterwards a vLLM without a cache computes every finished
-request again, from its ids alone.
+request again, from its ids alone. Finished requests go to a file, so that the memory shown is the engine's.
 
 Run by ``test_vllm_soak.py`` with the Python of an environment that has vLLM. Arguments: a JSON object with
 
@@ -12,6 +12,7 @@ Run by ``test_vllm_soak.py`` with the Python of an environment that has vLLM. Ar
     is_async   whether vLLM schedules the next step before the output of the last one has come
     seconds    of the soak, without the cold run
     seed       of everything
+    answers    file for the finished requests; it must not exist
     model      folder of the model; keys: file of the engine's keys
 """
 
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +48,20 @@ class Session:
 
 @dataclass
 class Soak:
-    """What the soak did: finished requests, cancelled ones, the purges, and the memory over time in KiB."""
+    """What the soak did: finished requests, cancelled ones, the purges, and pairs of seconds and memory in KiB."""
 
     llm: Any
     dice: random.Random
     cache: Any
     seconds: float
     model: str
+    answers: Any
     sessions: list[Session] = field(default_factory=list)
     running: dict[str, tuple[Session, list[int], int]] = field(default_factory=dict)
-    finished: list[tuple[list[int], list[int]]] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TENANTS, 0))
-    memory: list[int] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
     num_asked: int = 0
+    num_finished: int = 0
     num_cancelled: int = 0
     num_purges: int = 0
     num_reloads: int = 0
@@ -72,8 +75,8 @@ class Soak:
         stopping = threading.Event()
         purger = threading.Thread(target=self._purge, args=(stopping,))
         purger.start()
-        end = time.monotonic() + self.seconds
-        next_look = time.monotonic()
+        began = next_look = time.monotonic()
+        end = began + self.seconds
         next_reload = next_look + self.seconds / 20
         while self.running or time.monotonic() < end:
             if time.monotonic() < end:
@@ -86,7 +89,7 @@ class Soak:
                 next_reload = time.monotonic() + self.seconds / 10
             if time.monotonic() > next_look:
                 next_look += self.seconds / 40
-                self.memory.append(_resident_kib())
+                self.memory.append((round(time.monotonic() - began), _resident_kib()))
         stopping.set()
         purger.join()
 
@@ -127,7 +130,8 @@ class Soak:
                 _, ids, num_new = self.running[output.request_id]
                 answer = list(output.outputs[0].token_ids)
                 assert len(answer) == num_new, (len(answer), num_new)
-                self.finished.append((ids, answer))
+                self.answers.write(f"{json.dumps([ids, answer])}\n")
+                self.num_finished += 1
                 self._end(output.request_id).ids = [*ids, *answer]
 
     def _reload(self) -> None:
@@ -202,12 +206,12 @@ class Stock:
 
 
 def main(given: dict[str, Any]) -> dict[str, Any]:
-    found, finished = _soaked(given)
+    found = _soaked(given)
     gc.collect()
-    return {**found, "num_finished": len(finished), "wrong": _wrong(given, finished)}
+    return {**found, "wrong": _wrong(given)}
 
 
-def _soaked(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
+def _soaked(given: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     llm = _vllm(given, **_settings(given))
@@ -216,27 +220,29 @@ def _soaked(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[list[int]
     cache = {"radixkv": Managed, "connector": Connected, "stock": lambda _: Stock()}[given["cache"]](
         scheduler
     )
-    soak = Soak(llm, random.Random(given["seed"]), cache, given["seconds"], given["model"])
-    soak.run()
-    found = {"left": _left(cache, scheduler), "num_preempted": len(preempted)}
-    for name in ("num_asked", "num_cancelled", "num_purges", "num_reloads", "num_steps", "memory"):
+    with Path(given["answers"]).open("x") as answers:
+        soak = Soak(llm, random.Random(given["seed"]), cache, given["seconds"], given["model"], answers)
+        soak.run()
+    found = {"left": _left(cache, scheduler), "num_preempted": preempted[0]}
+    for name in ("num_asked", "num_finished", "num_cancelled", "num_purges", "num_reloads", "num_steps"):
         found[name] = getattr(soak, name)
+    found["memory"] = soak.memory
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()  # the connector is global in a process
-    return found, soak.finished
+    return found
 
 
-def in_process_preemptions(scheduler: Any) -> list[str]:
-    """Return a list that gets the id of every request that is preempted."""
-    names: list[str] = []
+def in_process_preemptions(scheduler: Any) -> list[int]:
+    """Return a list whose only element counts the preemptions."""
+    count = [0]
     preempt = scheduler._preempt_request
 
-    def noting(request: Any, *args: Any, **named: Any) -> Any:
-        names.append(request.request_id)
-        return preempt(request, *args, **named)
+    def counting(*args: Any, **named: Any) -> Any:
+        count[0] += 1
+        return preempt(*args, **named)
 
-    scheduler._preempt_request = noting
-    return names
+    scheduler._preempt_request = counting
+    return count
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -296,17 +302,19 @@ def _left(cache: Any, scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _wrong(given: dict[str, Any], finished: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
+def _wrong(given: dict[str, Any]) -> list[dict[str, Any]]:
     """Compute every finished request without a cache. Returns those that got other tokens."""
     cold = _vllm(given, num_gpu_blocks_override=1024, enable_prefix_caching=False, async_scheduling=False)
-    prompts = [{"prompt_token_ids": ids} for ids, _ in finished]
-    answers = cold.generate(prompts, [_sampling(len(answer)) for _, answer in finished], use_tqdm=False)
     wrong = []
-    for (ids, answer), again in zip(finished, answers, strict=True):
-        expected = list(again.outputs[0].token_ids)
-        if answer != expected:
-            at = next(at for at in range(len(answer)) if answer[at] != expected[at])
-            wrong.append({"prompt": len(ids), "answer": len(answer), "from": at})
+    with Path(given["answers"]).open() as lines:
+        while some := [json.loads(line) for line in islice(lines, 1000)]:
+            prompts = [{"prompt_token_ids": ids} for ids, _ in some]
+            answers = cold.generate(prompts, [_sampling(len(answer)) for _, answer in some], use_tqdm=False)
+            for (ids, answer), again in zip(some, answers, strict=True):
+                expected = list(again.outputs[0].token_ids)
+                if answer != expected:
+                    at = next(at for at in range(len(answer)) if answer[at] != expected[at])
+                    wrong.append({"prompt": len(ids), "answer": len(answer), "from": at})
     return wrong
 
 

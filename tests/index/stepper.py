@@ -18,14 +18,13 @@ Five places are left out, because no code could handle an exception there:
 
 from __future__ import annotations
 
-import functools
 import linecache
 import opcode
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import radixkv
@@ -42,25 +41,49 @@ class Interrupted(BaseException):
     """The exception that is raised. Only the test catches it."""
 
 
-@functools.cache
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_OURS) and not filename.startswith(_NOT_THE_CACHE)
+_SKIPPED, _STEP, _STEP_WITHOUT_LOCK, _STEP_AT_LINES = range(4)
+_LOCKS = SourceLock.__enter__.__code__
+_LOCKS_AT = (_LOCKS.co_filename, frozenset(line for _, _, line in _LOCKS.co_lines()))
 
 
-@functools.cache
-def _text(filename: str, line: int) -> str:
-    return linecache.getline(filename, line).strip()
+class _Lines(dict[int | None, int]):
+    """Whether each line of a function is a step: never, always, while the lock is free, or unless it is left."""
+
+    def __init__(self, code: CodeType) -> None:
+        self._filename, self._name = code.co_filename, code.co_name
+
+    def __missing__(self, line: int | None) -> int:
+        text = "" if line is None else linecache.getline(self._filename, line).strip()
+        if (
+            line is None or self._name == "__del__" or text in ("try:", "pass")
+        ):  # an instruction may have no line
+            kind = _SKIPPED
+        elif _WITH_LOCK.fullmatch(text):
+            kind = _STEP_WITHOUT_LOCK
+        else:
+            kind = _STEP_AT_LINES if self._filename == _LOCKS_AT[0] and line in _LOCKS_AT[1] else _STEP
+        self[line] = kind
+        return kind
 
 
-def _enters_the_lock(frame: FrameType) -> bool:
-    return frame.f_code is SourceLock.__enter__.__code__
+class _Functions(dict[CodeType, _Lines | None]):
+    """The lines of each function of ours; None for others."""
+
+    def __missing__(self, code: CodeType) -> _Lines | None:
+        filename = code.co_filename
+        is_ours = filename.startswith(_OURS) and not filename.startswith(_NOT_THE_CACHE)
+        self[code] = lines = _Lines(code) if is_ours else None
+        return lines
+
+
+_FUNCTIONS = _Functions()
 
 
 class Stepper:
     """Runs a call and raises ``Interrupted`` at step ``stop``, counted from 1. ``where`` describes that step."""
 
     def __init__(self, cache: Any, stop: int, *, opcodes: bool = False) -> None:
-        self._lock, self._stop, self._opcodes = cache._lock, stop, opcodes
+        self._is_locked, self._stop, self._opcodes = cache._lock.locked, stop, opcodes
         self.num_steps = 0
         self.where = ""
 
@@ -76,33 +99,42 @@ class Stepper:
             sys.settrace(outer)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not _is_ours(frame.f_code.co_filename):
+        lines = _FUNCTIONS[frame.f_code]
+        if lines is None:
             return None
         frame.f_trace_opcodes = self._opcodes
-        self._step(frame, event)
+        self._step(lines, frame, event)
         return self._local
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
-        is_nop = event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _NOPS
-        if event == "line" or (event in ("return", "opcode") and self._lock.locked() and not is_nop):
-            self._step(frame, event)
+        if event != "line":
+            if event not in ("return", "opcode") or not self._is_locked():
+                return self._local
+            if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _NOPS:
+                return self._local
+        lines = _FUNCTIONS[frame.f_code]
+        assert lines is not None
+        self._step(lines, frame, event)
         return self._local
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        is_c = event in ("c_call", "c_return")
-        if is_c and self._lock.locked() and _is_ours(frame.f_code.co_filename):
-            self._step(frame, f"{event} {arg.__name__}")
+        if event == "c_call" or event == "c_return":
+            lines = _FUNCTIONS[frame.f_code]
+            if lines is not None and self._is_locked():
+                self._step(lines, frame, event, arg)
 
-    def _step(self, frame: FrameType, event: str) -> None:
-        filename, line = frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name == "__del__" or (event in ("return", "opcode") and _enters_the_lock(frame)):
-            return
-        if line is None:  # an instruction without a source line
-            return
-        text = _text(filename, line)
-        if text in ("try:", "pass") or (_WITH_LOCK.fullmatch(text) and self._lock.locked()):
+    def _step(self, lines: _Lines, frame: FrameType, event: str, function: Any = None) -> None:
+        kind = lines[frame.f_lineno]
+        if kind != _STEP and (
+            kind == _SKIPPED
+            or (kind == _STEP_WITHOUT_LOCK and self._is_locked())
+            or (kind == _STEP_AT_LINES and event in ("return", "opcode"))
+        ):
             return
         self.num_steps += 1
         if self.num_steps == self._stop:
-            self.where = f"{event} at {filename}:{line} {text}"
+            filename, line = frame.f_code.co_filename, frame.f_lineno
+            called = "" if function is None else f" {function.__name__}"
+            text = linecache.getline(filename, line).strip()
+            self.where = f"{event}{called} at {filename}:{line} {text}"
             raise Interrupted(self.where)

@@ -697,9 +697,12 @@ def _steps(
         call = scenario(world)
         before = [run.state() for run in call.involved]
         stepper = Stepper(world.cache, stop, opcodes=OPCODES)
+        result, was_interrupted = None, False
         try:
             result = stepper.run(call.make)
-        except Interrupted:
+        except Interrupted:  # at its end nothing holds the frames of the call any more
+            was_interrupted = True
+        if was_interrupted:
             assert not world.cache._lock.locked(), f"the lock is held after {stepper.where}"
             call.after()
             for run, state in zip(call.involved, before, strict=True):

@@ -490,7 +490,7 @@ def test_messages_name_the_argument_its_value_and_the_allowed_values() -> None:
         "ids has 1 item; allowed: at least 2 token ids, one block"
     )
     assert message_of(lambda: cache.insert(NEW, range(4), [1])) == (
-        "block_ids has 1 item; allowed: 2, one for each whole block of ids"
+        "block_ids has 1 item; allowed: 2, one a whole block of ids"
     )
     assert message_of(lambda: cache.append([a, a], [1, 2])) == (
         "sequences has one of them twice; allowed: each sequence once"

@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -41,10 +41,26 @@ def plain(snapshot: Snapshot) -> Any:
     def named(at: tuple[int, int | None] | None) -> Any:
         return None if at is None else (at[0], None if at[1] is None else paths[at[0]][at[1]])
 
+    used: dict[int | None, list[tuple[int, bytes]]] = defaultdict(list)
+    for at, tree in enumerate(snapshot.trees):
+        for node, path in zip(tree.nodes, paths[at], strict=True):
+            used[node.sole_user].append((at, path))
+
+    def told(at: int | None) -> Any:
+        """What a session and its family alone used. The order of sole users doesn't count."""
+        if at is None:
+            return None
+        user = snapshot.sole_users[at]
+        return user.namespace, sorted(used[at]), told(user.family)
+
     return (
         trees,
         [replace(run, node=named(run.node)) for run in snapshot.runs],
-        [replace(sequence, node=named(sequence.node)) for sequence in snapshot.sequences],
+        [
+            (replace(sequence, node=named(sequence.node), sole_user=None), told(sequence.sole_user))
+            for sequence in snapshot.sequences
+        ],
+        sorted((told(at) for at in range(len(snapshot.sole_users))), key=repr),
         [replace(lease, node=named(lease.node)) for lease in snapshot.leases],
         [replace(pin, node=named(pin.node)) for pin in snapshot.pins],
         snapshot.tenants,
@@ -181,6 +197,23 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
 
     assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())
     assert paused["slices"] > 60
+    assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+@pytest.mark.parametrize("policy", ["lru", "gdsf", "learned"])
+def test_a_tenants_first_announcement_between_slices(policy: str) -> None:
+    """It takes the hooks of the policy anew. What follows must still be reported."""
+    cache, paused = busy(policy), Counter[str]()
+
+    def pause() -> None:
+        paused["slices"] += 1
+        if paused["slices"] == 120:
+            cache.announce(Namespace("a", "m"), [1, 2, 3])
+            cache.evict(300)
+
+    assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())
+    assert paused["slices"] > 150
     assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
 
 

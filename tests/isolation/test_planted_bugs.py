@@ -20,7 +20,7 @@ import pytest
 from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
-from radixkv.index import ahead, announcements, bases, device_beams, requests
+from radixkv.index import ahead, announcements, bases, device_beams, requests, sessions
 from radixkv.index import cache as cache_module
 from radixkv.index import registry as registry_module
 from radixkv.index import tree as tree_module
@@ -902,6 +902,22 @@ def waiting_protects(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Waiting, "add", add)
 
 
+def use_of_others_not_noted(patch: pytest.MonkeyPatch) -> None:
+    """A session keeps the blocks as its own that another request uses."""
+    patch.setattr(requests, "note_use", lambda node, user: [])
+
+
+def sessions_named_together(patch: pytest.MonkeyPatch) -> None:
+    """The names of sessions count those of all tenants."""
+
+    def name(original: Any, cache: Any, namespace: Any) -> Any:
+        original(cache, namespace)
+        return f"session {sum(tenant.num_sessions for tenant in cache._tenants.values())}"
+
+    original = sessions._next_name
+    patch.setattr(sessions, "_next_name", lambda *args: name(original, *args))
+
+
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
 _WRONG_LOOKUP = "another namespace|never committed|forgotten|wrong KV|cleared|free and evictable are"
 
@@ -1039,6 +1055,8 @@ BUGS = {
         waits_in_every_tree, "A observes|counts, names or bytes", ObservationAlone, "strict"
     ),
     "waiting protects": Bug(waiting_protects, "leases|an announcement changed"),
+    "use not noted": Bug(use_of_others_not_noted, "sessions|blocks of others"),
+    "names shared": Bug(sessions_named_together, "A observes", ObservationAlone, "strict"),
     "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 
@@ -1050,6 +1068,7 @@ def test_the_docs_name_each_bug() -> None:
     assert {name for name in BUGS if "oracle alone" not in name} <= named
 
 
+@pytest.mark.timeout(900)  # of the rare ones: minutes on a busy machine
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the patch, the machine fails within a few hundred examples. Its message names the fault."""

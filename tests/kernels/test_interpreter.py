@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-SUITES = ["test_fork.py", "test_copies.py", "test_quantize.py", "test_reorder.py"]
+SUITES = {"test_fork.py": 45, "test_copies.py": 70, "test_quantize.py": 45, "test_reorder.py": 38}
+"""The least number of tests that each must have."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(340)
-def test_the_suites_pass_in_an_interpreting_process() -> None:
-    files = [str(FOLDER / suite) for suite in SUITES]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_passes_in_an_interpreting_process(suite: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / suite)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
         command,
@@ -36,5 +37,5 @@ def test_the_suites_pass_in_an_interpreting_process() -> None:
     output = run.stdout + run.stderr
     assert run.returncode == 0, output
     passed = re.search(r"(\d+) passed", output)
-    assert passed is not None and int(passed[1]) >= 190, output
+    assert passed is not None and int(passed[1]) >= SUITES[suite], output
     assert "skipped" not in output and "deselected" not in output, output

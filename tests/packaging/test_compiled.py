@@ -25,8 +25,10 @@ namespace = radixkv.Namespace(tenant="a", model="m")
 with cache.open(namespace, range(40)) as sequence:
     sequence.commit(40)
 import radixkv.coordination.publisher
+import radixkv.engines.vllm_cache
 import radixkv_policies.lrfu
 files = radixkv.index.tree.__file__, radixkv_policies.lrfu.__file__, radixkv.coordination.publisher.__file__
+files += (radixkv.engines.vllm_cache.__file__,)
 print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
@@ -92,8 +94,11 @@ print(json.dumps(found))
 """
 """Prints docstring and signature of every public name in the compiled modules."""
 
-COMPILED = ("True", *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher")))
-PURE = ("False", "tree.py", "lrfu.py", "publisher.py")
+COMPILED = (
+    "True",
+    *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher", "vllm_cache")),
+)
+PURE = ("False", "tree.py", "lrfu.py", "publisher.py", "vllm_cache.py")
 
 
 def output_of(code: str, site: Path, **environment: str) -> str:
@@ -126,6 +131,7 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
         ("radixkv/index", "index_", {"blocks", "cache", "eviction", "tree"}),
         ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
         ("radixkv/coordination", "publisher_", {"store/holdings", "keys", "publisher"}),
+        ("radixkv/engines", "engines_", {"request_keys", "sglang_cache", "vllm_cache"}),
     ):
         native = {
             name.removeprefix(f"{package}/_native/").partition(".")[0]
@@ -197,7 +203,7 @@ def tree(wheel: Path, tmp_path: Path) -> Path:
         )
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.startswith("radixkv/coordination/_native/"):
+            if name.startswith(("radixkv/coordination/_native/", "radixkv/engines/_native/")):
                 archive.extract(name, tmp_path)
             elif name.startswith("radixkv_policies/_native/"):
                 archive.extract(name, tmp_path / "policies")

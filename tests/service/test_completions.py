@@ -51,7 +51,10 @@ def test_the_format_and_the_defaults_are_openais(live: Running, salt: str) -> No
         "stop",
     )
     usage = reply["usage"]
-    assert usage["completion_tokens"] <= 16 and usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert usage["completion_tokens"] <= 16 and usage["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "cache_write_tokens": 0,
+    }
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     timings = reply["timings"]
     assert 0 <= timings["queued_s"] <= timings["time_to_first_token_s"] <= timings["total_s"]
@@ -249,6 +252,6 @@ def test_an_error_before_the_first_token_sets_the_status_of_a_stream(live: Runni
     try:
         body = {"prompt": [6] * 160, "salt": salt, "stream": True}
         answer = live.acme.post("/v1/completions", json=body)
-        assert answer.status_code == 503 and answer.json()["error"]["type"] == "no_capacity"
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_capacity"
     finally:
         held.release()

@@ -65,6 +65,45 @@ def test_it_completes_and_streams_prompts(toy: Running, text: str) -> None:
     assert answer.status_code == 200 and lines[-1] == "data: [DONE]" and len(lines) > 1
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_of_a_tool_reaches_the_policy(
+    toy: Running, salt: str, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its conversation is pending at once, with the session of its key; other answers tell nothing."""
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    body = {
+        "messages": [{"role": "user", "content": "Which page explains pins? " * 20}],
+        "tools": [tool],
+        "prompt_cache_key": f"s-{salt}",
+        "salt": salt,
+        "max_completion_tokens": 100,
+        "stream": streams,
+    }
+    assert toy.acme.post("/v1/chat/completions", json=body).status_code == 200
+    assert _pending(toy, f"s-{salt}") == [False]
+    called = toy.service.tokenizer.encode('<tool_call>{"name": "find", "arguments": {}}</tool_call>')
+    original = ToyEngine.generate
+
+    def generate(self: ToyEngine, ns: Any, ids: Any, most: int, *, on_step: Any, **options: Any) -> Any:
+        generation = original(self, ns, ids, 1, **options)
+        generation.token_ids[0][:] = list(called)
+        on_step([list(called)])
+        return generation
+
+    monkeypatch.setattr(ToyEngine, "generate", generate)
+    answer = toy.acme.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and '"finish_reason":"tool_calls"' in answer.text
+    assert _pending(toy, f"s-{salt}") == [True]
+
+
+def _pending(toy: Running, session: str) -> list[bool]:
+    """Whether a tool's answer continues the session, by the policy's facts of its blocks."""
+    cache: Any = toy.service.cache
+    learned = cache._tenants["acme"].policy
+    pieces = [piece for state in learned._states.values() for piece in state.pieces]
+    return list({each.facts.is_pending for each in pieces if each.facts.labels.get("session") == session})
+
+
 def test_it_warms_looks_up_and_clears(toy: Running, text: str, salt: str) -> None:
     where = {"prompt": text, "salt": salt}
     warm = toy.acme.post("/v1/warm", json=where).json()
@@ -109,7 +148,7 @@ def test_completions_that_it_cannot_make_name_their_field(
     toy: Running, options: dict[str, Any], field: str
 ) -> None:
     answer = toy.acme.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **options})
-    assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert "the engine of this service" in answer.json()["error"]["message"]
 
 

@@ -432,6 +432,57 @@ def test_the_life_of_a_pin_of_the_fleet(fleet: Fleet) -> None:
     assert [fleet.pins(name) for name in "abc"] == [{}] * 3
 
 
+def pin_rows(fleet: Fleet, name: str, who: str = "acme") -> list[dict[str, Any]]:
+    answer = fleet.asked(name, "GET", "/v1/usage", who)
+    return [row for row in answer.json()["rows"] if row["kind"] in ("pin", "warm")]
+
+
+def test_pins_are_billed_on_each_replica_to_the_key_that_asked(fleet: Fleet) -> None:
+    """Pins, cached contents and warms that another replica ordered, and the pin that a new replica gets."""
+    keys = {
+        each["tenant"]: each["id"] for each in fleet.asked("a", "GET", "/v1/keys", "operator").json()["keys"]
+    }
+    before = {name: pin_rows(fleet, name) for name in "abc"}
+    pin = fleet.pin("a", salt="billed", ttl_s=1200)
+    contents = [{"role": "user", "parts": [{"text": "Rule 9: name the page. " * 20}]}]
+    body = {"model": "models/radixkv-demo", "contents": contents, "ttl": "3000s"}
+    made = fleet.asked("b", "POST", "/v1beta/cachedContents", body=body).json()
+    num_tokens = made["usageMetadata"]["totalTokenCount"]
+    fleet.warm("c", salt="billed too", replicas="all")
+
+    def grown(name: str, field: str, kind: str) -> int:
+        of = [
+            sum(row[field] for row in rows if row["kind"] == kind)
+            for rows in (pin_rows(fleet, name), before[name])
+        ]
+        return int(of[0] - of[1])
+
+    def written(name: str, ttl_s: int) -> int:
+        rows = (pin_rows(fleet, name), before[name])
+        now, was = (sum(row["written_tokens"].get(str(ttl_s), 0) for row in each) for each in rows)
+        return int(now - was)
+
+    for name in "abc":
+        eventually(lambda name=name: grown(name, "requests", "pin") == 2, "both are billed")
+        assert (written(name, 1800), written(name, 3600)) == (pin["tokens"], num_tokens), name
+        assert grown(name, "uncached_tokens", "pin") == 0 and grown(name, "uncached_tokens", "warm") == len(
+            IDS
+        )
+        assert {row["key"] for row in pin_rows(fleet, name)} == {keys["acme"]}, "none without a key"
+        assert all(row["key"] == keys["globex"] for row in pin_rows(fleet, name, "globex"))
+
+    fleet.members["b"].kill()
+    eventually(lambda: states(fleet.pins("a")[pin["id"]])["b"] == "left")
+    fleet.whole("b")
+    eventually(lambda: fleet.pinned_blocks("b") == (pin["tokens"] + num_tokens) // 16, "it learns of both")
+    rows = eventually(lambda: (found := pin_rows(fleet, "b")) and found)
+    assert {row["key"] for row in rows} == {keys["acme"]}
+    assert sum(sum(row["written_tokens"].values()) for row in rows) == pin["tokens"] + num_tokens
+    assert fleet.asked("c", "DELETE", f"/v1/pins/{pin['id']}").status_code == 204
+    assert fleet.asked("c", "DELETE", f"/v1beta/{made['name']}").status_code == 200
+    eventually(lambda: [fleet.pinned_blocks(name) for name in "abc"] == [0] * 3)
+
+
 def test_pins_on_some_replicas(fleet: Fleet) -> None:
     named = fleet.pin("a", ttl_s=600, replicas=["b", "c"], salt="b and c")
     assert states(named) == {"b": "done", "c": "done"} and named["salt"] is None, "a does not know the salt"
@@ -483,3 +534,49 @@ def test_a_pin_ends_at_its_time_and_on_a_replica_that_was_cut_off(fleet: Fleet) 
     assert brief["id"] not in fleet.pins("a")
     fleet.purge("a", "acme")  # the next test needs the blocks
     eventually(lambda: fleet.purge("a", "acme", "GET")["complete"])
+
+
+def stored(redis: RedisServer) -> bytes:
+    """Everything in the store, not compressed."""
+    import redis as library
+
+    with library.Redis.from_url(redis.url) as store:
+        store.config_set("rdbcompression", "no")
+        return b"".join(store.dump(key) or b"" for key in store.keys("*"))
+
+
+def test_a_cached_content_lives_with_its_holders_and_never_in_the_store(fleet: Fleet) -> None:
+    text = "".join(f"Rule {number}: answer politely and name the page.\n" for number in range(40))
+    path, asked = "/v1beta/cachedContents", {"contents": [{"parts": [{"text": "Which page?"}]}]}
+    model = fleet.ask("a", "GET", "/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "systemInstruction": {"parts": [{"text": text}]}, "ttl": "900s"}
+    made = fleet.asked("a", "POST", path, body=body)
+    assert made.status_code == 200, made.text
+    name = made.json()["name"]
+    num_tokens = made.json()["usageMetadata"]["totalTokenCount"]
+    one, generate = f"/v1beta/{name}", f"/v1beta/models/{model}:generateContent"
+
+    def read(replica: str) -> int:
+        few = {"maxOutputTokens": 2, "temperature": 0}
+        answer = fleet.asked(
+            replica, "POST", generate, body={**asked, "cachedContent": name, "generationConfig": few}
+        )
+        return int(answer.json()["usageMetadata"]["cachedContentTokenCount"]) if answer.is_success else 0
+
+    assert [read(replica) >= num_tokens for replica in "abc"] == [True] * 3
+    assert b"answer politely" not in stored(fleet.redis)
+    assert fleet.pins("b")[name.removeprefix("cachedContents/")]["ttl_s"] > 800
+    theirs = fleet.asked("b", "GET", one, "globex")
+    never = fleet.asked("b", "GET", f"{path}/{'0' * 32}", "globex")
+    assert theirs.status_code == 404 and theirs.content == never.content
+
+    fleet.members["a"].kill()
+    assert read("b") >= num_tokens
+    fleet.whole("a")
+    eventually(lambda: read("a") >= num_tokens, "a restarted replica gets the content from a holder")
+    later = fleet.asked("c", "PATCH", one, body={"ttl": "5000s"})
+    assert later.status_code == 200, later.text
+    eventually(lambda: fleet.pins("a")[name.removeprefix("cachedContents/")]["ttl_s"] > 4000)
+    assert fleet.asked("c", "DELETE", one).json() == {}
+    eventually(lambda: [fleet.ask(each, "GET", one).status_code for each in "abc"] == [404] * 3)
+    eventually(lambda: [fleet.pinned_blocks(each) for each in "abc"] == [0] * 3)

@@ -147,7 +147,7 @@ def test_a_request_that_takes_too_long_is_504(hasty: Running, stream: bool) -> N
         answer = hasty.acme.post("/v1/completions", json=body)
         warmed = hasty.acme.post("/v1/warm", json={"token_ids": [5] * 32})
     for each in (answer, warmed):
-        assert each.status_code == 504 and each.json()["error"]["type"] == "timeout"
+        assert each.status_code == 504 and each.json()["error"]["docs_url"].endswith("#timeout")
     eventually(lambda: hasty.service.worker.num_unfinished == 0)
     assert hasty.service.warmer.num_under_way == 0
     audit.check(hasty.service.cache)
@@ -164,7 +164,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(hasty: Running) -> None
 
     answer = eventually(begun, "a stream that begins in time")
     *_, last = answer.text.strip().split("\n\n")
-    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
     eventually(lambda: hasty.service.cache.stats().num_sequences == 0)
 
 

@@ -89,7 +89,7 @@ def test_a_new_tenant_has_no_job_and_no_idempotency_key_of_the_old_one(
         make_again(live, keys)
         purged(live)
         eventually(lambda: not job.tasks, "the running job is cancelled")
-        assert job.warming is not None and not job.warming.num_shares
+        assert job.share is not None and not job.share.warming.num_shares
     never = live.acme.get(f"/v1/warm/{NEVER}")
     for each in (done, running):
         answer = live.acme.get(f"/v1/warm/{each}")
@@ -154,7 +154,7 @@ def test_a_purge_cancels_running_jobs(live: Running) -> None:
         assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
         assert live.acme.get(f"/v1/warm/{job}").status_code == 404
         eventually(lambda: not found.tasks)
-        assert found.warming is not None and not found.warming.num_shares
+        assert found.share is not None and not found.share.warming.num_shares
 
 
 def test_a_new_tenant_waits_for_the_purge_while_the_store_is_away(

@@ -121,6 +121,62 @@ def test_tools_and_results_are_part_of_the_prompt(acme: Any) -> None:
     assert plain < with_tools < with_calls and hidden.usage.prompt_tokens == plain
 
 
+def marked(text: str, **fields: str) -> dict[str, Any]:
+    """A part that ends with a breakpoint."""
+    return {"type": "text", "text": text, "prompt_cache_breakpoint": {"mode": "explicit", **fields}}
+
+
+def written_and_read(acme: Any, messages: list[Any], salt: str, **fields: Any) -> tuple[int, int]:
+    """The written tokens of a first request, and what a second one reads. The sums are checked."""
+    replies = [
+        acme.chat.completions.create(messages=messages, extra_body={"salt": salt}, **fields, **FEW)
+        for _ in range(2)
+    ]
+    first, second = (each.usage.prompt_tokens_details for each in replies)
+    assert first.cached_tokens == second.cache_write_tokens == 0
+    assert first.cache_write_tokens <= replies[0].usage.prompt_tokens == replies[1].usage.prompt_tokens
+    return first.cache_write_tokens, second.cached_tokens
+
+
+def test_without_options_nothing_is_promised_and_yet_it_is_read_again(acme: Any) -> None:
+    written, read = written_and_read(acme, CHAT, "no options", prompt_cache_retention="24h")
+    assert written == 0 < read
+
+
+def test_implicit_writes_the_whole_prompt(acme: Any) -> None:
+    written, read = written_and_read(acme, CHAT, "implicit", prompt_cache_options={"ttl": "30m"})
+    assert written == read > 0
+
+
+def test_explicit_writes_up_to_its_breakpoints(acme: Any) -> None:
+    chat = [{"role": "system", "content": [marked(SYSTEM, ttl="12h")]}, CHAT[1]]
+    written, read = written_and_read(acme, chat, "explicit", prompt_cache_options={"mode": "explicit"})
+    assert 0 < written <= read and written % 16 == 0
+
+
+def test_explicit_without_breakpoints_uses_no_cache(acme: Any, url: str) -> None:
+    warmed = {"messages": CHAT, "salt": "unused"}
+    headers = {"X-Api-Key": KEYS["acme"]}
+    assert (
+        httpx.post(f"{url}/v1/warm", json=warmed, headers=headers, timeout=60, trust_env=False).status_code
+        == 200
+    )
+    before = httpx.get(f"{url}/v1/stats", headers=headers, trust_env=False).json()
+    written, read = written_and_read(acme, CHAT, "unused", prompt_cache_options={"mode": "explicit"})
+    after = httpx.get(f"{url}/v1/stats", headers=headers, trust_env=False).json()
+    assert (written, read) == (0, 0)
+    assert after["resident_blocks"] == before["resident_blocks"]
+    assert after["num_namespaces"] == before["num_namespaces"]
+
+
+def test_only_the_latest_breakpoints_are_written(acme: Any, url: str) -> None:
+    parts = [marked(f"Rule {number}: answer politely and name the page. " * 2) for number in range(6)]
+    chat = [{"role": "user", "content": parts}]
+    written, _ = written_and_read(acme, chat, "latest", prompt_cache_options={"mode": "explicit"})
+    pins = httpx.get(f"{url}/v1/pins", headers={"X-Api-Key": KEYS["acme"]}, trust_env=False).json()["pins"]
+    assert [pin["tokens"] for pin in pins if pin["salt"] == "latest"] == [written]
+
+
 def test_completions_and_models(acme: Any) -> None:
     reply = acme.completions.create(prompt="Once upon a time", **FEW)
     assert reply.object == "text_completion" and reply.usage.prompt_tokens_details.cached_tokens >= 0
@@ -131,6 +187,52 @@ def test_completions_and_models(acme: Any) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         acme.models.retrieve("another")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_completions_report_what_the_cache_did(acme: Any) -> None:
+    """Whole and streamed, and for several prompts in one request."""
+    fields: dict[str, Any] = {"prompt": [SYSTEM, SYSTEM[::-1]], "extra_body": {"salt": "usage"}, **FEW}
+    cold, warm = (acme.completions.create(**fields).usage for _ in range(2))
+    *_, last = acme.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert (cold.prompt_tokens_details.cached_tokens, cold.prompt_tokens_details.cache_write_tokens) == (0, 0)
+    read = warm.prompt_tokens_details.cached_tokens
+    assert warm.prompt_tokens - 2 * 16 <= read < warm.prompt_tokens and read % 16 == 0
+    assert last.usage == warm and warm.prompt_tokens_details.cache_write_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "code"),
+    [
+        ({"prompt": []}, "prompt", "validation_error"),
+        ({"prompt": "word " * 100_000}, "prompt", "context_length_exceeded"),
+        ({"prompt": [5] * 9000}, "prompt", "context_length_exceeded"),
+        ({"max_tokens": 2**30}, "max_tokens", "context_length_exceeded"),
+        ({"logprobs": 3}, "logprobs", "validation_error"),
+        ({"best_of": 3}, "best_of", "validation_error"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),
+        ({"extra_body": {"hints": {"labels": {"a": []}}}}, "hints.labels", "validation_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_that_is_refused_is_a_bad_request_that_names_the_field(
+    acme: Any, changed: dict[str, Any], param: str, code: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        acme.completions.create(**{"prompt": "x", "stream": stream, **FEW, **changed})
+    error = caught.value
+    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert error.request_id is not None and error.request_id.startswith("req_")
+    assert error.body["field"] == param and error.body["allowed"], "radixkv's own facts stay beside"
+
+
+def test_completions_have_the_sdks_classes_of_errors(acme: Any, url: str) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        acme.completions.create(**{**FEW, "prompt": "x", "model": "another"})
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    stranger = openai.OpenAI(base_url=f"{url}/v1", api_key="nobody", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError) as unknown:
+        stranger.completions.create(prompt="x", **FEW)
+    assert unknown.value.code == "invalid_api_key" and unknown.value.request_id.startswith("req_")
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/secret"}}
@@ -149,7 +251,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/secret"}}
         ({"response_format": {"type": "json_object"}}, "response_format", "validation_error"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),
         ({"store": True}, "store", "validation_error"),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options", "validation_error"),
+        ({"prompt_cache_options": {"ttl": "1m"}}, "prompt_cache_options.ttl", "validation_error"),
+        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", "validation_error"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_a_bad_request_that_names_the_field(

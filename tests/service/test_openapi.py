@@ -156,3 +156,30 @@ def test_errors_have_the_types_that_their_status_says(document: dict[str, Any]) 
             examples = response["content"][JSON]["examples"]
             assert examples, (place, status)
             assert all(int(status) in ERROR_TYPES[name].statuses for name in examples), (place, status)
+
+
+def test_the_query_of_usage_is_described_as_it_is_read(live: Running, document: dict[str, Any]) -> None:
+    described = {each["name"]: each["schema"] for each in document["paths"]["/v1/usage"]["get"]["parameters"]}
+    texts = [
+        "",
+        "x",
+        "0",
+        "99999999999",
+        "2026-02-28T23:59:59Z",
+        "2026-02-30T00:00:00Z",
+        "2026-04-31T00:00:00Z",
+        "2026-12-31T00:00:00Z",
+        "2026-13-01",
+        "5-" + "0" * 16,
+    ]
+    texts += ["1000", "1001", "1024"]
+    for name in ("from", "to", "page", "limit"):
+        schema = described[name]
+        for text in texts:
+            value = int(text) if schema["type"] == "integer" and text.isdigit() else text
+            is_fine = jsonschema_rs.validator_for(schema).is_valid(value)
+            status = live.acme.get("/v1/usage", params={name: text}).status_code
+            assert status in (200, 422)
+            assert status == 200 or not is_fine, (name, text)
+        fitting = {"from": "0", "to": "2026-02-28T23:59:59Z", "page": "5-" + "0" * 16, "limit": "1000"}[name]
+        assert re.fullmatch(schema.get("pattern", ".*"), fitting), "the description allows something"

@@ -15,17 +15,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radixkv.service.schemas.errors import ErrorReply
+from radixkv.service.schemas.errors import CompletionErrorReply, ErrorReply
 from tests.service.running import DEADLINE_S, Running
 
 MESSAGE = {"role": "user", "content": "x"}
 FORMS = "prompt, messages, token_ids"
 PATHS = ("/v1/warm", "/v1/lookup", "/v1/completions")
+OPENAI_TYPES = {
+    **dict.fromkeys((400, 408, 409, 413, 415), "invalid_request_error"),
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def refused_status(path: str) -> int:
+    """The status of a body that can't be served: OpenAI's on its path, else 422."""
+    return 400 if path == "/v1/completions" else 422
 
 
 def refusal(answer: httpx.Response) -> dict[str, Any]:
-    """Check the format of an error answer and return its error object."""
+    """Check the format of an error answer and return its error object, in radixkv's own form."""
     document = answer.json()
+    if answer.request.url.path == "/v1/completions" and answer.status_code != 405:
+        document = own_form(answer)
     ErrorReply.model_validate(document)
     assert set(document) == {"error"} and set(document["error"]) == {
         "type",
@@ -38,6 +52,16 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
     assert document["error"]["docs_url"] == f"/docs/errors#{document['error']['type']}"
     assert 400 <= answer.status_code < 500 and len(answer.content) < 1500
     return dict(document["error"])
+
+
+def own_form(answer: httpx.Response) -> dict[str, Any]:
+    """Check an error in OpenAI's form with radixkv's beside it, and return radixkv's."""
+    document = answer.json()
+    CompletionErrorReply.model_validate(document)
+    error = document["error"]
+    assert error.pop("param") == error["field"] and answer.headers["x-request-id"].startswith("req_")
+    assert error.pop("code") and error["type"] == OPENAI_TYPES.get(answer.status_code, "server_error")
+    return {"error": {**error, "type": error["docs_url"].rpartition("#")[2]}}
 
 
 @pytest.mark.parametrize(
@@ -116,12 +140,12 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "hints": {"duration_s": 5.0}}, "hints.duration_s", 5.0),
     ],
 )  # fmt: skip
-def test_a_body_that_cannot_be_served_is_422(
+def test_a_body_that_cannot_be_served_is_refused(
     live: Running, path: str, body: Any, field: str, value: Any
 ) -> None:
     answer = live.acme.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     error = refusal(answer)
-    assert answer.status_code == 422
+    assert answer.status_code == refused_status(path)
     assert (error["type"], error["field"], error["value"]) == ("validation_error", field, value)
     assert error["allowed"] and error["message"]
 
@@ -249,10 +273,10 @@ def test_a_number_with_a_fraction_of_zero_is_an_integer(live: Running) -> None:
         {f"a{number}": number for number in range(17)},
     ],
 )
-def test_invalid_labels_are_422(live: Running, labels: dict[str, Any]) -> None:
+def test_invalid_labels_are_refused(live: Running, labels: dict[str, Any]) -> None:
     answer = live.acme.post("/v1/completions", json={"prompt": "x", "hints": {"labels": labels}})
     error = refusal(answer)
-    assert answer.status_code == 422 and error["field"] == "hints.labels"
+    assert answer.status_code == 400 and error["field"] == "hints.labels"
     assert error["value"] == f"an object with {len(labels)} names"
     assert error["allowed"].startswith("at most 16 strings of at most 256 characters, numbers within ±1e+15")
 
@@ -264,7 +288,7 @@ def test_a_prompt_beyond_the_limit_names_the_limit(live: Running, path: str) -> 
     field = "prompt" if path == "/v1/completions" else "token_ids"
     answer = live.acme.post(path, json={field: [5] * (limit + 1)})
     error = refusal(answer)
-    assert answer.status_code == 422
+    assert answer.status_code == refused_status(path)
     assert (error["field"], error["value"]) == (field, limit + 1) and str(limit) in error["allowed"]
     error = refusal(live.acme.post(path, json={"prompt": "many words " * limit}))
     assert error["field"] == "prompt" and str(limit) in error["allowed"]
@@ -273,7 +297,7 @@ def test_a_prompt_beyond_the_limit_names_the_limit(live: Running, path: str) -> 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_text_beyond_any_tokenizer_is_not_tokenized(live: Running, path: str) -> None:
     answer = live.acme.post(path, json={"prompt": "x" * 1_000_000})
-    assert answer.status_code == 422
+    assert answer.status_code == refused_status(path)
     assert (error := refusal(answer))["field"] == "prompt" and error["value"] == 1_000_000
 
 
@@ -305,7 +329,7 @@ def test_a_body_that_is_not_json_is_refused(
     live: Running, path: str, content: bytes, kind: str, status: int
 ) -> None:
     answer = live.acme.post(path, content=content, headers={"content-type": kind})
-    assert answer.status_code == status, answer.text
+    assert answer.status_code == (refused_status(path) if status == 422 else status), answer.text
     refusal(answer)
 
 

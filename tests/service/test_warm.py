@@ -239,7 +239,7 @@ def test_a_completion_that_is_purged_midway_ends_with_the_error(live: Running, s
         assert "text_completion" in next(pieces)
         assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
         events = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
-    assert events[-1]["error"]["type"] == "conflict", "the status of the stream was already sent"
+    assert events[-1]["error"]["code"] == "conflict", "the status of the stream was already sent"
 
 
 def test_a_completion_that_is_purged_midway_may_be_asked_again(live: Running, salt: str) -> None:

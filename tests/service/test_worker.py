@@ -310,3 +310,41 @@ def test_a_batching_engine_serves_a_small_tenant_beside_a_flood() -> None:
         worker.close()
     calm = [at for at, tenant in enumerate(order) if tenant == "calm"]
     assert calm[-1] - calm[0] < 20 * 3, "every other turn is its own"
+
+
+def test_patient_work_lets_its_tenants_other_work_go_first_for_its_time() -> None:
+    worker, order, held = ModelWorker(max_queued=40, num_together=16), list[str](), threading.Event()
+
+    def run(work: Work[None], name: str) -> None:
+        order.append(name)
+        while not held.is_set():
+            work.turn()
+            work.check()
+
+    try:
+        open_work = worker.submit("a", lambda work: run(work, "open"))
+        patient = worker.submit("a", lambda work: run(work, "patient"), patience_s=60.0)
+        short = worker.submit("a", lambda work: run(work, "short"), patience_s=0.2)
+        later = worker.submit("a", lambda work: run(work, "later"))
+        other = worker.submit("b", lambda work: run(work, "other"), patience_s=60.0)
+        eventually(lambda: len(order) == 4)
+        assert set(order) == {"open", "later", "other", "short"} and not patient.future.running()
+        held.set()
+        for work in (open_work, patient, short, later, other):
+            work.future.result(DEADLINE_S)
+        assert order[-1] == "patient", "it begins when the tenant's other work is over"
+    finally:
+        worker.close()
+
+
+def test_work_that_is_to_hurry_begins_at_once() -> None:
+    worker = ModelWorker(num_together=16)
+    release = hold(worker, "a")
+    try:
+        patient = worker.submit("a", lambda _: 5, patience_s=60.0)
+        turning = worker.submit("a", lambda work: [work.turn() for _ in range(3)])
+        patient.hurry()
+        release.set()
+        assert patient.future.result(DEADLINE_S) == 5 and turning.future.result(DEADLINE_S)
+    finally:
+        worker.close()

@@ -25,10 +25,11 @@ from tests.service.running import Running, eventually, service_in_thread
 
 pytestmark = pytest.mark.slow
 
-RANDOM = {"id", "job"}
+RANDOM = {"id", "job", "responseId", "name"}
 TIMES = {
     "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
-    "ttl_s",
+    "ttl_s", "held_token_s", "pinned_token_s", "hour", "createTime", "updateTime", "expireTime", "created_at",
+    "completed_at",
 }  # fmt: skip
 PLACES = {"epoch", "address"}
 """Values of the process, not of tenants: when it started, and the port that the test chose."""
@@ -63,6 +64,7 @@ def scene(ask: Ask) -> None:
         ask("POST", "/v1/route", {"prompt": TEXT, "cost": "lmetric"})
         ask("GET", "/v1/stats")
         ask("GET", "/v1/replicas")
+        providers(ask, greedy)
     ask("POST", "/v1/pins", {"token_ids": IDS, "salt": "s", "ttl_s": 600})
     ask("POST", "/v1/pins", {"token_ids": IDS, "salt": "nowhere", "ttl_s": 600})
     ask("GET", "/v1/pins")
@@ -111,6 +113,33 @@ def scene(ask: Ask) -> None:
     ask("GET", "/v1/stats")
     ask("DELETE", "/v1/cache")
     ask("GET", "/v1/stats")
+
+
+def providers(ask: Ask, greedy: dict[str, Any]) -> None:
+    """The shapes of the providers, with breakpoints, and a cached content from its creation to its end."""
+    short = {"max_tokens": 4, "temperature": 0}
+    marked = [{"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": marked}]}
+    ask("POST", "/v1/messages", {**chat, **short})
+    ask("POST", "/v1/messages/count_tokens", chat)
+    ask("POST", "/v1/responses", {"model": MODEL, "input": TEXT, "max_output_tokens": 4, "temperature": 0})
+    ask("POST", "/tokenize", {"prompt": TEXT})
+    ask("POST", "/detokenize", {"tokens": IDS})
+    contents = [{"role": "user", "parts": [{"text": TEXT}]}]
+    made = ask(
+        "POST", "/v1beta/cachedContents", {"model": f"models/{MODEL}", "contents": contents, "ttl": "600s"}
+    )
+    ask("GET", "/v1beta/cachedContents")
+    path = f"/v1beta/{made.json()['name']}"
+    ask("GET", path)
+    ask("PATCH", path, {"ttl": "900s"})
+    asked = {"contents": contents, "generationConfig": {"maxOutputTokens": 4, "temperature": 0}}
+    ask("POST", f"/v1beta/models/{MODEL}:generateContent", asked)
+    ask("POST", f"/v1beta/models/{MODEL}:streamGenerateContent", asked)
+    ask("DELETE", path)
+    ask("GET", path)
+    ask("GET", "/v1/usage")
+    ask("GET", "/v1/usage?tenant=globex")
 
 
 def disturb(live: Running, number: int) -> None:
@@ -193,17 +222,45 @@ def headers(answer: httpx.Response) -> dict[str, str]:
 
 def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        return events(answer.text, handles)
+        is_gemini = answer.url.path.endswith(":streamGenerateContent")
+        return (gemini_events if is_gemini else events)(answer.text, handles)
     if answer.url.path == "/openapi.json":
         return answer.json()  # its examples are no handles
+    if answer.url.path == "/v1/usage" and answer.is_success:
+        usage = answer.json()
+        return plain(usage | {"rows": over_all_hours(usage["rows"])}, handles)
     return plain(answer.json(), handles) if answer.content else None
+
+
+def over_all_hours(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a usage report, added up over hours, which may change at any time.
+
+    Without what is held: that has a row once a second has passed.
+    """
+    sums: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        labels = {name: each for name, each in row.items() if isinstance(each, str) and name != "hour"}
+        counts = {name: each for name, each in row.items() if not isinstance(each, str) and name not in TIMES}
+        if row["kind"] != "held":
+            before = sums.setdefault(json.dumps(labels, sort_keys=True), labels)
+            sums[json.dumps(labels, sort_keys=True)] = before | {
+                name: added(before.get(name), each) for name, each in counts.items()
+            }
+    return [sums[label] for label in sorted(sums)]
+
+
+def added(one: Any, other: Any) -> Any:
+    """The sum of two counts, or of two mappings to counts; None counts nothing."""
+    if one is None or not isinstance(other, dict):
+        return other if one is None else one + other
+    return {name: one.get(name, 0) + other.get(name, 0) for name in sorted(one | other)}
 
 
 ROLE = {"role": "assistant", "refusal": None}
 """The first delta of a chat, without its text."""
 MODEL = "radixkv-demo"
 STREAMED = ("text_completion", "chat.completion.chunk")
-NO_FACTS = ("date", "content-length", "x-request-id")
+NO_FACTS = ("date", "content-length", "x-request-id", "request-id")
 """Headers that are random, or depend on time or on the length of random values."""
 
 
@@ -239,6 +296,13 @@ def events(text: str, handles: dict[str, list[str]]) -> Any:
         for other in (*choices, each):
             others += [other] if other not in others else []
     return said, sorted(map(json.dumps, others))
+
+
+def gemini_events(text: str, handles: dict[str, list[str]]) -> Any:
+    """The whole text of a stream of Gemini's, and all else of its last event."""
+    found = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.strip()]
+    parts = [part["text"] for each in found for part in each["candidates"][0]["content"].pop("parts")]
+    return "".join(parts), plain(found[-1], handles)
 
 
 def plain(value: Any, handles: dict[str, list[str]]) -> Any:
@@ -289,10 +353,15 @@ def test_handles_are_random_and_count_nothing(worlds: Any) -> None:
         assert len(handles["job"]) >= 4 and len(handles["id"]) >= 8
         for names, pattern in (
             (handles["job"], r"[A-Za-z0-9_-]{32}"),
-            ([name for name in handles["id"] if name != MODEL], r"(chat)?cmpl-[0-9a-f]{24}"),
+            (
+                [name for name in handles["id"] if name != MODEL],
+                r"((chat)?cmpl-|(msg|resp|req)_)[0-9a-f]{24}",
+            ),
+            (handles["responseId"], r"req_[0-9a-f]{24}"),
+            ([name for name in handles["name"] if "/" in name], r"cachedContents/[A-Za-z0-9_-]{20,}"),
         ):
             assert all(re.fullmatch(pattern, name) for name in names)
-            drawn = [name.removeprefix("chat").removeprefix("cmpl-") for name in names]
+            drawn = [re.sub(r"^(chat)?(cmpl-|[a-z]+_|cachedContents/)", "", name) for name in names]
             assert len({name[:8] for name in drawn}) == len({name[-8:] for name in drawn}) == len(set(names))
     shared = set(worlds[0][2]["id"]) & set(worlds[1][2]["id"])
     assert shared <= {MODEL}, "another process uses other ids for the same requests"
@@ -306,7 +375,7 @@ def test_no_reply_names_a_block(worlds: Any) -> None:
     )
     assert not {
         name for name in names if re.search(r"block_id|block_table|node|_seq|generation|counter", name)
-    } - {"last_seq"}
+    } - {"last_seq", "stop_sequence"}
     replicas = [each[4]["replicas"][0] for each in alone if each[1] == "/v1/replicas"]
     assert replicas and all(each["last_seq"] is None for each in replicas)
 

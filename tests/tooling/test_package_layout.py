@@ -25,8 +25,15 @@ LOCATIONS = {
     "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
     "key rotation": ("service/key_store.py", "KeyStore.rotate"),
     "keys of engines": ("signing.py", "KeySet.derive"),
+    "settings": ("configuration/definitions.py", "Setting"),
+    "configuration file": ("configuration/config_file.py", "load"),
+    "reload": ("service/reloading.py", "Reloader"),
     "KV events": ("events/event_stream.py", "EventStream"),
     "order of waiting requests": ("scheduling/request_queue.py", "RequestQueue"),
+    "what a record on disk is": ("tiers/record_identity.py", "RecordIdentity"),
+    "keys of a disk tier": ("tiers/folder.py", "TenantKeys"),
+    "usage records": ("billing/usage_record.py", "UsageRecord"),
+    "check of a usage log": ("billing/usage_check.py", "verify"),
     "fairness between tenants": ("scheduling/virtual_time.py", "VirtualTime"),
 }
 """The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
@@ -44,7 +51,9 @@ FILES = {
 PACKAGES = {
     "audit",
     "bench",
+    "billing",
     "cli",
+    "configuration",
     "coordination",
     "engines",
     "events",
@@ -52,6 +61,7 @@ PACKAGES = {
     "scheduling",
     "service",
     "storage",
+    "tiers",
     "tokenizer",
 }
 

@@ -1,6 +1,6 @@
 """The exported Hypothesis state machines: random sequences of calls (lives), checked against the oracle and the laws.
 
-Only this subpackage imports Hypothesis (extra ``audit``). It has five machines:
+Only this subpackage imports Hypothesis (extra ``audit``). It has six machines:
 
 - ``CacheMachine`` attacks one PrefixCache with every call, also with calls that must be refused. It checks after
   each step: every law of ``radixkv.audit`` holds. What was served was committed before, in that namespace, since it
@@ -8,6 +8,7 @@ Only this subpackage imports Hypothesis (extra ``audit``). It has five machines:
   still matches. A refused call changed nothing, and its reason was true. The number of copies is what the formula
   says.
 - ``BeamMachine`` does the same. It also lends some of its requests to the device, which advances them by itself.
+- ``LoadingMachine`` does it with host memory below: what was evicted comes back.
 - ``EngineMachine`` attacks a cache whose blocks the engine owns: every block is the engine's, resident or to reclaim.
 - ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
   observes.
@@ -23,8 +24,8 @@ The modules:
 
 - ``material``: prompts and namespaces.
 - ``checked``: checks after each step.
-- ``lookups``, ``steps_ahead``, ``machine``: calls on one cache. ``beam_machine``, ``engine_machine``: with beams on the
-  device, and on a cache whose blocks the engine owns.
+- ``lookups``, ``steps_ahead``, ``machine``: calls on one cache. ``beam_machine``, ``loading_machine``,
+  ``engine_machine``: with beams on the device, with host memory below, and where the engine owns the blocks.
 - ``adapter``, ``two_systems``: the protocol of a system, and the comparison of two.
 - ``runner``: the runs.
 """
@@ -38,12 +39,14 @@ require_extra("radixkv.audit.properties", "audit")
 from radixkv.audit.properties.adapter import (
     Adapter,
     CacheAdapter,
+    has_loading,
     has_strict_tenants,
     strict_halves,
     strict_system,
 )
 from radixkv.audit.properties.beam_machine import BeamMachine
 from radixkv.audit.properties.engine_machine import EngineMachine
+from radixkv.audit.properties.loading_machine import LoadingMachine
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import LAYOUT, NAMESPACES, CacheFactory, Held, Mirror, expect, prompts
 from radixkv.audit.properties.runner import PropertyReport, run, run_adapter
@@ -59,6 +62,7 @@ __all__ = [
     "CacheMachine",
     "EngineMachine",
     "Held",
+    "LoadingMachine",
     "Mirror",
     "Observed",
     "Player",
@@ -67,6 +71,7 @@ __all__ = [
     "TwoRuns",
     "TwoSystems",
     "expect",
+    "has_loading",
     "has_strict_tenants",
     "prompts",
     "run",

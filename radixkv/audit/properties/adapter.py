@@ -27,6 +27,8 @@ The machine also uses each of these that the adapter has:
     announce(namespace, ids, ttl_s)    a request waits
     withdraw(tenant, which)            ends one of the tenant's announcements, if it has any
     announced(tenant) -> object        how much of each waiting request is cached; compared by ==
+    converse(namespace, ids) -> (request, num_cached)   begins a request, of the tenant's session of the namespace
+    end_session(namespace) -> object   ends this session; the result is compared
     restart()                          the process dies and restarts empty; older objects are never used again
     publish(base_id, namespace, ids, readers)   an operator computes and publishes the whole blocks of ids for tenants
     unpublish(base_id)                 ends the base: no tenant reads it any more
@@ -42,11 +44,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from radixkv.audit import invariants
 from radixkv.audit.oracle import Engine, cache_with_engine, chain, kv_of
-from radixkv.audit.properties.material import MAX_PINS, CacheFactory, Mirror
+from radixkv.audit.properties.material import LAYOUT, MAX_PINS, CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import FlushRequired
@@ -98,6 +101,9 @@ class CacheAdapter:
         if hasattr(cache, "announce"):
             self.announce, self.announced, self.withdraw = self._announce, self._announced, self._withdraw
         self._waits: list[Any] = []
+        if hasattr(cache, "session"):
+            self.converse, self.end_session = self._converse, self._end_session
+        self._sessions: dict[Namespace, Any] = {}
         if hasattr(cache, "publish"):
             self.publish, self.unpublish = self._publish, self._unpublish
         if make is not None:
@@ -137,9 +143,25 @@ class CacheAdapter:
 
     def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Mirror, int]:
         """A sequence, and its cached tokens."""
-        sequence = self._with_room(lambda: self.cache.open(namespace, ids))
+        return self._opened(namespace, ids, lambda: self.cache.open(namespace, ids))
+
+    def _opened(
+        self, namespace: Namespace, ids: Sequence[int], call: Callable[[], Any]
+    ) -> tuple[Mirror, int]:
+        sequence = self._with_room(call)
         cached = sequence.num_cached_tokens
         return Mirror(sequence, namespace, list(ids), chain(namespace, ids), cached, cached), int(cached)
+
+    def _converse(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Mirror, int]:
+        session = self._sessions.get(namespace)
+        if session is None:
+            session = self._sessions[namespace] = self.cache.session(namespace)
+        session.pause()
+        return self._opened(namespace, ids, lambda: session.open(ids))
+
+    def _end_session(self, namespace: Namespace) -> Any:
+        session = self._sessions.pop(namespace, None)
+        return None if session is None else (session.own_blocks, session.name, session.close())
 
     def _open_ahead(self, namespace: Namespace, ids: Sequence[int], step: int) -> tuple[Mirror, int, int]:
         sequence = self._with_room(lambda: self.cache.open(namespace, ids, ahead=True))
@@ -270,7 +292,7 @@ class CacheAdapter:
 
     def _restart(self) -> None:
         assert self._make is not None
-        self._bases, self._waits = {}, []
+        self._bases, self._waits, self._sessions = {}, [], {}
         self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
@@ -302,6 +324,16 @@ def _heir(request: Mirror, sequence: Any) -> Mirror:
 def has_strict_tenants(factory: Any) -> bool:
     """Whether the caches that ``factory`` makes have tenants with quotas and modes."""
     return hasattr(factory(CacheConfig(num_blocks=2)), "add_tenant")
+
+
+def has_loading(factory: Any) -> bool:
+    """Whether the caches that ``factory`` makes may have host memory below, which needs torch."""
+    if find_spec("torch") is None:
+        return False
+    sequence = factory(CacheConfig(4, 4, LAYOUT, host_blocks=8)).open(Namespace("a", "m"), range(4))
+    found = hasattr(sequence, "loading")
+    sequence.release()
+    return found
 
 
 def strict_system(

@@ -58,6 +58,8 @@ class CheckedCache(RuleBasedStateMachine):
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
         self.waits: list[tuple[Any, tuple[int, ...], float]] = []  # announcements, their ids and ends
         self.num_waited = 0
+        self.sessions: list[tuple[Any, int]] = []  # each with the number of its family
+        self.num_opened = 0
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
 
     # After each step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from radixkv.audit import invariants
 from radixkv.audit.properties.checked import CheckedCache
 from radixkv.audit.properties.material import (
     MAX_PINS,
+    MAX_SESSIONS,
     MAX_WAITING,
     NAMESPACES,
     Held,
@@ -31,9 +32,15 @@ from radixkv.errors import (
     StaleGeneration,
 )
 from radixkv.index.cache import RequestHints
+from radixkv.index.snapshot import NodeSnapshot
 
 _PLACES = {"free_ids", "lent_ids", "held_ids"}
 """Parts of a snapshot that a use leaves as they are. The others name nodes, which it may split."""
+
+
+def _blocks_of(node: NodeSnapshot) -> list[int]:
+    found: list[int] = np.frombuffer(node.block_ids, np.int32).tolist()
+    return found
 
 
 class Lookups(CheckedCache):
@@ -234,6 +241,55 @@ class Lookups(CheckedCache):
             expect(not self.cache.changed_announcements(), "a new announcement has changed")
         changed = set(invariants.differences(before, self.cache.snapshot())) - {"announcements", "tenants"}
         expect(not changed, f"an announcement changed {', '.join(sorted(changed))}")
+
+    # Sessions.
+
+    def _opener(self, namespace: Namespace) -> Callable[..., Any]:
+        """What opens the next request of a namespace: the cache, an old or new session, or a fork of one.
+
+        Nothing is drawn for this, as for those that wait. A session may be closed before.
+        """
+        self.num_opened += 1
+        if self.num_opened % 3 == 0 or not hasattr(self.cache, "session"):
+            return lambda ids, **named: self.cache.open(namespace, ids, **named)
+        if len(self.sessions) == MAX_SESSIONS:
+            self._close(*self.sessions.pop(self.num_opened % MAX_SESSIONS))
+        its = [each for each in self.sessions if each[0].namespace == namespace]
+        if not its or self.num_opened % 5 == 0:
+            self.sessions.append((self.cache.session(namespace), self.num_opened))
+        elif self.num_opened % 4 == 0:
+            self.sessions.append((its[0][0].fork(), its[0][1]))
+        else:
+            self.sessions.remove(its[0])
+            self.sessions.append(its[0])
+        session, _ = self.sessions[-1]
+        if self.num_opened % 2:
+            session.pause(1.0 + self.num_opened % 9)
+        return lambda ids, **named: session.open(ids, **named)
+
+    def _close(self, session: Any, family: int) -> None:
+        """The end of a session frees unused blocks that only it, or its family, used, and no others."""
+        own, before = session.own_blocks, self.cache.snapshot()
+        freed = session.close()
+        after = self.cache.snapshot()
+        left = {block for tree in after.trees for node in tree.nodes for block in _blocks_of(node)}
+        gone = [
+            (node.uses, node.sole_user)
+            for tree in before.trees
+            for node in tree.nodes
+            for block in _blocks_of(node)
+            if block not in left
+        ]
+        expect(len(gone) == freed, f"a close freed {len(gone)} blocks, and says {freed}")
+        users = {user for _, user in gone}
+        is_last = not any(family == other for _, other in self.sessions)
+        expect(
+            not any(uses for uses, _ in gone) and None not in users and len(users) <= 1 + is_last,
+            "a close freed blocks of others",
+        )
+        is_idle = not before.sequences and not before.leases and not before.bases
+        expect(not is_idle or freed >= own, f"a close freed {freed} of the {own} blocks of a session alone")
+        expect(session.close() == 0 and not session.is_open, "a closed session is open")
 
     @rule(where=where_to)
     def clear(self, where: int) -> None:

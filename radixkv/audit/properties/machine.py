@@ -110,6 +110,7 @@ class CacheMachine(StepsAhead):
     ) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
         self._pass(1.0)
+        opens = self._opener(namespace)
         match = self._matched(namespace, ids)
         usable = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
         cached = usable if looks else 0
@@ -118,7 +119,7 @@ class CacheMachine(StepsAhead):
         owner, stop = max(offers, key=lambda offer: offer[1], default=(None, cached))
         named = ({} if looks else {"lookup": False}) | ({"ahead": True} if leans and self._has_steps else {})
         try:
-            sequence = self.cache.open(namespace, ids, **named)
+            sequence = opens(ids, **named)
         except FlushRequired as error:
             self._fetch(error, before)
             return self._open(where, prompt, looks, leans)

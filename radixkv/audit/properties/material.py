@@ -32,6 +32,9 @@ MAX_PINS = 2
 MAX_WAITING = 6
 """Requests that wait at a time."""
 
+MAX_SESSIONS = 5
+"""Open sessions at a time."""
+
 small = st.integers(0, 7)
 WITH_MATERIAL = len(NAMESPACES)
 """Where a prompt of the first namespace has an image in place of its second token."""

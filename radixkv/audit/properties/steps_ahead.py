@@ -2,7 +2,8 @@
 their end.
 
 The engine writes the KV of a step when it schedules the step, in order with its other work. If the step will fail, it
-writes garbage where no other sequence reads. So whatever is matched, committed or read is wrong at once if it is shown
+writes garbage where no other sequence reads and nothing is resident: a fork may compute again what another one has
+committed in a block that both share. So whatever is matched, committed or read is wrong at once if it is shown
 before its step is done, or after the step has failed.
 """
 
@@ -102,6 +103,8 @@ class StepsAhead(Lookups):
     def _others_have(self, run: Mirror, block_ids: Any) -> bool:
         tables = [other.sequence.block_table for other in (*self.runs, *self.away) if other is not run]
         tables += [table for _, _, table in self.fenced]
+        for tree in self.cache.snapshot().trees:
+            tables += [np.frombuffer(node.block_ids, np.int32) for node in tree.nodes]
         return any(bool(np.isin(block_ids, table).any()) for table in tables)
 
     @precondition(lambda self: self.steps)

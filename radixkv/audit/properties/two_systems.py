@@ -97,6 +97,7 @@ class Player:
     """Running steps, each with the request that it computes."""
     num_steps: int = 0
     num_waited: int = 0
+    num_opened: int = 0
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -104,16 +105,24 @@ class Player:
         return [Namespace(self.tenant, *each[1:]) for each in NAMESPACES if each.tenant == "a"]
 
     def open(self, where: int, prompt: Sequence[int], done: int) -> Observed:
-        """What was cached, the request's name and the cached bytes; then ``done`` tokens are committed."""
+        """What was cached, the request's name and the cached bytes; then ``done`` tokens are committed.
+
+        Two of three requests are of a session. It ends before some of them, and frees what only it used.
+        """
         namespace = self.namespaces[_PLACES[where % 8]]
 
+        self.num_opened += 1
+        converses = self.num_opened % 3 and hasattr(self.system, "converse")
+        opens = self.system.converse if converses else self.system.open
+
         def begin() -> Observed:
-            handle, cached = _pair(self.system.open(namespace, prompt))
+            ended = self.system.end_session(namespace) if converses and self.num_opened % 4 == 0 else None
+            handle, cached = _pair(opens(namespace, prompt))
             self._is_no_lie(namespace, prompt, cached)
             self.requests[-1] = request = Request(handle, namespace, list(prompt), cached, cached)
             served = self._read(request, cached)
             self._commit(request, done)
-            return Observed((cached, self._name(request)), served)
+            return Observed((cached, self._name(request), ended), served)
 
         self.requests.append(None)
         return self._told(begin)

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from radixkv.bench.simulation.sessions import TOKENS_AN_ID
+from radixkv.bench.simulation.packed_sessions import TOKENS_AN_ID
 from radixkv.errors import ConfigError
 
 MAX_SESSIONS: Final = 100_000

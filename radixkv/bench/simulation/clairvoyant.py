@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.bench.simulation.sessions import Session
+from radixkv.bench.simulation.packed_sessions import Session
 from radixkv_policies import RequestHints
 from radixkv_policies.leaves import LeafPolicy, Piece
 from radixkv_policies.policy import Handle

@@ -23,6 +23,7 @@ from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig, Namespace, Tenant, resolve
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache
+from radixkv.index.changes import Journal
 from radixkv.index.sequence import Sequence
 from radixkv_policies import Policy
 from radixkv_policies.gdsf import GDSF
@@ -50,7 +51,7 @@ def replay(
         made = type(made.__name__, (made,), {"profile": profile.for_policies})
     if admits_all:
         made = type(made.__name__, (made,), {"admit": Policy.admit})
-    return _Replay(trace, made, capacity, seed).run()
+    return Replay(trace, made, capacity, seed).run()
 
 
 def declines(policy: str) -> bool:
@@ -58,8 +59,17 @@ def declines(policy: str) -> bool:
     return resolve("policy", policy).admit is not Policy.admit
 
 
-class _Replay:
-    def __init__(self, trace: Trace, policy: type[Policy], capacity: int, seed: int) -> None:
+class Replay:
+    """The cache of a replay, and the requests that run. ``journal``: of the cache."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: type[Policy],
+        capacity: int,
+        seed: int,
+        journal: Journal | None = None,
+    ) -> None:
         self._clock = ManualClock()
         segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token represents a block
         config = CacheConfig(
@@ -69,7 +79,7 @@ class _Replay:
             segment_tokens=segment_tokens,
             default_tenant=Tenant("default", policy=policy),
         )
-        self._cache = PrefixCache(config, clock=self._clock)
+        self.cache = PrefixCache(config, clock=self._clock, journal=journal)
         self._namespaces = [Namespace(tenant=name, model="trace") for name in trace.tenants]
         self._trace = trace
         self._blocks = trace.blocks.astype("<u4")
@@ -88,20 +98,24 @@ class _Replay:
         for number, ends in events(self._trace):
             self._clock.now = max(self._clock.now, ends_at[number] if ends else self._times[number])
             if self._clock.now >= maintain_at:
-                self._cache.maintain()
+                self.cache.maintain()
                 maintain_at = self._clock.now + 1.0
             if ends:
                 self._end(number)
             else:
                 self._start(number)
-        stats = self._cache.stats()
+        stats = self.cache.stats()
         return Outcome(self._hits, self._refused, stats.evicted_blocks, stats.declined_blocks)
+
+    def about_to_open(self, number: int, namespace: Namespace, key: bytes) -> None:
+        """A request is about to open with its prompt's blocks. Does nothing here."""
 
     def _start(self, number: int) -> None:
         start, size = self._starts[number], self._prompts[number]
         key = self._blocks[start : start + size].tobytes()
+        self.about_to_open(number, self._namespaces[self._tenants[number]], key)
         try:
-            sequence = self._cache.open(
+            sequence = self.cache.open(
                 self._namespaces[self._tenants[number]],
                 key + _EXTRA,
                 hints=hints_of(self._trace.labels[number]),

@@ -25,17 +25,17 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, cycle
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from radixkv.bench.simulation.clairvoyant import Clairvoyant, Future
+from radixkv.bench.simulation.packed_sessions import BLOCK_TOKENS, Blocks, Session, Turn
 from radixkv.bench.simulation.profiles import ModelProfile
-from radixkv.bench.simulation.sessions import BLOCK_TOKENS, Session, Turn
 from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.coordination.routing.costs import COSTS, CostName, Facts
@@ -168,47 +168,23 @@ class Live:
     def __init__(self, number: int, session: Session, base: int, is_labelled: bool) -> None:
         self.number, self.session, self.base, self.is_labelled = number, session, base, is_labelled
         self.name = f"{session.tenant}/{session.id}/{number}"
+        self.namespace = Namespace(session.tenant, "simulated")
         self.turn = 0
         self.seen = np.zeros(session.num_blocks, np.bool_)
 
 
-class Order(Protocol):
-    """The part of a RequestQueue that a replica uses."""
-
-    def add(self, tenant: str, *, tokens: int, missing: float, item: Any) -> WaitingRequest: ...
-    def update(self, request: WaitingRequest, missing: float) -> None: ...
-    def peek(self, now: float) -> WaitingRequest | None: ...
-    def start(self, request: WaitingRequest) -> None: ...
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[WaitingRequest]: ...
-
-
-class _LongestFirst:
+class _LongestFirst(RequestQueue):
     """SGLang's lpm: the longest cached share first, on ties in order of arrival."""
 
     def __init__(self) -> None:
-        self._queue = RequestQueue(kappa=0)
+        super().__init__(kappa=0)
 
-    def add(self, tenant: str, *, tokens: int, missing: float, item: Any) -> WaitingRequest:
-        return self._queue.add(tenant, tokens=tokens, missing=missing, item=item)
-
-    def update(self, request: WaitingRequest, missing: float) -> None:
-        self._queue.update(request, missing)
-
-    def peek(self, now: float) -> WaitingRequest | None:
-        return min(self._queue, key=lambda each: (each.missing, each.arrival), default=None)
-
-    def start(self, request: WaitingRequest) -> None:
-        self._queue.start(request)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[WaitingRequest]:
-        return iter(self._queue)
+    def peek(self, now: float, *, tenant: str | None = None) -> WaitingRequest | None:
+        """Return the request that starts next."""
+        return min(self, key=lambda each: (each.missing, each.arrival), default=None)
 
 
-def order_of(scheduler: str, kappa: int) -> Order:
+def order_of(scheduler: str, kappa: int) -> RequestQueue:
     """Return a new queue of a scheduler. Raises ConfigError."""
     if scheduler == "lpm":
         return _LongestFirst()
@@ -225,6 +201,8 @@ class _Host:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._is_here = np.zeros(1_024, np.bool_)
+        """By block: whether ``_blocks`` has it."""
 
     def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Note that blocks are on the device."""
@@ -232,28 +210,33 @@ class _Host:
     def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Take in the blocks that the device evicted."""
         key = key if isinstance(key, bytes) else b"".join(key)
-        ids = np.frombuffer(key, "<u4", stop - start, 4 * start).tolist()
-        for each in reversed(ids):  # so that the tail of a prompt leaves first
+        ids = np.frombuffer(key, "<u4", stop - start, 4 * start)
+        most = int(ids.max(initial=0))
+        if most >= len(self._is_here):
+            self._is_here = np.concatenate((self._is_here, np.zeros(most + 1, np.bool_)))
+        self._is_here[ids] = True
+        for each in ids[::-1].tolist():  # so that the tail of a prompt leaves first
             self._blocks[each] = None
             self._blocks.move_to_end(each)
         while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+            self._is_here[self._blocks.popitem(last=False)[0]] = False
 
     def cleared(self, namespace: Namespace) -> None:
         """Forget all."""
         self._blocks.clear()
+        self._is_here[:] = False
 
-    def match(self, ids: list[int], start: int) -> int:
+    def match(self, ids: Blocks, start: int) -> int:
         """Return how many blocks from ``start`` on are here."""
-        blocks = self._blocks
-        if not blocks:
-            return 0
-        return next((at for at, each in enumerate(ids[start:]) if each not in blocks), len(ids) - start)
+        rest = ids[start:]
+        found = self._is_here[np.minimum(rest, len(self._is_here) - 1)] & (rest < len(self._is_here))
+        return len(rest) if found.all() else int(found.argmin())
 
-    def take(self, ids: list[int]) -> None:
-        """Give blocks back to the device."""
-        for each in ids:
+    def take(self, ids: Blocks) -> None:
+        """Give blocks back to the device. Some may have left since they were found."""
+        for each in ids.tolist():
             self._blocks.pop(each, None)
+        self._is_here[ids] = False
 
 
 class _Replica:
@@ -406,8 +389,7 @@ class Serving:
         tenant = live.session.tenant
         found = _missing(replica, asked)
         if self._announces:
-            namespace = Namespace(tenant, "simulated")
-            asked.announcement = replica.cache.announce(namespace, asked.key, asked.hints, ttl_s=1e6)
+            asked.announcement = replica.cache.announce(live.namespace, asked.key, asked.hints, ttl_s=1e6)
         asked.waiting = replica.queue.add(tenant, tokens=turn.prompt_tokens, missing=found, item=asked)
         self._start_next(replica)
 
@@ -433,11 +415,11 @@ class Serving:
         replicas = self._replicas
         if len(replicas) == 1:
             return replicas[0]
-        size = asked.turn.prompt_tokens
+        size, shares = asked.turn.prompt_tokens, [_missing(each, asked) for each in replicas]
         facts = Facts(
             size,
-            np.array([size * (1.0 - _missing(each, asked)) for each in replicas]),
-            np.array([float(_queued_tokens(each)) for each in replicas]),
+            np.array([size * (1.0 - missing) for missing in shares]),
+            np.array([_tokens_ahead(*each) for each in zip(replicas, shares, strict=True)], np.float64),
             np.array([float(sum(run.num_blocks for run in each.running)) for each in replicas]),
             self._turn,
         )
@@ -468,8 +450,7 @@ class Serving:
 
     def _opened(self, replica: _Replica, asked: Asked) -> bool:
         """Give a request its blocks, and let it load or prefill. False if they don't fit now."""
-        ids = asked.ids.tolist()
-        namespace = Namespace(asked.live.session.tenant, "simulated")
+        ids, namespace = asked.ids, asked.live.namespace
         held = replica.cache.match(namespace, asked.key).num_tokens
         on_host = replica.host.match(ids, held)
         try:
@@ -482,8 +463,9 @@ class Serving:
         replica.host.take(ids[held : held + on_host])
         asked.sequence, asked.started = sequence, self._clock.now
         asked.cached_blocks = sequence.num_cached_tokens + on_host
-        asked.recomputed = sum(self._computed[each] for each in ids[asked.cached_blocks :]) * BLOCK_TOKENS
-        for each in ids[asked.cached_blocks :]:
+        new = ids[asked.cached_blocks :].tolist()
+        asked.recomputed = sum(self._computed[each] for each in new) * BLOCK_TOKENS
+        for each in new:
             self._computed[each] = 1
         replica.running.add(asked)
         if on_host:
@@ -567,15 +549,14 @@ def _missing(replica: _Replica, asked: Asked) -> float:
     """The share of a request's blocks that is in no tier."""
     if not asked.num_blocks:
         return 1.0
-    namespace = Namespace(asked.live.session.tenant, "simulated")
-    held = replica.cache.match(namespace, asked.key).num_tokens
+    held = replica.cache.match(asked.live.namespace, asked.key).num_tokens
     if replica.settings.host_blocks and held < asked.num_blocks:
-        held += replica.host.match(asked.ids.tolist(), held)
+        held += replica.host.match(asked.ids, held)
     return 1.0 - held / asked.num_blocks
 
 
-def _queued_tokens(replica: _Replica) -> int:
-    """Tokens of prefill before a new request's."""
+def _tokens_ahead(replica: _Replica, missing: float) -> int:
+    """Tokens of prefill before those of a new request with this missing share."""
     begun = [*replica.loads, *replica.loaded, *([replica.prefilling] if replica.prefilling else [])]
     tokens = sum(asked.turn.prompt_tokens - asked.cached_blocks * BLOCK_TOKENS for asked in begun)
-    return tokens + sum(waiting.missing_tokens for waiting in replica.queue)
+    return tokens + replica.queue.tokens_ahead(missing)

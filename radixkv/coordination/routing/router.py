@@ -12,6 +12,9 @@ The **predicted index** keeps siblings together before the first event arrives. 
 reported by ``routed`` count as held, and their tokens as queued until the replica reports a newer load. The predicted
 part of a prompt doesn't count as queued before this prompt, because a prompt doesn't wait for its own prefix.
 
+A replica's **queue** is that of ``radixkv.scheduling``. So cold tokens in it, also those that were just sent there,
+don't count for a replica that holds enough of the prompt for it to go first.
+
 Predictions are kept by tenant. A tenant's ``routed`` changes only that tenant's rankings, because a tenant may call it
 through ``/v1/route`` and send nothing. The turn of ``round_robin`` is kept by tenant too. Cost: other tenants see the
 tenant's real load only with the replica's next report, up to a third of a lease later.
@@ -44,6 +47,7 @@ from radixkv.coordination.values import Load, ReplicaInfo
 from radixkv.errors import ArgumentError, ConfigError, needs
 from radixkv.index import tokens
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.scheduling import WHOLE_MISSING
 
 TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
 PREDICT_S = 5.0
@@ -213,7 +217,8 @@ class Router:
         with self._lock:
             sent = self._predicted.of(namespace.tenant).leading(digests, now).get(name, 0)
             num_lacking = max(0, num_tokens - max(held, sent))
-            self._predicted.add(namespace.tenant, digests, name, num_lacking, now)
+            is_cold = num_lacking > WHOLE_MISSING * num_tokens
+            self._predicted.add(namespace.tenant, digests, name, num_lacking, now, is_cold)
 
     def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
         generation = self.source.generation(namespace.tenant)
@@ -289,9 +294,11 @@ class Router:
         self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
     ) -> list[Candidate]:
         credit = known.held @ self._weights + known.predicted
-        ahead = roster.queued + known.queued
+        whole, cold = (roster.queued + known.queued).T
+        ahead = whole + cold
         if name not in BASELINES:
-            ahead = np.maximum(ahead - known.predicted, 0)
+            goes_first = prompt - credit <= WHOLE_MISSING * prompt
+            ahead = np.maximum(np.where(goes_first, whole, ahead) - known.predicted, 0)
         costs = COSTS[name](Facts(prompt, credit, ahead, roster.decode, known.turn))
         order = self._order(costs, heat)[:limit].tolist()
         held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()
@@ -312,7 +319,8 @@ class Router:
 
 
 class _Known(NamedTuple):
-    """Tokens held by member and tier, further tokens predicted, and tokens sent since the load was reported."""
+    """Tokens held by member and tier, further tokens predicted, and tokens sent since the load was reported, whole
+    and cold."""
 
     held: Tokens
     predicted: Tokens
@@ -321,7 +329,7 @@ class _Known(NamedTuple):
 
     def unloaded(self) -> _Known:
         """Return the same without the tokens sent since."""
-        return self._replace(queued=np.zeros(len(self.queued)), turn=0)
+        return self._replace(queued=np.zeros_like(self.queued), turn=0)
 
 
 class _Roster:
@@ -332,7 +340,12 @@ class _Roster:
         self.members = tuple(members)
         self.names = [each.info.audience for each in members]
         self.live_until = np.array([each.live_until for each in members], np.float64)
-        self.queued = np.array([each.info.load.queued_prefill_tokens for each in members], np.float64)
+        loads = [each.info.load for each in members]
+        queued = [
+            (each.queued_prefill_tokens - each.queued_cold_tokens, each.queued_cold_tokens) for each in loads
+        ]
+        self.queued = np.array(queued, np.float64).reshape(-1, 2)
+        """By member: queued tokens that are whole or begun, and cold ones."""
         self.decode = np.array([each.info.load.decode_blocks for each in members], np.float64)
         self._by_model: dict[str, _Roster] = {}
 
@@ -348,7 +361,7 @@ class _Roster:
     def unloaded(self) -> _Roster:
         """Return the same members with zero load."""
         other = _Roster(self.members)
-        other.queued, other.decode = np.zeros(len(self.queued)), np.zeros(len(self.decode))
+        other.queued, other.decode = np.zeros_like(self.queued), np.zeros_like(self.decode)
         return other
 
     def only(self, places: NDArray[np.intp]) -> _Roster:
@@ -379,14 +392,23 @@ class Predictions:
         return self._tenants.get(tenant, (self._nothing, 0.0))[0]
 
     def add(
-        self, tenant: str, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float
+        self,
+        tenant: str,
+        digests: Sequence[bytes],
+        replica_id: str,
+        num_tokens: int,
+        now: float,
+        is_cold: bool,
     ) -> None:
-        """Record that a prompt of the tenant was sent to a replica, which has ``num_tokens`` of it to compute."""
+        """Record that a prompt of the tenant was sent to a replica, which has ``num_tokens`` of it to compute.
+
+        ``is_cold``: whether that is most of it.
+        """
         self._expire(now)
         predicted = self._tenants.pop(tenant, (None, 0.0))[0] or Predicted(self._keep_s)
         self._tenants[tenant] = predicted, now + self._keep_s
         self._num_held -= predicted.num_held
-        predicted.add(digests, replica_id, num_tokens, now)
+        predicted.add(digests, replica_id, num_tokens, now, is_cold)
         self._num_held += predicted.num_held
         while self._num_held > _MAX_PREDICTED:
             most = max((each for each, _ in self._tenants.values()), key=lambda each: each.num_held)
@@ -410,14 +432,16 @@ class Predicted:
         self._keep_s = float(keep_s)
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         self.num_held = 0
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[tuple[str, bool], _Sent] = {}
 
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of all of it. O(replicas)."""
         return self.num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
 
-    def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
+    def add(
+        self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float, is_cold: bool
+    ) -> None:
         """Record that a prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
         self._expire(now)
         until = now + self._keep_s
@@ -428,7 +452,8 @@ class Predicted:
             self._held.move_to_end(digest)
         while self.num_held > _MAX_PREDICTED_EACH:
             self.drop_oldest()
-        self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
+        sent = self._sent.setdefault((replica_id, is_cold), _Sent(self._keep_s / _TICKS))
+        sent.add(now, num_tokens)
 
     def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
         """Return how many leading tokens were sent to each replica; each digest counts as one segment."""
@@ -443,14 +468,19 @@ class Predicted:
         return {replica_id: count * SEGMENT_TOKENS for replica_id, count in counts.items()}
 
     def queued(self, roster: _Roster, now: float) -> Floats:
-        """Return the tokens that were sent to each member since its load was measured: float64 ``[members]``."""
-        queued = np.zeros(len(roster.members))
+        """Return the tokens that were sent to each member since its load was measured, whole and cold ones.
+
+        float64 ``[members, 2]``.
+        """
+        queued = np.zeros((len(roster.members), 2))
         if self._sent:
             oldest = now - self._keep_s
             for place, (name, member) in enumerate(zip(roster.names, roster.members, strict=True)):
-                sent = self._sent.get(name)
-                if sent is not None:
-                    queued[place] = sent.since(max(oldest, member.loaded_at - _LOAD_AGE_S))
+                since = max(oldest, member.loaded_at - _LOAD_AGE_S)
+                for is_cold in (False, True):
+                    sent = self._sent.get((name, is_cold))
+                    if sent is not None:
+                        queued[place, int(is_cold)] = sent.since(since)
         return queued
 
     def _expire(self, now: float) -> None:
@@ -492,14 +522,24 @@ class _Sent:
 
 
 def _candidate(
-    info: ReplicaInfo, held: list[int], predicted: int, queued: float, cost: float, name: str, prompt: int
+    info: ReplicaInfo,
+    held: list[int],
+    predicted: int,
+    queued: list[float],
+    cost: float,
+    name: str,
+    prompt: int,
 ) -> Candidate:
     matched = {"device": held[0], "host": held[1], "disk": held[2]}
     if predicted:
         matched["predicted"] = predicted
     load = info.load
-    if queued:
-        load = replace(load, queued_prefill_tokens=load.queued_prefill_tokens + int(queued))
+    if any(queued):
+        load = replace(
+            load,
+            queued_prefill_tokens=load.queued_prefill_tokens + int(sum(queued)),
+            queued_cold_tokens=load.queued_cold_tokens + int(queued[1]),
+        )
     why = (
         f"{name}: holds {sum(held)} of {prompt} tokens, {predicted} more predicted; "
         f"{load.queued_prefill_tokens} tokens queued, {load.decode_blocks} decode blocks"

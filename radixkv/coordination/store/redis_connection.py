@@ -36,7 +36,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from radixkv.coordination.settings import without_password
+from radixkv.configuration.definitions import without_password
 from radixkv.coordination.store import redis_scripts as scripts
 from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
 

@@ -204,13 +204,13 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
     )
 
 
-LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks")
+LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks", "queued_cold_tokens")
 
 
 def parse_load(values: Iterable[bytes | None]) -> Load:
     """Parse the values of ``LOAD_FIELDS``; absent or malformed ones are 0, because a load is a hint."""
-    queued, decode, resident = (_bounded(value, MAX_AMOUNT) for value in values)
-    return Load(queued, decode, resident)
+    queued, decode, resident, cold = (_bounded(value, MAX_AMOUNT) for value in values)
+    return Load(queued, decode, resident, min(cold, queued))
 
 
 def parse_entry(fields: Mapping[bytes, bytes], epoch: int, seq: int) -> Entry:

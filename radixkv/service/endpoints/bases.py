@@ -16,6 +16,7 @@ from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.metering import OPERATOR, Payer
 from radixkv.service.problems import ApiError, invalid, not_found
 from radixkv.service.schemas.bases import (
     BaseReply,
@@ -24,6 +25,7 @@ from radixkv.service.schemas.bases import (
     PublishRequest,
     ReadersRequest,
 )
+from radixkv.service.usage import RequestUsage
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ async def publish(call: Call[Service]) -> Response:
                 work.turn()
                 work.check()
 
-        return service.engine.publish(
+        done = service.engine.publish(
             body.id,
             service.current(namespace),
             prompt.key,
@@ -62,6 +64,9 @@ async def publish(call: Call[Service]) -> Response:
             on_chunk=on_chunk,
             on_no_room=work.wait_for_room,
         )
+        usage = RequestUsage(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
+        service.meter.bill("base", Payer(OPERATOR, call.key_id), usage)
+        return done
 
     work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)
     try:

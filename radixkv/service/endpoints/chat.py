@@ -14,21 +14,22 @@ from starlette.responses import Response
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint
 from radixkv.service.endpoints.completions import Run, check, event
-from radixkv.service.problems import ApiError, Json, LongJson, refused
+from radixkv.service.problems import Json, LongJson, refused
 from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.chat import (
     DEFAULT_MAX_TOKENS,
     AnswerMessage,
     CallReply,
     ChatChoice,
-    ChatPromptDetails,
     ChatReply,
     ChatRequest,
     ChatUsage,
     FunctionReply,
 )
-from radixkv.service.schemas.completions import Choice, CompletionRequest, Timings, Usage
+from radixkv.service.schemas.completions import Choice, CompletionRequest, PromptTokensDetails, Timings
+from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.tool_calls import ToolCall, ToolCallReader
+from radixkv.service.usage import RequestUsage
 
 if TYPE_CHECKING:
     from radixkv.engines import Generation
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 async def chat_completions(call: Call[Service]) -> Response:
     """Answer a conversation, with the fields of OpenAI's API: as one answer, or as a stream of server-sent events.
 
-    Contents are texts, or parts that are texts. The model's chat template renders messages and tools.
+    Contents are texts, or parts that are texts. The model's chat template renders messages and tools. Breakpoints of
+    `prompt_cache_options` and of parts stay resident for their TTL, within the budget of the tenant's pins.
     """
     reading = await call.read(ChatRequest)
     body, prompt = reading.body, reading.prompts[0]
@@ -50,19 +52,18 @@ async def chat_completions(call: Call[Service]) -> Response:
         raise refused("messages", None, reason, allowed, is_too_long=True)
     order = body.order(min(DEFAULT_MAX_TOKENS, left))
     check(call.host, order, [prompt])
-    run = ChatRun(call, order, prompt, has_tools="tools" in body.model_fields_set)
+    run = ChatRun(call, order, prompt)
+    run.uses_cache = uses_cache(body.prompt_cache_options, len(prompt.asked))
     return await (run.streamed() if body.stream else run.whole())
 
 
 class ChatRun(Run):
     """One chat being answered. Each row has one reader of calls if the request has tools."""
 
-    def __init__(
-        self, call: Call[Service], body: CompletionRequest, prompt: Prompt, *, has_tools: bool
-    ) -> None:
+    def __init__(self, call: Call[Service], body: CompletionRequest, prompt: Prompt) -> None:
         super().__init__(call, body, [prompt])
         self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._readers = [ToolCallReader() for _ in self.texts] if has_tools else None
+        self._readers = [ToolCallReader() for _ in self.texts] if prompt.has_tools else None
         self._num_calls = [0 for _ in self.texts]
 
     def _answer(self, generation: Generation) -> Response:
@@ -79,7 +80,7 @@ class ChatRun(Run):
                 for row, choice in enumerate(choices)
                 for copy in range(self.copies)
             ],
-            usage=_chat_usage(self._usage(generation)),
+            usage=_chat_usage(self.request_usage(generation)),
             timings=self._timings(generation),
         )
         shown = answer.model_dump(
@@ -90,6 +91,8 @@ class ChatRun(Run):
     def _answered(self, row: int, text: str, reason: str) -> ChatChoice:
         found = self._read(row, text, is_last=True)
         calls = [_shown(each, index) for index, each in enumerate(_calls(found))]
+        if calls:
+            self.note_calls()
         content = "".join(each for each in found if isinstance(each, str))
         message = AnswerMessage(
             content=content if content.strip() or not calls else None, tool_calls=calls or None
@@ -116,6 +119,8 @@ class ChatRun(Run):
             for each in self._read(row, choice.text, is_last=reason is not None):
                 events += self._delta(row, self._part(row, each), None)
             if reason is not None:
+                if self._num_calls[row]:
+                    self.note_calls()
                 events += self._delta(row, {}, "tool_calls" if self._num_calls[row] else reason)
         return events
 
@@ -150,11 +155,8 @@ class ChatRun(Run):
         choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(rest)]
         events = [self._chunk(choices)]
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            events.append(self._chat_event([], _chat_usage(self._usage(generation))))
+            events.append(self._chat_event([], _chat_usage(self.request_usage(generation))))
         return [*events, b"data: [DONE]\n\n"]
-
-    def _error_event(self, error: ApiError) -> bytes:
-        return event(OPENAI.write(error, self.call.id)[1])
 
 
 def _calls(found: list[str | ToolCall]) -> list[ToolCall]:
@@ -166,14 +168,13 @@ def _shown(call: ToolCall, index: int) -> CallReply:
     return CallReply(index=index, id=f"call_{secrets.token_hex(12)}", function=function)
 
 
-def _chat_usage(usage: Usage) -> ChatUsage:
-    details = usage.prompt_tokens_details
+def _chat_usage(usage: RequestUsage) -> ChatUsage:
     return ChatUsage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
-        prompt_tokens_details=ChatPromptDetails(
-            cached_tokens=0 if details is None else details.cached_tokens
+        prompt_tokens=usage.num_prompt_tokens,
+        completion_tokens=usage.generated,
+        total_tokens=usage.num_prompt_tokens + usage.generated,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=usage.read, cache_write_tokens=usage.num_written
         ),
     )
 

@@ -21,16 +21,22 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from radixkv.billing.pending import Written
 from radixkv.config import Namespace
+from radixkv.engines.engine_protocol import Noting
+from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.index.cache import RequestHints
+from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, until_disconnect
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
+from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas.completions import (
@@ -38,12 +44,14 @@ from radixkv.service.schemas.completions import (
     CompletionReply,
     CompletionRequest,
     Hints,
+    LoadedTokens,
     PromptTokensDetails,
     StreamOptions,
     Timings,
     Usage,
 )
 from radixkv.service.textstream import Stop, TextStream
+from radixkv.service.usage import RequestUsage, usage_of
 from radixkv.service.worker import Work, finished
 from radixkv_policies.hints import Label
 
@@ -64,6 +72,7 @@ millisecond or two; longer ones in a thread."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
 """Time for a stream's reader to read the end of the stream, beyond the time of the answer."""
+_CALLS_A_TOOL: Final = RequestHints({"tool_pending": True})
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 
@@ -79,11 +88,16 @@ async def completions(call: Call[Service]) -> Response:
     return await (run.streamed() if reading.body.stream else run.whole())
 
 
-def check(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
-    """Refuse what this service can't complete. Raises ApiError 404 (model) or 422."""
+def check(
+    service: Service, body: CompletionRequest, prompts: Sequence[Prompt], *, most: str = "max_tokens"
+) -> None:
+    """Refuse what this service can't complete. Raises ApiError 404 (model) or 422.
+
+    ``most``: the field of the request that bounds the answer.
+    """
     _check_options(body, service.model_name)
     _check_abilities(body, service.engine.abilities)
-    _check_room(body, prompts, service.engine.limits)
+    _check_room(body, prompts, service.engine.limits, most)
 
 
 class EventStream(StreamingResponse):
@@ -149,7 +163,13 @@ class Progress:
 
 
 class Run:
-    """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
+    """One request being generated. Rows are prompt-major: row = prompt × choices + choice.
+
+    - ``kept``: the promises for its first prompt, once they were granted or refused.
+    - ``num_found``: tokens of its prompts that were resident just before the generation, for usage in a stream's
+      beginning.
+    - ``uses_cache``: False: it reads nothing from the cache and leaves nothing in it.
+    """
 
     def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
@@ -166,12 +186,18 @@ class Run:
         rows = body.n // self.copies
         stops = [Stop(each) for each in dict.fromkeys(body.stops)]
         self.progress: Progress | None = None
+        self.kept: Kept | None = None
+        self.num_found = 0
+        self.uses_cache = True
         self.texts = [
             TextStream(self.service.tokenizer, prompt.ids[-16:].tolist(), stops)
             for prompt in prompts
             for _ in range(rows)
         ]
         self.began_at = call.started_at
+        self._payer = self.service.meter.payer(call.tenant, call.key_id)
+        self._bill: Written | None = None
+        self.served_in: Namespace | None = None  # set when its turn comes
 
     async def whole(self) -> Response:
         """Return the reply as one JSON body."""
@@ -180,8 +206,13 @@ class Run:
             generation = await until_disconnect(self.call.request, finished(work))
         finally:
             work.cancel()
-        self._count(generation)
-        return await self._written(lambda: self._answer(generation))
+        await self._settle(generation)
+        return self._told(await self._written(lambda: self._answer(generation)))
+
+    def _told(self, response: Response) -> Response:
+        """Add the header that says why a promise was refused."""
+        response.headers.update((self.kept or Kept()).headers)
+        return response
 
     def _answer(self, generation: Generation) -> Response:
         texts = [self._echo(row) + text.take() for row, text in enumerate(self.texts)]
@@ -211,7 +242,9 @@ class Run:
             work.cancel()
             raise
         headers = {"X-Accel-Buffering": "no"}
-        return EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
+        return self._told(
+            EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
+        )
 
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
@@ -227,7 +260,7 @@ class Run:
                     yield self._chunk(pieces)
                 await self._next(progress)
             generation = await finished(work)
-            self._count(generation)
+            await self._settle(generation)
             for each in self._last_events(generation):
                 yield each
         except Exception as error:  # noqa: BLE001 too late for a status: the stream reports it
@@ -240,7 +273,7 @@ class Run:
         return [await self._written(lambda: self._chunk(echoes, kind=LongJson))]
 
     def _error_event(self, error: ApiError) -> bytes:
-        return event({"error": error.body})
+        return event(self.call.endpoint.dialect.write(error, self.call.id)[1])
 
     async def _next(self, progress: Progress) -> None:
         """Wait for a step. Raises ApiError when the answer's time is over."""
@@ -272,6 +305,16 @@ class Run:
     def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
         """Generate, in the model's thread."""
         namespace = self.service.current(namespace)
+        if self.uses_cache:
+            self.served_in = namespace
+            return self._generate_in(namespace, work)
+        alone = namespace._replace(salt=f"{UNCACHED_SALT}{secrets.token_hex(16)}")
+        try:
+            return self._generate_in(alone, work)
+        finally:
+            self.service.cache.clear(alone)
+
+    def _generate_in(self, namespace: Namespace, work: Work[Generation]) -> Generation:
         self.began_at = self.service.clock()
         progress = self.progress
         if self.body.use_beam_search:  # beams report no steps: their prefill would seem to last to the end
@@ -279,6 +322,7 @@ class Run:
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
+            self._keep(namespace)
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
             if progress is not None:
@@ -290,6 +334,7 @@ class Run:
                 return work.stopping
             return True
 
+        self._look(namespace)
         generation = self.service.engine.generate(
             namespace,
             [prompt.key for prompt in self.prompts],
@@ -300,10 +345,42 @@ class Run:
             hints=self.hints,
             **self._sampling(),
         )
-        self._complete(generation, work)
+        self._keep(namespace, is_last=True)
+        try:
+            self._complete(generation, work)
+        finally:  # a cancelled request pays too
+            self._bill = self.service.meter.bill(COMPLETION, self._payer, self.request_usage(generation))
         if self.service.recorder is not None:
             self._record(self.service.recorder, namespace, generation)
         return generation
+
+    def _look(self, namespace: Namespace) -> None:
+        """Note what is resident before the generation, if the beginning of a stream says so."""
+
+    def _keep(self, namespace: Namespace, *, is_last: bool = False) -> None:
+        """Promise what the prompt's breakpoints ask for, once it is resident: from the first step on.
+
+        The request's own lease protects it until then. An engine may commit it later: then at the end.
+        """
+        is_early = self.kept is not None and self.kept.refusal == "not_resident"
+        if self.kept is None or (is_early and is_last):
+            prompt = self.prompts[0]
+            self.kept = self.service.promises.keep(namespace, prompt.key, prompt.asked)
+
+    def request_usage(self, generation: Generation) -> RequestUsage:
+        """Return what the request read, wrote under promises, computed and generated."""
+        granted = () if self.kept is None else self.kept.granted
+        generated = self.copies * sum(text.num_tokens for text in self.texts)
+        usage = RequestUsage(generated=generated)
+        for prompt, cached in zip(self.prompts, generation.num_cached_tokens, strict=True):
+            usage += usage_of(prompt.num_tokens, cached, granted)
+        return usage
+
+    def note_calls(self) -> None:
+        """Tell the eviction policy that a tool's answer continues the conversation of the first prompt."""
+        cache = self.service.cache
+        if self.served_in is not None and isinstance(cache, Noting):
+            cache.note(self.served_in, self.prompts[0].key, _CALLS_A_TOOL)
 
     def _complete(self, generation: Generation, work: Work[Generation]) -> None:
         """Complete the texts up to the last token; the steps of beams don't report them. Raises Cancelled."""
@@ -338,6 +415,11 @@ class Run:
             "num_return_sequences": body.n,
         }
 
+    async def _settle(self, generation: Generation) -> None:
+        """Count the request, and wait a moment until its bill is written."""
+        self._count(generation)
+        await self.service.meter.settled(self._bill)
+
     def _count(self, generation: Generation) -> None:
         usage, timings = self._usage(generation), self._timings(generation)
         self.service.metrics.completed(
@@ -362,7 +444,8 @@ class Run:
         return self.prompts[row * len(self.prompts) // len(self.texts)].text if self.body.echo else ""
 
     def _usage(self, generation: Generation) -> Usage:
-        details = PromptTokensDetails(cached_tokens=sum(generation.num_cached_tokens))
+        usage = self.request_usage(generation)
+        details = PromptTokensDetails(cached_tokens=usage.read, cache_write_tokens=usage.num_written)
         return self._usage_so_far().model_copy(update={"prompt_tokens_details": details})
 
     def _usage_so_far(self) -> Usage:
@@ -377,11 +460,13 @@ class Run:
         )
 
     def _timings(self, generation: Generation) -> Timings:
-        queued = self.began_at - self.call.started_at
+        loaded = generation.loaded
+        before = self.began_at - self.call.started_at
         return Timings(
-            queued_s=queued,
-            time_to_first_token_s=queued + generation.time_to_first_token_s,
+            queued_s=before + generation.queued_s,
+            time_to_first_token_s=before + generation.time_to_first_token_s,
             total_s=self.service.clock() - self.call.started_at,
+            loaded=None if loaded is None else LoadedTokens(**asdict(loaded)),
         )
 
     def _reply(self, choices: list[Choice], usage: Usage | None, timings: Timings | None) -> CompletionReply:
@@ -458,7 +543,7 @@ def _check_abilities(body: CompletionRequest, abilities: Collection[Ability]) ->
         raise refused("n", body.n, "the engine of this service draws one sample of a prompt", "1")
 
 
-def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: EngineLimits) -> None:
+def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: EngineLimits, most: str) -> None:
     """Refuse a request that even an empty server could not serve. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         reason = f"{len(prompts)} prompts have {len(prompts) * body.n} completions then"
@@ -471,15 +556,15 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: Engi
     longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
         reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
-        allowed = f"prompt and max_tokens within {limit} tokens"
-        raise refused("max_tokens", body.max_tokens, reason, allowed, is_too_long=True)
+        allowed = f"prompt and {most} within {limit} tokens"
+        raise refused(most, body.max_tokens, reason, allowed, is_too_long=True)
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
     shared = sum(prompt.num_tokens // limits.block_size for prompt in prompts)
     tails = [prompt.num_tokens % limits.block_size + body.max_tokens for prompt in prompts]
     private = sum(width * int(np.ceil(tail / limits.block_size)) for tail in tails)
     if shared + private > limits.num_blocks:
         allowed = f"prompts and completions that fit into {limits.num_cache_tokens} tokens"
-        raise refused("max_tokens", body.max_tokens, "the completions don't fit into the cache", allowed)
+        raise refused(most, body.max_tokens, "the completions don't fit into the cache", allowed)
 
 
 ENDPOINTS = (
@@ -492,5 +577,6 @@ ENDPOINTS = (
         {200: {"application/json": CompletionReply, "text/event-stream": "events"}},
         body=CompletionRequest,
         errors=(404, 409, 429, 503),
+        dialect=OPENAI_COMPLETION,
     ),
 )

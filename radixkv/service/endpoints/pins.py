@@ -17,13 +17,16 @@ from radixkv.index.pins import Pin
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.endpoints.prefixes import ordered
 from radixkv.service.fleet.peers import PIN_PATH
-from radixkv.service.fleet.pins import PinReplica
+from radixkv.service.fleet.pins import PinContent, PinReplica
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
+from radixkv.service.usage import usage_of
 
 if TYPE_CHECKING:
     from radixkv.service.core import Service
 
+OWN_PIN: Final = "pin"
+"""The holder of a pin that a tenant asked for on one replica."""
 MAX_LISTED: Final = 1_024
 """Most pins in one answer."""
 _LOCAL_ID = re.compile(r"0|[1-9][0-9]{0,15}")
@@ -43,12 +46,14 @@ async def pin(call: Call[Service]) -> Response:
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
-        pin = service.cache.pin
-        found = await service.threads.ask_cache(call.tenant, pin, namespace, prompt.key, body.ttl_s)
+        hold, payer = service.promises.hold, service.meter.payer(call.tenant, call.key_id)
+        found = await service.threads.ask_cache(call.tenant, hold, OWN_PIN, namespace, prompt.key, body.ttl_s)
+        bill = service.meter.bill("pin", payer, usage_of(found.num_tokens, found.num_tokens))
+        await service.meter.settled(bill)
         return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
-    pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas)
+    pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas, key_id=call.key_id)
     if body.wait:
         settled = await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
         return reply(_shown_fleet(block_size, *settled), 201)
@@ -62,7 +67,9 @@ async def pin_for_replica(call: Call[Service]) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks no further replicas."""
     call.host.require("pins")
     body, namespace, prompt_key = await ordered(call, PinOrder)
-    await call.host.fleet_pins.receive(namespace, prompt_key, body.pin)
+    given = body.content
+    content = None if given is None else PinContent(given.nonce, given.about, given.chat)
+    await call.host.fleet_pins.receive(namespace, prompt_key, body.pin, content, body.key_id)
     return Response(status_code=202)
 
 

@@ -22,7 +22,12 @@ from radixkv.service.problems import invalid, not_found, other_weights, store_un
 from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
-from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
+from radixkv.service.schemas.tenants import (
+    OperatorStatsReply,
+    TenantSettings,
+    TenantStatsReply,
+    UsageLogReply,
+)
 from radixkv.service.schemas.warming import (
     FleetWarmReply,
     JobAccepted,
@@ -34,6 +39,7 @@ from radixkv.service.schemas.warming import (
 from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
+    from radixkv.billing.usage_writer import WriterState
     from radixkv.config import Namespace
     from radixkv.engines import EngineCache
     from radixkv.service.auth import Keyring
@@ -56,10 +62,12 @@ async def warm(call: Call[Service]) -> Response:
     body, prompt = reading.body, reading.prompts[0]
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.wait and body.replicas == "self" and key is None:
-        with service.warmer.join(namespace, prompt.key) as warming:
-            warmed = await until_disconnect(call.request, warming.result())
+        with service.warmer.join(namespace, prompt.key, call.key_id) as share:
+            warmed = await until_disconnect(call.request, share.result())
+            await share.settled()
         return reply(_warm_reply(warmed, prompt.left_out, service.clock() - call.started_at))
-    job = await service.warm_jobs.start(Order(namespace, prompt.key, prompt.left_out, body.replicas, key))
+    order = Order(namespace, prompt.key, prompt.left_out, body.replicas, key, call.key_id)
+    job = await service.warm_jobs.start(order)
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
     result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
@@ -183,9 +191,21 @@ async def stats(call: Call[Service]) -> Response:
         tenants = [_tenant_stats(ring, service.cache, tenant) for tenant in ring.tenants]
         # The cache also counts the account of bases, and tenants that were removed.
         cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
-        return OperatorStatsReply(cache=cache, tenants=tenants)
+        return OperatorStatsReply(cache=cache, tenants=tenants, usage_log=_usage_log(service.meter.log_state))
 
     return reply(await service.threads.administer(everybody))
+
+
+def _usage_log(state: WriterState | None) -> UsageLogReply | None:
+    if state is None:
+        return None
+    return UsageLogReply(
+        written=state.num_written,
+        waiting=state.num_waiting,
+        lost=state.num_lost,
+        errors=state.num_errors,
+        problem=state.problem or None,
+    )
 
 
 def _tenant_stats(ring: Keyring, cache: EngineCache, tenant: str) -> TenantStatsReply:

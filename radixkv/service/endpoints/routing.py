@@ -85,6 +85,7 @@ def _load(load: Load) -> LoadReply:
         queued_prefill_tokens=load.queued_prefill_tokens,
         decode_blocks=load.decode_blocks,
         resident_blocks=load.resident_blocks,
+        queued_cold_tokens=load.queued_cold_tokens,
     )
 
 

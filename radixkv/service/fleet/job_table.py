@@ -20,7 +20,7 @@ from radixkv.config import Namespace
 from radixkv.coordination.values import JobState, WarmJob, Writer
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.problems import ApiError
-from radixkv.service.warming import Warmed, Warming
+from radixkv.service.warming import Share, Warmed
 from radixkv.service.worker import Busy
 
 
@@ -39,6 +39,7 @@ class Job:
     """A warm in the background.
 
     - ``record``: the last record read from the store; None if the store never had it.
+    - ``key_id``: id of the key that asked for it, here or at another replica.
     - ``era``: see ``JobTable``.
     - ``is_mine``: a client asked this process for it.
     - ``is_followed``: other replicas have parts in it, so this process reads its record.
@@ -50,7 +51,7 @@ class Job:
         self.id, self.namespace, self.num_left_out = job_id, namespace, num_left_out
         self.prompt_key: bytes | None = prompt_key
         self.num_tokens = len(prompt_key) // TOKEN_BYTES
-        self.request = ""
+        self.request = self.key_id = ""
         self.era: object = None
         self.is_mine = self.is_followed = False
         self.record: WarmJob | None = None
@@ -58,7 +59,7 @@ class Job:
         self.num_telling = 0
         self.is_known = asyncio.Event()
         self.changed = asyncio.Event()
-        self.warming: Warming | None = None
+        self.share: Share | None = None
         self.warmed: Warmed | None = None
         self.error: ApiError | None = None
         self.took_s = 0.0
@@ -70,7 +71,7 @@ class Job:
     @property
     def has_part(self) -> bool:
         """Whether this replica has a part in it."""
-        return self.warming is not None or self.is_worked
+        return self.share is not None or self.is_worked
 
     @property
     def is_worked(self) -> bool:
@@ -85,9 +86,9 @@ class Job:
             return Stated("failed", error=code, ms=ms)
         if self.warmed is not None:
             return Stated("done", self.warmed.num_tokens, "", self.warmed.num_cached, ms)
-        if self.warming is None or not self.warming.started:
+        if self.share is None or not self.share.warming.started:
             return Stated()
-        return Stated("running", self.warming.num_ready)
+        return Stated("running", self.share.warming.num_ready)
 
 
 class JobTable:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.protocol import MAX_PINS
@@ -28,6 +30,7 @@ from radixkv.index.tokens import TOKEN_BYTES, decode
 from radixkv.service.fleet.peers import PIN_PATH
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.service.usage import Promise
 from radixkv.signing import mac
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from radixkv.service.fleet.placement import Placement
     from radixkv.service.fleet.quotas import Quotas
     from radixkv.service.key_store import KeyStore
+    from radixkv.service.promises import Promises
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
     from radixkv.service.warming import Warmer
@@ -49,13 +53,38 @@ _RENEW_S = 1.0
 _AGAIN_S = 15.0
 """Seconds until a pin is tried again after a temporary failure."""
 _LOOK_S = 0.05
+CONTENT_CHARS = 16
+"""Most characters of a tenant's contents for each token that the pool can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinContent:
+    """What a pin of its own name has beside its prefix: it goes from holder to holder, never to the store.
+
+    - ``nonce``: 32 hex digits that make the pin's id another than that of the same prefix.
+    - ``about``: the caller's description, as JSON.
+    - ``chat``: the turns and tools that the prefix was made from, as JSON.
+    """
+
+    nonce: str
+    about: str
+    chat: str
+
+    @property
+    def num_chars(self) -> int:
+        """Its length."""
+        return len(self.about) + len(self.chat)
 
 
 @dataclass(eq=False, slots=True)
 class PinReplica:
     """A pin as this replica has it.
 
-    ``until``: its end on the service's clock. ``prompt_key`` None: the pin isn't tried again.
+    - ``until``: its end on the service's clock.
+    - ``prompt_key``: None if the pin isn't tried again.
+    - ``pin``: it has the prefix ``pinned_key``.
+    - ``renewed_at``: Unix time of its last request here.
+    - ``key_id``: of the key that asked for it last, here or at another replica. It pays for what is computed.
     """
 
     fact: FleetPin
@@ -63,10 +92,14 @@ class PinReplica:
     prompt_key: bytes | None
     until: float
     pin: Pin | None = None
+    pinned_key: bytes = b""
+    content: PinContent | None = None
+    renewed_at: float = field(default_factory=time.time)
     state: JobState = "queued"
     error: str = ""
     failed_at: float = float("-inf")
     task: asyncio.Task[None] | None = None
+    key_id: str = ""
 
 
 class FleetPins:
@@ -80,6 +113,7 @@ class FleetPins:
         tenant_sync: TenantSync,
         engine: Engine,
         warmer: Warmer,
+        promises: Promises,
         keys: KeyStore,
         quotas: Quotas,
         failures: Failures,
@@ -92,28 +126,37 @@ class FleetPins:
             tenant_sync,
         )
         self._cache, self._limits = engine.cache, engine.limits
-        self._warmer, self._keys, self._quotas = warmer, keys, quotas
+        self._warmer, self._promises, self._keys, self._quotas = warmer, promises, keys, quotas
         self._failures, self._clock = failures, clock
         self._tenants: dict[str, dict[str, PinReplica]] = {}
         self._step: asyncio.Task[None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the prompts of pins: for each tenant, at most 4 bytes for each token that the pool can hold."""
-        return sum(4 * self._num_tokens(tenant) for tenant in self._tenants)
+        """Bytes of the prompts of pins, and characters of their contents: for each tenant, at most 4 bytes and
+        CONTENT_CHARS characters for each token that the pool can hold."""
+        return sum(4 * self._num_tokens(tenant) + self._num_chars(tenant) for tenant in self._tenants)
 
     # ---- requests of clients
 
     async def start(
-        self, namespace: Namespace, prompt_key: bytes, ttl_s: float, where: str | int | list[str]
+        self,
+        namespace: Namespace,
+        prompt_key: bytes,
+        ttl_s: float,
+        where: str | int | list[str],
+        content: PinContent | None = None,
+        key_id: str = "",
     ) -> str:
-        """Pin on several replicas, or renew such a pin.
+        """Pin on several replicas, or renew such a pin. A content makes it another pin than that of the prefix.
+
+        The key of this id pays for what is computed.
 
         Returns the pin's id. Raises ApiError, and the store's errors.
         """
         tenant, names = namespace.tenant, self._asked(namespace, prompt_key, where)
         self._tenant_sync.require_purged(tenant)
-        fact = self._fact(namespace, prompt_key, where)
+        fact = self._fact(namespace, prompt_key, where, content)
         try:
             most = self._max_pins(tenant)
             is_kept = await self._ask_store(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
@@ -123,7 +166,8 @@ class FleetPins:
             message = f"the tenant already has {most} pins of the fleet, its limit: end one of them first"
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
-        mine = PinReplica(fact, namespace, prompt_key, self._clock() + ttl_s)
+        until = self._clock() + ttl_s
+        mine = PinReplica(fact, namespace, prompt_key, until, content=content, key_id=key_id)
         if self._name in names:
             self._keep(mine)
         peers = [peer for peer in self._coordinator.peers() if peer.id in names]
@@ -198,13 +242,21 @@ class FleetPins:
 
     # ---- requests of other replicas
 
-    async def receive(self, namespace: Namespace, prompt_key: bytes, pin_id: str) -> None:
-        """Take part in a pin that is in the store. Raises ApiError 404, 503."""
+    async def receive(
+        self,
+        namespace: Namespace,
+        prompt_key: bytes,
+        pin_id: str,
+        content: PinContent | None,
+        key_id: str = "",
+    ) -> None:
+        """Take part in a pin that is in the store. The key of this id pays. Raises ApiError 404, 503."""
         fact = {pin.id: pin for pin in await self._stated(namespace.tenant)}.get(pin_id)
-        is_it = fact is not None and self._fact(namespace, prompt_key, "all").id == pin_id
+        is_it = fact is not None and self._fact(namespace, prompt_key, "all", content).id == pin_id
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
             raise not_found("pin")
-        mine = self._keep(PinReplica(fact, namespace, prompt_key, self._clock() + fact.remaining_s))
+        until = self._clock() + fact.remaining_s
+        mine = self._keep(PinReplica(fact, namespace, prompt_key, until, content=content, key_id=key_id))
         try:
             await self._state(mine)
         except CoordinationError:
@@ -304,15 +356,13 @@ class FleetPins:
         kept = self._tenants.setdefault(mine.namespace.tenant, {})
         known = kept.get(mine.fact.id)
         if known is not None:
-            known.fact, known.prompt_key, known.until, known.failed_at = (
-                mine.fact,
-                mine.prompt_key,
-                mine.until,
-                float("-inf"),
-            )
+            known.fact, known.prompt_key, known.until = mine.fact, mine.prompt_key, mine.until
+            known.failed_at, known.renewed_at = float("-inf"), mine.renewed_at
+            known.key_id = mine.key_id or known.key_id
             mine = known
         kept[mine.fact.id] = mine
-        if self._num_tokens(mine.namespace.tenant) > self._limits.num_cache_tokens:
+        tenant, most = mine.namespace.tenant, self._limits.num_cache_tokens
+        if self._num_tokens(tenant) > most or self._num_chars(tenant) > CONTENT_CHARS * most:
             mine.state, mine.error, mine.prompt_key = "failed", "no_capacity", None
         elif mine.task is None:
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
@@ -328,11 +378,13 @@ class FleetPins:
             with suppress(CoordinationError):
                 await self._state(mine)
             await self._ask_cache(mine.namespace.tenant, self._require_budget, mine.namespace, prompt_key)
-            with self._warmer.join(mine.namespace, prompt_key) as warming:
-                await warming.result()
+            asked = Promise(len(prompt_key) // TOKEN_BYTES, ceil(max(mine.until - self._clock(), 1.0)))
+            with self._warmer.join(mine.namespace, prompt_key, mine.key_id, kind="pin") as share:
+                await share.result()
                 left_s = mine.until - self._clock()
                 if self._is_current(mine) and left_s > 0:
                     await self._ask_cache(mine.namespace.tenant, self._pin, mine, prompt_key, left_s)
+                    await share.settled([asked])
             mine.state, mine.error = "done", ""
         except Exception as error:  # noqa: BLE001 no request waits for it: its part has the error
             problem = self._failures.answer(error)
@@ -346,15 +398,16 @@ class FleetPins:
 
     def _pin(self, mine: PinReplica, prompt_key: bytes, left_s: float) -> None:
         """Pin a prefix. In a thread, ``_drop`` may come meanwhile: then one of the two finds the other's work."""
-        mine.pin = self._cache.pin(mine.namespace, prompt_key, left_s)
+        mine.pinned_key = prompt_key
+        mine.pin = self._promises.hold(mine.fact.id, mine.namespace, prompt_key, left_s)
         if not self._is_current(mine):
-            self._unpin(mine.pin)
+            self._unpin(mine, prompt_key, mine.pin)
 
-    def _unpin(self, pin: Pin) -> None:
+    def _unpin(self, mine: PinReplica, prompt_key: bytes, pin: Pin) -> None:
         with suppress(
             LeaseError, ControlError
         ):  # it has expired, or was cleared; an engine that ended has no pins
-            self._cache.unpin(pin)
+            self._promises.release(mine.fact.id, mine.namespace, prompt_key, pin)
 
     def _require_budget(self, namespace: Namespace, prompt_key: bytes) -> None:
         """Raise PinBudgetExceeded before the prefix is computed, if it couldn't be pinned afterwards."""
@@ -389,7 +442,7 @@ class FleetPins:
         if mine.task is not None:
             mine.task.cancel()
         if mine.pin is not None:
-            await self._ask_cache(mine.namespace.tenant, self._unpin, mine.pin)
+            await self._ask_cache(mine.namespace.tenant, self._unpin, mine, mine.pinned_key, mine.pin)
 
     # ---- other replicas
 
@@ -424,13 +477,16 @@ class FleetPins:
         if peer.fingerprint != mine.namespace.model:
             return "other_model"
         namespace = mine.namespace
-        document = {
+        document: dict[str, object] = {
             "pin": mine.fact.id,
             "token_ids": decode(mine.prompt_key).tolist(),
             "salt": namespace.salt,
             "adapter": namespace.adapter,
             "weights": namespace.weights,
+            "key_id": mine.key_id,
         }
+        if mine.content is not None:
+            document["content"] = asdict(mine.content)
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode(), PIN_PATH)
 
     # ---- helpers
@@ -458,10 +514,17 @@ class FleetPins:
             raise invalid("no such live replica", "replicas", unknown, f"of {', '.join(sorted(live))}")
         return names
 
-    def _fact(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> FleetPin:
-        """Return the fact of a prefix. The same prefix always gives the same pin id."""
+    def _fact(
+        self,
+        namespace: Namespace,
+        prompt_key: bytes,
+        where: str | int | list[str],
+        content: PinContent | None,
+    ) -> FleetPin:
+        """Return the fact of a prefix. The same prefix always gives the same pin id, without a content."""
         digest = self._digest(namespace)
-        pin_id = mac(self._fleet.secret, "pin", digest, prompt_key).hex()[:32]
+        name = ("pin", digest) if content is None else ("content", digest, content.nonce)
+        pin_id = mac(self._fleet.secret, *name, prompt_key).hex()[:32]
         wanted = "=" + ",".join(where) if isinstance(where, list) else str(where)
         return FleetPin(pin_id, digest, len(prompt_key) // TOKEN_BYTES, wanted)
 
@@ -482,6 +545,10 @@ class FleetPins:
             for mine in self._tenants.get(tenant, {}).values()
             if mine.prompt_key is not None
         )
+
+    def _num_chars(self, tenant: str) -> int:
+        kept = self._tenants.get(tenant, {}).values()
+        return sum(mine.content.num_chars for mine in kept if mine.content is not None)
 
     def _is_current(self, mine: PinReplica) -> bool:
         return self._tenants.get(mine.namespace.tenant, {}).get(mine.fact.id) is mine

@@ -60,7 +60,8 @@ _KNOWN_WITHIN_S = 2.0
 class Order:
     """A client's request for a warm.
 
-    ``key``: a repeated request with the same key is the same job, as long as the weights stay.
+    - ``key``: a repeated request with the same key is the same job, as long as the weights stay.
+    - ``key_id``: id of the bearer key.
     """
 
     namespace: Namespace
@@ -68,6 +69,7 @@ class Order:
     num_left_out: int
     where: str | int | list[str]
     key: str | None = None
+    key_id: str = ""
 
 
 class WarmJobs:
@@ -216,6 +218,7 @@ class WarmJobs:
 
     def _new(self, order: Order, job_id: str) -> Job:
         job = Job(job_id, order.namespace, order.prompt_key, order.num_left_out)
+        job.key_id = order.key_id
         job.request = self._digest(order)
         self.table.keep(order.namespace.tenant, job)
         return job
@@ -248,6 +251,7 @@ class WarmJobs:
             return
         job = Job(body.job, namespace, prompt_key, body.left_out)
         job.record, job.request, job.is_followed = record, record.request, True
+        job.key_id = body.key_id
         table.keep(tenant, job)
         table.run(job, self._watch(job))
 
@@ -270,7 +274,9 @@ class WarmJobs:
         """Join the computation of the job's prefix. Raises Busy or Closed."""
         assert job.prompt_key is not None
         held = ExitStack()
-        job.warming = held.enter_context(self._warmer.join(job.namespace, job.prompt_key))
+        job.share = held.enter_context(
+            self._warmer.join(job.namespace, job.prompt_key, job.key_id, is_job=True)
+        )
         return held
 
     def _begin_late(self, job: Job) -> None:
@@ -285,11 +291,13 @@ class WarmJobs:
         """Wait for the prefix, in a task."""
 
         async def work() -> None:
-            began_at, warming = self._clock(), job.warming
-            assert warming is not None
+            began_at, share = self._clock(), job.share
+            assert share is not None
             with held:
                 try:
-                    job.warmed = await warming.result()
+                    warmed = await share.result()
+                    await share.settled()
+                    job.warmed = warmed
                 except Exception as error:  # noqa: BLE001 no request waits for it: the job has the error
                     job.error = self._failures.answer(error)
                 finally:
@@ -443,6 +451,7 @@ class WarmJobs:
             "adapter": namespace.adapter,
             "weights": namespace.weights,
             "left_out": job.num_left_out,
+            "key_id": job.key_id,
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 

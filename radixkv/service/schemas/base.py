@@ -46,6 +46,9 @@ class RequestBody(BaseModel):
     other_names: ClassVar[Mapping[str, str]] = {}
     """Fields that are other names of fields. A body may have both if their values are equal."""
 
+    max_values: ClassVar[int | None] = None
+    """Most JSON values of a body, if that is less than all its lists at their longest. None: no further bound."""
+
     @model_validator(mode="before")
     @classmethod
     def _known_names(cls, data: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
@@ -14,6 +14,7 @@ from radixkv.service.schemas.completions import (
     MAX_CHOICES,
     CompletionRequest,
     Hints,
+    PromptTokensDetails,
     Stop,
     StreamOptions,
     Timings,
@@ -22,14 +23,25 @@ from radixkv.service.schemas.completions import (
 )
 from radixkv.service.schemas.conversations import (
     MAX_CALLS,
+    MAX_PARTS,
     MAX_TOOLS,
     MAX_TURNS,
+    MAX_VALUES,
+    Breakpoint,
     CallId,
-    Content,
     ConversationBody,
     JsonObject,
     ToolName,
     text_of,
+)
+from radixkv.service.schemas.prompt_caching import (
+    CacheOptions,
+    MarkedPart,
+    Retention,
+    latest,
+    marks_of,
+    ttl_of,
+    whole_prompt,
 )
 from radixkv.service.schemas.prompts import Adapter
 
@@ -47,11 +59,27 @@ def _is_object(text: str) -> str:
     return text
 
 
+def _content_form(value: Any) -> str:
+    return "many" if isinstance(value, list) else "one"
+
+
+Content = Annotated[
+    Annotated[str, Tag("one")]
+    | Annotated[list[MarkedPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("many")],
+    Discriminator(_content_form),
+]
+"""A content as one text or as parts."""
+
+
+ArgumentsText = Annotated[str, AfterValidator(_is_object), WithJsonSchema({"type": "string"})]
+"""Arguments of a call as the text of a JSON object."""
+
+
 class CalledFunction(RequestBody):
-    """The function of a call, with its arguments as the text of a JSON object."""
+    """The function of a call."""
 
     name: ToolName
-    arguments: Annotated[str, AfterValidator(_is_object), WithJsonSchema({"type": "string"})]
+    arguments: ArgumentsText
 
 
 class Call(RequestBody):
@@ -119,6 +147,7 @@ class ChatRequest(ConversationBody):
 
     model_config = ConfigDict(json_schema_extra=answered)
     without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None}
+    max_values: ClassVar[int | None] = MAX_VALUES
     other_names: ClassVar[Mapping[str, str]] = {
         **ConversationBody.other_names,
         "max_completion_tokens": "max_tokens",
@@ -161,8 +190,8 @@ class ChatRequest(ConversationBody):
     safety_identifier: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="changes nothing"
     )
-    prompt_cache_retention: Annotated[Any, Neutral("in_memory")] = None
-    prompt_cache_options: Annotated[Any, Neutral({"mode": "implicit"})] = None
+    prompt_cache_retention: Retention | None = None
+    prompt_cache_options: CacheOptions | None = None
     logprobs: Annotated[Any, Neutral(False)] = None
     top_logprobs: Annotated[Any, Neutral(0)] = None
     logit_bias: Annotated[Any, Neutral({})] = None
@@ -192,6 +221,16 @@ class ChatRequest(ConversationBody):
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def breakpoints(self) -> list[Breakpoint]:
+        """Return the breakpoints that are written."""
+        options, turns, tools = self.prompt_cache_options, self.turns(), self.tool_specs()
+        found: list[Breakpoint] = []
+        for index, number, mark in latest(marks_of([each.content for each in self.messages]), options):
+            content = (self.messages[index].content or [])[:number]
+            last = {"role": turns[index]["role"], "content": text_of(content)}
+            found.append(Breakpoint([*turns[:index], last], tools, ttl_of(mark, options)))
+        return [*found, *whole_prompt(turns, tools, options)]
 
     def order(self, max_tokens: int) -> CompletionRequest:
         """Return what to generate. ``max_tokens``: the most tokens if the request doesn't say."""
@@ -250,19 +289,13 @@ class ChatChoice(ReplyBody):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatPromptDetails(ReplyBody):
-    """Tokens of the prompt that were read from the cache."""
-
-    cached_tokens: int
-
-
 class ChatUsage(ReplyBody):
     """Tokens of the prompt and of the answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: ChatPromptDetails
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ChatReply(ReplyBody):

@@ -272,9 +272,10 @@ class Choice(ReplyBody):
 
 
 class PromptTokensDetails(ReplyBody):
-    """How many tokens of the prompts were not computed."""
+    """Tokens of the prompts by what the cache did."""
 
-    cached_tokens: int = Field(description="tokens of the prompts that were read from the cache")
+    cached_tokens: int = Field(description="read from the cache")
+    cache_write_tokens: int = Field(description="computed, and promised for a TTL")
 
 
 class Usage(ReplyBody):
@@ -288,12 +289,23 @@ class Usage(ReplyBody):
     )
 
 
+class LoadedTokens(ReplyBody):
+    """What of the cached tokens came back from the tiers below the cache."""
+
+    host_tokens: int = Field(description="from host memory")
+    disk_tokens: int = Field(description="from the disk")
+    seconds: Seconds = Field(description="spent on looking for them and loading them")
+
+
 class Timings(ReplyBody):
     """Seconds since the request arrived, with the wait for the model."""
 
-    queued_s: Seconds = Field(description="until the model began")
+    queued_s: Seconds = Field(description="until the model began, with the wait for room in its batch")
     time_to_first_token_s: Seconds = Field(description="until the first token")
     total_s: Seconds = Field(description="until the answer")
+    loaded: LoadedTokens | None = Field(
+        default=None, description="with tiers below the cache", exclude_if=lambda loaded: loaded is None
+    )
 
 
 class CompletionReply(ReplyBody):

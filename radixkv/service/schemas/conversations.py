@@ -6,10 +6,11 @@ A provider's body is a ``ConversationBody``. It returns its messages and tools i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas.base import TWO_VALUES, RequestBody, first_at_most
@@ -22,6 +23,8 @@ MAX_TOOLS = 64
 MAX_TOOL_NAME = 64
 MAX_CALL_ID = 128
 MAX_JSON_NAMES = 32
+MAX_VALUES = 32_000
+"""JSON values of a chat's body."""
 
 JsonObject = Annotated[
     dict[str, Any],
@@ -41,10 +44,6 @@ ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME}}}$"
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
 
 
-def _content_form(value: Any) -> str:
-    return "many" if isinstance(value, list) else "one"
-
-
 class TextPart(RequestBody):
     """A part of a content. Only text is served; no address is ever fetched."""
 
@@ -62,23 +61,40 @@ class TextPart(RequestBody):
         return data
 
 
-Content = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("many")],
-    Discriminator(_content_form),
-]
-"""A content as one text or as parts."""
-
-
-def text_of(content: str | list[TextPart] | None) -> str:
+def text_of(content: str | Iterable[TextPart] | None) -> str:
     """Return a content as one text: its parts follow each other."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
 
 
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a prefix that the caller wants to stay resident for ``ttl_s`` seconds: the chat up to there."""
+
+    turns: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    ttl_s: int
+
+
 class ConversationBody(Salted):
-    """A chat in a provider's shape."""
+    """A chat in a provider's shape. ``prompt_field``: the field that errors about the whole chat name.
+
+    If another chat is joined to it, its ``Prompt.text`` is the JSON of its turns and tools.
+    """
+
+    prompt_field: ClassVar[str] = "messages"
+    is_beginning: ClassVar[bool] = False
+    """Whether its prompt is only what every continuation begins with."""
+
+    @property
+    def continues(self) -> str | None:
+        """Name of the chat that this one continues, if its prompt can't be made without it."""
+        return None
+
+    def breakpoints(self) -> list[Breakpoint]:
+        """Return the breakpoints, in the order of the chat; at most as many as the provider writes."""
+        return []
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,10 +35,55 @@ class OpenAIErrorDetail(ReplyBody):
     )
 
 
+class CompletionErrorDetail(OpenAIErrorDetail):
+    """What was wrong, in OpenAI's form, with the facts of radixkv's form beside it."""
+
+    field: str | None = Field(description="the same as param")
+    value: Any = Field(description="the value that was wrong, shortened")
+    allowed: str | None = Field(description="what is allowed")
+    docs_url: str = Field(description="path on this service: the meaning of the error, and what to do")
+
+
+class CompletionErrorReply(ReplyBody):
+    """The body of every answer of ``/v1/completions`` that is not a success."""
+
+    error: CompletionErrorDetail
+
+
 class OpenAIErrorReply(ReplyBody):
     """The body of every answer of an OpenAI endpoint that is not a success."""
 
     error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(ReplyBody):
+    """What was wrong, in Anthropic's form."""
+
+    type: str = Field(description="invalid_request_error, rate_limit_error, overloaded_error and the like")
+    message: str
+
+
+class AnthropicErrorReply(ReplyBody):
+    """The body of every answer of an Anthropic endpoint that is not a success."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str = Field(description="the same as in the header request-id")
+
+
+class GoogleErrorDetail(ReplyBody):
+    """What was wrong, in Google's form."""
+
+    code: int = Field(description="the status of the answer")
+    message: str
+    status: str = Field(description="INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED and the like")
+    details: list[dict[str, Any]] = Field(description="fieldViolations, if a field was wrong")
+
+
+class GoogleErrorReply(ReplyBody):
+    """The body of every answer of a Gemini endpoint that is not a success."""
+
+    error: GoogleErrorDetail
 
 
 class ErrorReply(ReplyBody):

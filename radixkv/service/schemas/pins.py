@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from radixkv.index.pins import MAX_TTL_S
-from radixkv.service.schemas.base import ReplyBody, Seconds
+from radixkv.service.schemas.base import ReplyBody, RequestBody, Seconds
 from radixkv.service.schemas.prompts import PromptFields, PromptOrder
 from radixkv.service.schemas.warming import Where
 
@@ -27,10 +27,23 @@ class PinRequest(PromptFields):
     )
 
 
+MAX_CONTENT_CHARS = 2**20
+_Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class PinContentOrder(RequestBody):
+    """What a pin of its own name has beside its prefix: see ``fleet.pins.PinContent``."""
+
+    nonce: _Hex
+    about: Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+    chat: Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+
+
 class PinOrder(PromptOrder):
     """The prefix that a replica keeps resident as its part of a pin of the fleet."""
 
-    pin: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    pin: _Hex
+    content: PinContentOrder | None = None
 
 
 class PinPart(ReplyBody):

@@ -100,6 +100,8 @@ class PromptOrder(RequestBody):
         le=MAX_WEIGHTS,
         description="version of the sender's weights: the receiver's must be the same",
     )
+    key_id: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
+    """Of the key that pays; empty: none was used."""
 
 
 class LookupRequest(PromptFields):

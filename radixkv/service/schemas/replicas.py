@@ -36,6 +36,9 @@ class LoadReply(ReplyBody):
     queued_prefill_tokens: int = Field(description="prompt tokens that wait for the model")
     decode_blocks: int = Field(description="blocks of running requests")
     resident_blocks: int = Field(description="blocks that hold cached prefixes")
+    queued_cold_tokens: int = Field(
+        description="those of queued_prefill_tokens that let a prompt go first of which most is cached"
+    )
 
 
 class CandidateReply(ReplyBody):

@@ -111,11 +111,22 @@ class TenantStatsReply(ReplyBody):
     num_pins: int
 
 
+class UsageLogReply(ReplyBody):
+    """State of the usage log since the start."""
+
+    written: int = Field(description="records in files")
+    waiting: int = Field(description="records that wait to be written")
+    lost: int = Field(description="requests that no record will tell of")
+    errors: int = Field(description="failed writes, and failed waits for the disk")
+    problem: str | None = Field(description="why records can't be written now; null: they can")
+
+
 class OperatorStatsReply(ReplyBody):
     """Statistics of all tenants, and of the cache as a whole."""
 
     cache: dict[str, int]
     tenants: list[TenantStatsReply]
+    usage_log: UsageLogReply | None = Field(description="null: no usage log is written")
 
 
 class TenantReply(ReplyBody):

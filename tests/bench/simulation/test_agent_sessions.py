@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv.bench.simulation.agent_sessions import generate_sessions
-from radixkv.bench.simulation.sessions import read_sessions
+from radixkv.bench.simulation.packed_sessions import read_sessions
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
 

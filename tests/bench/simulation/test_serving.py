@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv.bench import simulate_serving
+from radixkv.bench.simulation.packed_sessions import Session, Turn, read_sessions
 from radixkv.bench.simulation.profiles import profile_of
 from radixkv.bench.simulation.serving import CLAIRVOYANT, Served, Serving, Settings
-from radixkv.bench.simulation.sessions import Session, Turn, read_sessions
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
 from radixkv.index.announcements import Announcement

@@ -252,7 +252,11 @@ def test_equal_prompts_go_to_one_replica_before_its_first_event(fleet: Fleet) ->
     fleet.settle()
     fleet.router.routed(ACME, ids, "c")
     first = fleet.router.rank(ACME, ids)[0]
-    assert (first.replica.id, first.matched_tokens["predicted"], first.load) == ("c", 1024, Load(1024))
+    assert (first.replica.id, first.matched_tokens["predicted"], first.load) == (
+        "c",
+        1024,
+        Load(1024, queued_cold_tokens=1024),
+    )
     assert "1024 more predicted" in first.why
     assert {fleet.best(prompt(2048, seed)) for seed in range(1, 21)} == {"a", "b"}, "c is busy"
     fleet.clock.advance(5.1)
@@ -295,7 +299,9 @@ def test_a_repeated_prompt_stays_on_its_replica(fleet: Fleet, num_tokens: int) -
     for _ in range(12):
         fleet.router.routed(ACME, ids, best)
         first = fleet.router.rank(ACME, ids)[0]
-        assert first.replica.id == best and first.load == Load(num_tokens), "the prompt is computed once"
+        assert first.replica.id == best and first.load == Load(num_tokens, queued_cold_tokens=num_tokens), (
+            "the prompt is computed once"
+        )
         assert first.matched_tokens["predicted"] == num_tokens
     longer = {each.replica.id: each for each in fleet.router.rank(ACME, np.append(ids, 7))}[best]
     assert longer.matched_tokens.get("predicted", 0) == num_tokens // 256 * 256
@@ -304,6 +310,30 @@ def test_a_repeated_prompt_stays_on_its_replica(fleet: Fleet, num_tokens: int) -
     fleet.settle()
     held = {each.replica.id: each for each in fleet.router.rank(ACME, ids)}[best].matched_tokens
     assert sum(held.values()) == num_tokens and held["device"] == num_tokens // 256 * 256
+
+
+def test_a_prompt_that_goes_first_does_not_avoid_a_queue_of_cold_ones(fleet: Fleet) -> None:
+    ids = prompt(4096)
+    fleet.hold("a", ids[:3072])
+    for queued_cold, best in ((8_000, {"a"}), (4_000, {"b", "c"})):
+        fleet.replicas["a"][0].report_load(Load(8_000, queued_cold_tokens=queued_cold))
+        fleet.settle()
+        assert {fleet.best(ids, cost="linear") for _ in range(20)} == best
+        assert {fleet.best(prompt(4096, 1)) for _ in range(20)} == {"b", "c"}, "a cold prompt waits for all"
+        assert {fleet.best(ids, cost="least_loaded") for _ in range(20)} == {"b", "c"}
+
+
+def test_cold_prompts_that_were_just_sent_let_a_whole_one_go_first(fleet: Fleet) -> None:
+    ids = prompt(4096)
+    fleet.hold("a", ids[:3072])
+    fleet.settle()
+    fleet.router.routed(ACME, prompt(8192, 1), "a")
+    (first, *_) = fleet.router.rank(ACME, ids)
+    assert first.replica.id == "a" and first.cost == 1024
+    assert first.load == Load(8192, queued_cold_tokens=8192)
+    fleet.router.routed(ACME, ids, "a")
+    (first, *_) = fleet.router.rank(ACME, ids)
+    assert first.cost == 0, "all of it was sent there, and a prompt doesn't wait for its own prefix"
 
 
 def test_least_loaded_ignores_predicted_prefixes(fleet: Fleet) -> None:
@@ -522,12 +552,12 @@ def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for number in range(200):
         digests = [bytes([number, at]) * 8 for at in range(3)]
         for name in ("a", "b"):
-            predicted.add(digests, name, 100, number * 0.001)
+            predicted.add(digests, name, 100, number * 0.001, True)
         assert predicted.num_bytes <= 10 * 400 + 2 * 130 * 21, "200 ms are 20 numbers for each replica"
     assert predicted.leading(digests, 0.2) == {"a": 3 * SEGMENT_TOKENS, "b": 3 * SEGMENT_TOKENS}
-    assert predicted._sent["a"].since(-1.0) == 200 * 100, "no prediction is lost"
-    assert predicted._sent["a"].since(0.1) == pytest.approx(100 * 100, rel=0.1)
-    predicted.add([], "c", 0, 20.0)
+    assert predicted._sent["a", True].since(-1.0) == 200 * 100, "no prediction is lost"
+    assert predicted._sent["a", True].since(0.1) == pytest.approx(100 * 100, rel=0.1)
+    predicted.add([], "c", 0, 20.0, True)
     assert predicted.num_bytes <= 130, "all predictions have expired"
 
 
@@ -535,14 +565,16 @@ def test_a_tenant_with_many_predictions_evicts_only_its_own(monkeypatch: pytest.
     monkeypatch.setattr("radixkv.coordination.routing.router._MAX_PREDICTED", 30)
     predictions = Predictions(5.0)
     mine = [bytes([255, at]) * 8 for at in range(8)]
-    predictions.add("victim", mine, "a", 100, 0.0)
+    predictions.add("victim", mine, "a", 100, 0.0, True)
     for number in range(100):
-        predictions.add("attacker", [bytes([number, at]) * 8 for at in range(3)], "b", 100, number * 0.001)
+        predictions.add(
+            "attacker", [bytes([number, at]) * 8 for at in range(3)], "b", 100, number * 0.001, True
+        )
         assert predictions._num_held <= 30
         assert predictions._num_held == sum(each.num_held for each, _ in predictions._tenants.values())
     assert predictions.of("victim").leading(mine, 0.2) == {"a": 8 * SEGMENT_TOKENS}
     assert predictions.of("nobody").leading(mine, 0.2) == {}
-    predictions.add("other", [], "c", 0, 20.0)
+    predictions.add("other", [], "c", 0, 20.0, True)
     assert predictions.num_bytes <= 130 and predictions._num_held == 0, "all predictions have expired"
 
 

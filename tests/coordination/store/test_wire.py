@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 from radixkv.coordination.store import wire
 from radixkv.coordination.store.holdings import split
 from radixkv.coordination.store.wire import Confirmed, Raised, Registration, WireError
-from radixkv.coordination.values import JobPart, WarmJob, Writer
+from radixkv.coordination.values import JobPart, Load, WarmJob, Writer
 
 REGISTRATION = Registration(
     "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000, 2**53 - 1
@@ -157,6 +157,12 @@ def test_registrations_survive_a_round_trip() -> None:
                 continue  # wire versions before 6 had no weights
             with pytest.raises(WireError):
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
+
+
+def test_a_malformed_load_is_less_load() -> None:
+    assert wire.parse_load([b"7", b"8", b"9", b"6"]) == Load(7, 8, 9, 6)
+    assert wire.parse_load([b"7", b"x", None, b"9"]) == Load(7, queued_cold_tokens=7)
+    assert wire.parse_load([b"-1", None, None, b"10000000000000000"]) == Load()
 
 
 @pytest.mark.parametrize("bad", [b"", b"-1", b"1.0", b"9007199254740992", b"1" * 17, b" 1", b"\xd9\xa1"])

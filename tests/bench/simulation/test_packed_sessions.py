@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from radixkv.bench.simulation import sessions
-from radixkv.bench.simulation.sessions import read_sessions
+from radixkv.bench.simulation import packed_sessions
+from radixkv.bench.simulation.packed_sessions import read_sessions
 from radixkv.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "engines" / "agent_sessions.jsonl.gz"
@@ -121,10 +121,10 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     many.write_bytes(gzip.compress(b" " * 1_000 + b"\n"))
     with pytest.raises(ConfigError, match="lines of at most"):
         read_sessions([line])
-    monkeypatch.setattr(sessions, "MAX_BYTES", 1_000)
+    monkeypatch.setattr(packed_sessions, "MAX_BYTES", 1_000)
     with pytest.raises(ConfigError, match="in all, unpacked"):
         read_sessions([many])
     monkeypatch.undo()
-    monkeypatch.setattr(sessions, "MAX_TOTAL_BLOCKS", 5)
+    monkeypatch.setattr(packed_sessions, "MAX_TOTAL_BLOCKS", 5)
     with pytest.raises(ConfigError, match="at most 5 blocks"):
         read_sessions([written(tmp_path / "blocks.jsonl", ROW, ROW, ROW)])

@@ -1,0 +1,315 @@
+"""Every setting of ``radixkv serve`` and ``radixkv route``, defined once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+Kind = Literal[
+    "text", "integer", "number", "choice", "file", "secret file", "folder", "new file", "new folder", "url"
+]  # fmt: skip
+
+FORMS: Final[Mapping[Kind, str]] = {
+    "text": "text",
+    "file": "the path of a file",
+    "secret file": "the path of a file that holds the secret",
+    "folder": "the path of a folder",
+    "new file": "the path of a file to write",
+    "new folder": "the path of a folder to write into",
+    "url": "a URL",
+}
+"""The kinds that have no bounds, in words."""
+
+_PASSWORD = re.compile(r"(password=)[^&#]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. All values are texts; the kind says what a text must look like.
+
+    - ``text``: its meaning, one sentence.
+    - ``default``: its value if nobody gives one; None: it has none, and ``unset`` says what happens then.
+    - ``low``, ``high``: bounds of an integer or a number, both allowed.
+    - ``reloads``: a running process takes a new value at SIGHUP. Others need a restart.
+    """
+
+    name: str
+    text: str
+    kind: Kind
+    default: str | None = None
+    unset: str = ""
+    low: float = 0
+    high: float = 0
+    choices: tuple[str, ...] = ()
+    reloads: bool = False
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return "RADIXKV_" + self.name.replace("-", "_").upper()
+
+    @property
+    def help(self) -> str:
+        """Its meaning, and its default in brackets."""
+        return f"{self.text}  [{self.unset if self.default is None else self.default}]"
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.kind == "integer":
+            return f"an integer from {self.low:.0f} to {self.high:.0f}"
+        if self.kind == "number":
+            return f"a number{' of seconds' if self.name.endswith('-s') else ''} from {self.low:g} to {self.high:g}"
+        return f"one of {', '.join(self.choices)}" if self.kind == "choice" else FORMS[self.kind]
+
+
+def without_password(url: str) -> str:
+    """Return the URL for display: without what is before its last @, and without the value of ``…password=``."""
+    start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
+    _, at, host = rest.rpartition("@")
+    return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
+
+
+def displayed(setting: Setting, text: str) -> str:
+    """Return a value for messages and lists.
+
+    A URL has no password there. Where the file of a secret is wanted, a text that isn't a path may be the secret
+    itself, so it isn't shown.
+    """
+    if setting.kind == "url":
+        return without_password(text)
+    is_path = text.startswith(("/", "./", "../")) or not text or Path(text).exists()
+    return text if is_path or setting.kind != "secret file" else "…"
+
+
+def _integer(name: str, text: str, default: int, low: int, high: int, *, reloads: bool = False) -> Setting:
+    return Setting(name, text, "integer", str(default), low=low, high=high, reloads=reloads)
+
+
+def _number(
+    name: str, text: str, default: float, low: float, high: float, *, reloads: bool = False
+) -> Setting:
+    return Setting(name, text, "number", f"{default:g}", low=low, high=high, reloads=reloads)
+
+
+def _choice(name: str, text: str, default: str, *choices: str, reloads: bool = False) -> Setting:
+    return Setting(name, text, "choice", default, choices=choices, reloads=reloads)
+
+
+HTTP: Final = (
+    Setting(
+        "tls-cert",
+        "Certificate in PEM, with its chain; serves HTTPS.",
+        "file",
+        unset="none: HTTP",
+        reloads=True,
+    ),
+    Setting(
+        "tls-key",
+        "Private key of the certificate in PEM, unencrypted.",
+        "secret file",
+        unset="none: HTTP",
+        reloads=True,
+    ),
+    _number(
+        "requests-per-s",
+        "Requests a second for each tenant, on average.",
+        1000,
+        0.001,
+        1e6,
+        reloads=True,
+    ),
+    _integer("burst", "Most requests of a tenant at once.", 2000, 1, 10**6, reloads=True),
+    _integer("max-concurrent", "Most requests of a tenant in progress.", 256, 1, 10**6, reloads=True),
+    _integer("max-queued", "Most requests of a tenant that wait for the model.", 32, 1, 10**6, reloads=True),
+    _integer("max-body-bytes", "Most bytes of a body.", 4 * 2**20, 1, 2**30, reloads=True),
+    _number("timeout-s", "Seconds after which a request is cancelled.", 600, 0.001, 1e6, reloads=True),
+    _number("body-timeout-s", "Seconds for a body to arrive.", 30, 0.001, 1e6, reloads=True),
+    _number(
+        "drain-s",
+        "Seconds for requests in progress to finish after SIGTERM.",
+        20,
+        0,
+        86_400,
+        reloads=True,
+    ),
+    _choice(
+        "log-level",
+        "critical, error, warning, info or debug.",
+        "warning",
+        *("critical", "error", "warning", "info", "debug"),
+        reloads=True,
+    ),
+)
+"""Settings of services and routers alike."""
+
+_HOST = Setting("host", "Address to bind; an address other than loopback needs --keys.", "text", "127.0.0.1")
+_REDIS_PASSWORD = Setting(
+    "redis-password", "File with the password for Redis, if the URL has none.", "secret file", unset="none"
+)
+
+SERVE: Final = (
+    _HOST,
+    _integer("port", "Port to bind; 0: any free port.", 8400, 0, 65_535),
+    Setting(
+        "model",
+        "Directory of a transformers causal LM and its tokenizer.",
+        "folder",
+        unset="a small demo model, random weights",
+    ),
+    Setting(
+        "keys",
+        'JSON file of keys: {"operator": "…", "tenants": {"acme": "…"}}.',
+        "secret file",
+        unset="demo keys",
+    ),
+    Setting("redis", "URL of the Redis that all replicas share.", "url", unset="none: one replica alone"),
+    _REDIS_PASSWORD,
+    Setting("replica", "Name of this replica in its fleet.", "text", unset="random"),
+    _number("lease-s", "Seconds without a heartbeat after which a replica counts as gone.", 10, 0.5, 3600),
+    _integer("num-blocks", "Blocks in the cache.", 4096, 2, 2**31 - 1),
+    _integer("block-size", "Tokens in a block.", 16, 1, 1024),
+    Setting(
+        "engine",
+        "Engine: hf (transformers), vllm, or the name of one that an installed package brings.",
+        "text",
+        "hf",
+    ),
+    Setting("policy", "Eviction policy; policies/README.md compares them.", "text", "learned"),
+    Setting(
+        "host-memory",
+        "Host memory for evicted KV, which comes back from there: bytes, or a text such as 8GiB.",
+        "text",
+        unset="none",
+    ),
+    Setting(
+        "disk",
+        "Keep KV in this folder too, sealed, also across restarts; needs --host-memory and --fleet-secret.",
+        "new folder",
+        unset="none",
+    ),
+    Setting("disk-size", "Size of the disk tier: bytes, or a text such as 200GiB.", "text", unset="none"),
+    Setting(
+        "disk-writes",
+        "Most bytes written to the disk tier on average, such as 2TB/day, spent on what comes back most often.",
+        "text",
+        unset="no bound",
+    ),
+    _choice(
+        "scrub",
+        "Zero reused blocks: cross-tenant (if the tenant changes), always or never.",
+        "cross-tenant",
+        *("cross-tenant", "always", "never"),
+    ),
+    Setting("device", "Torch device of model and cache.", "text", "cpu"),
+    _choice(
+        "dtype",
+        "Element type of --model: float32, bfloat16 or float16.",
+        "float32",
+        *("float32", "bfloat16", "float16"),
+    ),
+    _integer("threads", "Compute threads; 0: torch chooses.", 0, 0, 1024),
+    Setting(
+        "fleet-secret",
+        "File with the secret that all replicas share; required with --redis.",
+        "secret file",
+        unset="random",
+    ),
+    Setting(
+        "advertise",
+        "Base URL at which other replicas reach this one.",
+        "url",
+        unset="the bound address",
+    ),
+    Setting(
+        "record",
+        "Append a trace of the traffic to this file: keyed hashes of blocks, no token ids.",
+        "new file",
+        unset="no",
+    ),
+    Setting(
+        "usage",
+        "Write usage records to this folder, for billing; made with mode 0700 if it is missing.",
+        "new folder",
+        unset="no",
+    ),
+    _integer("usage-file-bytes", "Bytes after which a file of usage records is full.", 2**24, 2**16, 2**40),
+    Setting(
+        "events",
+        "Publish KV events of vLLM's format at this ZMQ endpoint: tcp://127.0.0.1:5557 or ipc:///path.",
+        "text",
+        unset="no",
+    ),
+    Setting(
+        "events-replay",
+        "Endpoint that answers requests for missed events.",
+        "text",
+        unset="the next port, or the path with .replay",
+    ),
+    Setting("events-topic", "Topic of the events.", "text", unset="none"),
+    _choice(
+        "events-content",
+        "digests (keyed), or prompts-in-clear: all tenants' token ids, adapters and salts.",
+        "digests",
+        *("digests", "prompts-in-clear"),
+    ),
+    _choice(
+        "events-scope",
+        "Endpoints may be loopback, or any address of the network.",
+        "loopback",
+        *("loopback", "network"),
+    ),
+    *HTTP,
+)
+"""Settings of ``radixkv serve``."""
+
+ROUTE: Final = (
+    Setting("redis", "URL of the Redis that the replicas share.", "url", unset="required"),
+    _REDIS_PASSWORD,
+    Setting("fleet-secret", "File with the secret that all replicas share.", "secret file", unset="required"),
+    _HOST,
+    _integer("port", "Port to bind; 0: any free port.", 8500, 0, 65_535),
+    Setting("keys", "JSON file of keys of the replicas.", "secret file", unset="demo keys"),
+    Setting(
+        "model",
+        "Directory with the tokenizer of the replicas' model.",
+        "folder",
+        unset="the demo model's",
+    ),
+    Setting(
+        "cost",
+        "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.",
+        "text",
+        "linear",
+    ),
+    _number(
+        "temperature",
+        "0: the best replica first; above 0: chance has more influence.",
+        0,
+        0,
+        1e6,
+    ),
+    _integer(
+        "max-segments",
+        "Most different segments in the view, about 20 bytes each.",
+        2_000_000,
+        1,
+        10**9,
+    ),
+    *HTTP,
+)
+"""Settings of ``radixkv route``."""
+
+COMMANDS: Final[Mapping[str, Mapping[str, Setting]]] = {
+    "serve": {each.name: each for each in SERVE},
+    "route": {each.name: each for each in ROUTE},
+}
+"""The settings of each command, by name."""
+
+
+def defaults(command: str) -> dict[str, str]:
+    """Return the settings that have a default, with it."""
+    return {each.name: each.default for each in COMMANDS[command].values() if each.default is not None}

@@ -1,0 +1,674 @@
+"""Continuous batching: the requests of all tenants step together, each driven by the thread of its own caller.
+
+    caller's thread    add ─▶ next_news ─▶ its callbacks ─▶ next_news ─▶ ... ─▶ finish, or leave
+                                 │ no news yet: makes a step for all
+    a step             grow: a place for each newest token      (preempts, if there is none)
+                       fill: chunks of prompts, within a budget (starts waiting requests that have room)
+                       one forward of all of it, choices, news
+
+There is no thread of the batch. A caller without news makes a step itself, of which every request gets its part. A
+request takes part when its caller has read all its news, so one whose reader is slow stops, and is at most one step
+ahead. Before a caller makes a step while others have unread news, it calls ``pause`` once, so that they can read.
+
+Waiting requests start in the order of ``radixkv.scheduling``: fair between tenants, cache-first within one. One that
+has no room is passed over, for a bounded number of later starts. One whose prefix another request is computing waits
+for it. Each step gives its budget of prompt tokens to the filling requests in turn.
+
+An error of one request, such as a purge of its tenant, ends this request alone. An error of the forward ends those in
+the step. A step that was interrupted is made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from radixkv.clock import Clock
+from radixkv.engines.batch_request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
+from radixkv.engines.batch_room import Room
+from radixkv.engines.engine_protocol import Preemption
+from radixkv.engines.gate import Gate
+from radixkv.engines.hf_packed import Chunk, Newest, PackedForward
+from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
+from radixkv.index.announcements import Announcement
+from radixkv.index.cache import PrefixCache
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.scheduling import RequestQueue, WaitingRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from radixkv.engines.lower_tiers import LowerTiers
+
+Fill: TypeAlias = tuple[BatchRequest, Row, int]
+"""A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
+
+_MAX_PASSED: Final = 32
+"""Requests that start before one that has no room; then it is the next of those that aren't strict."""
+_MAX_TRIED: Final = 64
+"""Waiting requests that a step looks at."""
+_TRY_AGAIN_STEPS: Final = 16
+"""Steps after which a request without room is tried again, though nothing of the batch has ended."""
+_IDLE_S: Final = 0.001
+"""Pause of a caller that could do nothing."""
+_LEAST_CHUNK: Final = 32
+"""Fewest tokens of a chunk that doesn't end a prompt, if others take most of the budget."""
+_TTL_S: Final = 86_400.0
+
+
+class Batch:
+    """Requests that step together. Safe to use from several threads.
+
+    - ``chunk_tokens``: prompt tokens that a step computes.
+    - ``gate``: who is in it uses the model. A caller is not in it when it calls a method.
+    - ``after_step``: called after each step, within the gate.
+    - ``tiers``: below the cache, if there are any. What they have of a prompt isn't computed.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        forward: PackedForward,
+        chunk_tokens: int,
+        gate: Gate,
+        after_step: Callable[[], object],
+        clock: Clock,
+        tiers: LowerTiers | None = None,
+    ) -> None:
+        self._cache, self._forward, self._chunk_tokens, self._tiers = cache, forward, chunk_tokens, tiers
+        self._gate, self._after_step, self._clock = gate, after_step, clock
+        self._room = Room(cache)
+        self._queue = RequestQueue()
+        self._running: dict[BatchRequest, None] = {}
+        self._keys = count(1)
+        self._announced: dict[Announcement, WaitingRequest] = {}
+        self._lacking: dict[BatchRequest, int] = {}
+        """Waiting requests that lack room, and how many had started when they lacked it first."""
+        self._num_read = self._num_steps = self._num_started = 0
+        self._may_start = False
+        """Whether something changed since the waiting requests were looked at."""
+        self.preemptions: Counter[tuple[str, Preemption]] = Counter()
+        """How often requests gave their room up so far, by tenant and reason."""
+
+    # --- for callers
+
+    @contextmanager
+    def joined(self, request: BatchRequest) -> Iterator[None]:
+        """Let a request wait for its start. It has left after the context, and holds nothing."""
+        with self._gate:
+            self._enqueue(request)
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._leave(request)
+
+    def next_news(self, request: BatchRequest, pause: Callable[[], bool]) -> News | None:
+        """Return the next news of a request. Makes steps until there are some.
+
+        ``pause``: called outside the gate, so that other callers can go on. None is returned as soon as it is true.
+        """
+        offered_at: int | None = None
+        is_idle = False
+        while True:
+            with self._gate:
+                request.is_asleep = False
+                if not request.news and (self._num_read == offered_at or not self._has_unread()):
+                    is_idle = not self._step(request)
+                if request.news:
+                    self._num_read += 1
+                    news = request.news.popleft()
+                    request.is_asleep = isinstance(news, NoRoom)
+                    return news
+                offered_at = self._num_read
+            if pause():
+                return None
+            if is_idle:
+                time.sleep(_IDLE_S)
+
+    def logits(self, request: BatchRequest, asked: list[Newest], pause: Callable[[], bool]) -> Tensor:
+        """Return the logits after the tokens of a driven request, ``[tokens, vocab_size]``, from the next step.
+
+        ``pause``: see ``next_news``; its answer has no effect. Raises what ended the request.
+        """
+        request.asked = asked
+        while True:
+            match self.next_news(request, lambda: pause() and False):
+                case LogitsDone(logits):
+                    return logits
+                case Failed(error):
+                    raise error
+
+    def make_room(self, request: BatchRequest, error: CapacityError) -> bool:
+        """Preempt a request for a driven one that can't grow, or take what ended ones still hold.
+
+        Called within the gate. False if there is none.
+        """
+        if self._close_ended(request):
+            return True
+        victim = self._room.victim(request, error, self._running)
+        if victim is None or victim is request:
+            return False
+        self._preempt(victim, _shortage(error))
+        return True
+
+    def prefill_tokens(self, missing: float = 1.0) -> int:
+        """Return the prompt tokens to compute before those of a new request with this missing share.
+
+        From any thread. O(running).
+        """
+        begun = [each for each in list(self._running) if each.state == "filling"]
+        rows = [(each.target(row), row) for each in begun for row in list(each.rows) if not row.is_over]
+        begun_tokens = sum([max(end - row.num_computed, 0) for end, row in rows])
+        return begun_tokens + self._queue.tokens_ahead(missing)
+
+    def new_key(self) -> int:
+        """Return a number that no sequence has had."""
+        return next(self._keys)
+
+    def finish(self, request: BatchRequest, num_tokens: list[int]) -> None:
+        """Commit what is computed of the first ``num_tokens`` tokens of each output row. Then it holds nothing."""
+        with self._gate:
+            if len(num_tokens) == len(request.rows):
+                for row, num in zip(request.rows, num_tokens, strict=True):
+                    row.close(num)
+            if request.num_chosen:
+                self._room.ended(request)
+
+    # --- who waits and who runs
+
+    def _enqueue(self, request: BatchRequest) -> None:
+        settings = self._cache.tenant(request.tenant)
+        self._queue.set_weight(request.tenant, 1.0 if settings is None else settings.weight)
+        request.handle = self._queue.add(
+            request.tenant, tokens=request.num_tokens, missing=self._missing(request), item=request
+        )
+        self._may_start = True
+
+    def _missing(self, request: BatchRequest) -> float:
+        """The share of its tokens that isn't resident."""
+        keys = [row.cache_key for row in request.rows if not row.is_over]
+        found = sum(self._cache.match(request.namespace, key).num_tokens for key in keys)
+        return max(1.0 - found / request.num_tokens, 0.0)
+
+    def _leave(self, request: BatchRequest) -> None:
+        self._drop(request)
+        request.news.clear()
+        for row in request.rows:
+            row.close(0)
+        if not self._running:
+            self._forward.forget()
+
+    def _fail(self, request: BatchRequest, error: Exception) -> None:
+        """End a request. What it holds is released when its caller leaves."""
+        self._drop(request)
+        request.news.append(Failed(error))
+
+    def _drop(self, request: BatchRequest) -> None:
+        if request.handle is not None and request.handle.state == "waiting":
+            self._queue.remove(request.handle)
+        self._withdraw(request)
+        self._lacking.pop(request, None)
+        self._running.pop(request, None)
+        request.state, self._may_start = "over", True
+        for row in request.rows:
+            if row.below is not None:
+                row.below.forget()
+
+    def _preempt(self, request: BatchRequest, reason: Preemption) -> None:
+        """Release a running request's blocks. It waits before all that never started, and goes on from its tokens."""
+        for row in request.rows:
+            row.close()
+        self._running.pop(request, None)
+        request.state, self._may_start = "waiting", True
+        assert request.handle is not None
+        self._queue.requeue(request.handle, self._missing(request))
+        self.preemptions[request.tenant, reason] += 1
+
+    def _has_unread(self) -> bool:
+        """Whether a running request would take part in a step if its caller had its turn first."""
+        return any(
+            request.news or (request.is_driven and request.state == "choosing" and not request.asked)
+            for request in self._running
+        )
+
+    def _withdraw(self, request: BatchRequest) -> None:
+        if request.announcement is not None:
+            self._announced.pop(request.announcement, None)
+            request.announcement.withdraw()
+            request.announcement = None
+
+    def _announce(self, request: BatchRequest) -> None:
+        """Tell the cache of a request that waits for room."""
+        if request.announcement is None and request.handle is not None:
+            key = request.rows[0].cache_key
+            try:
+                found = self._cache.announce(request.namespace, key, request.hints, ttl_s=_TTL_S)
+            except (AnnouncementLimitExceeded, NamespaceError):  # it waits all the same
+                return
+            request.announcement = found
+            self._announced[found] = request.handle
+
+    def _refresh(self) -> None:
+        """Read how much of the waiting prompts is resident now."""
+        if self._announced:
+            for announcement in self._cache.changed_announcements():
+                handle = self._announced.get(announcement)
+                if handle is not None and handle.state == "waiting":
+                    self._queue.update(handle, announcement.missing)
+
+    # --- a step
+
+    def _step(self, caller: BatchRequest) -> bool:
+        """Make a step of all requests whose callers wait for it. Returns whether it did anything."""
+        self._num_steps += 1
+        self._grow()
+        fills = self._fill()
+        chosen = [each for each in self._running if self._is_ready(each) and each.lack is None]
+        if not fills and not chosen:
+            return bool(caller.news) or self._relieve(caller)
+        try:
+            self._compute(chosen, fills)
+        except Exception as error:  # noqa: BLE001 each caller raises it
+            self._forward.forget()
+            for request in {*chosen, *(request for request, _, _ in fills)}:
+                self._fail(request, error)
+        self._after_step()
+        return True
+
+    @staticmethod
+    def _is_ready(request: BatchRequest) -> bool:
+        """Whether it can choose in the next step."""
+        may_choose = request.state == "choosing" and request.may_step
+        return may_choose and (not request.is_driven or bool(request.asked))
+
+    def _grow(self) -> None:
+        """Give each newest token a place, all in one call if there is room for all."""
+        growing = []
+        for request in self._running:
+            request.lack = None
+            if self._is_ready(request) and not request.is_driven and (rows := request.growing()):
+                growing.append((request, rows))
+        try:
+            self._append([row for _, rows in growing for row in rows])
+        except Exception:  # noqa: BLE001 some request can't grow: each tries by itself
+            for request, rows in growing:
+                self._grow_one(request, rows)
+
+    def _grow_one(self, request: BatchRequest, rows: list[Row]) -> None:
+        while request.state == "choosing":
+            try:
+                self._append(rows)
+                return
+            except CapacityError as error:
+                victim = self._room.victim(request, error, self._running)
+                if victim is None:
+                    request.lack = error
+                    return
+                self._preempt(victim, _shortage(error))
+            except Exception as error:  # noqa: BLE001 its caller raises it
+                self._fail(request, error)
+
+    def _append(self, rows: list[Row]) -> None:
+        if rows:
+            self._cache.append([row.opened for row in rows], [row.newest_id for row in rows])
+
+    def _compute(self, chosen: list[BatchRequest], fills: list[Fill]) -> None:
+        newest = [each for request in chosen for each in self._newest(request)]
+        chunks = [
+            Chunk(row.ids_between(row.num_computed, stop), row.num_computed, row.opened.block_table)
+            for _, row, stop in fills
+        ]
+        started = 0.0 if self._tiers is None else self._clock()
+        logits = self._forward.run(newest, chunks)
+        if self._tiers is not None and not newest:
+            self._tiers.computed(sum([len(chunk.ids) for chunk in chunks]), self._clock() - started)
+        for request, row, stop in fills:
+            self._filled(request, row, stop)
+        best = logits.argmax(-1).tolist() if any(request.is_greedy for request in chosen) else []
+        at = 0
+        for request in chosen:
+            stop = at + request.num_newest
+            try:
+                self._choose(request, logits[at:stop], best[at:stop])
+            except Exception as error:  # noqa: BLE001 its caller raises it
+                self._fail(request, error)
+            at = stop
+
+    @staticmethod
+    def _newest(request: BatchRequest) -> list[Newest]:
+        """The tokens of a request that the step computes and chooses after."""
+        if request.is_driven:
+            return request.asked
+        rows = [row for row in request.rows if not row.is_over]
+        return [Newest(row.key, row.newest_id, row.num_tokens - 1, row.opened.block_table) for row in rows]
+
+    def _filled(self, request: BatchRequest, row: Row, stop: int) -> None:
+        row.num_computed, self._may_start = stop, True
+        try:
+            row.opened.commit(stop)
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return
+        if row.below is not None:
+            row.below.save(row.opened, row.cache_key)
+        request.news.append(ChunkDone(stop, row.num_tokens))
+        if request.unfilled() is None:
+            request.set_filled()
+
+    def _choose(self, request: BatchRequest, logits: Tensor, best: list[int]) -> None:
+        """Choose the next token of each row. ``logits``: of the rows that go on; ``best``: their largest."""
+        if request.is_driven:
+            request.asked = []
+            request.news.append(LogitsDone(logits))
+            return
+        assert request.chooser is not None
+        for row in request.rows:
+            if not row.is_over:
+                row.num_computed = row.num_tokens
+        if not request.num_chosen:
+            request.fork()
+            if request.fanout > 1:
+                logits = logits.repeat_interleave(request.fanout, 0)
+                self._name(request)
+        if request.is_greedy:
+            following = iter(best)
+            token_ids = [0 if row.is_over else next(following) for row in request.rows]
+        else:
+            going = [number for number, row in enumerate(request.rows) if not row.is_over]
+            if len(going) < len(request.rows):
+                whole = logits.new_zeros((len(request.rows), logits.shape[1]))
+                whole[going] = logits
+                logits = whole
+            token_ids = request.chooser.choose(logits, [row.chosen for row in request.rows])
+        request.take_choices(token_ids)
+
+    def _name(self, request: BatchRequest) -> None:
+        for row in request.rows:
+            row.key = self.new_key()
+
+    # --- prompts
+
+    def _fill(self) -> list[Fill]:
+        """Return which tokens of prompts this step computes, and start requests that have room."""
+        fills: list[Fill] = []
+        budget = self._chunk_tokens
+        for request in [each for each in self._running if each.state == "filling" and each.may_step]:
+            budget = self._fill_one(request, budget, fills)
+        if len(self._queue) and (self._may_start or self._num_steps % _TRY_AGAIN_STEPS == 0):
+            self._may_start = False
+            self._refresh()
+            self._start_waiting(budget, fills)
+        return fills
+
+    def _fill_one(self, request: BatchRequest, budget: int, fills: list[Fill]) -> int:
+        """Add the next chunk of a request, of at most ``budget`` tokens. Returns the rest of the budget."""
+        while (row := request.unfilled()) is not None:
+            if row.sequence is None:
+                error = self._open(request, row)
+                if error is not None:
+                    request.lack = error if isinstance(error, CapacityError) else None
+                    return budget
+                continue
+            target = request.target(row)
+            if budget < min(self._chunk_tokens, _LEAST_CHUNK, target - row.num_computed):
+                return budget
+            stop = row.num_computed + budget
+            if row.loading is not None:
+                stop = row.loading.claim(budget)
+                self._count_loaded(request, row, row.opened.num_committed_tokens, "disk")
+            stop = min(stop, target)
+            if stop > row.num_computed:
+                fills.append((request, row, stop))
+                self._running[request] = self._running.pop(request)  # the others go first in the next step
+                return budget - (stop - row.num_computed)
+        request.set_filled()
+        return budget
+
+    def _open(self, request: BatchRequest, row: Row) -> Exception | None:
+        """Open a row's sequence. Returns the error; if it isn't of capacity, the request has failed."""
+        self._look_below(request, row)
+        try:
+            for other in request.rows:
+                if other.sequence is not None:
+                    other.sequence.drop()  # was reserved for this row too
+            sequence = request.open_row(request, row)
+        except CapacityError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return error
+        row.sequence, row.loading, row.key = sequence, sequence.loading, self.new_key()
+        row.is_first = len(request.num_cached) < len(request.prompts)
+        row.num_computed = sequence.num_cached_tokens
+        if row.is_first:
+            request.num_cached.append(row.num_computed)
+        return self._load(request, row)
+
+    def _load(self, request: BatchRequest, row: Row) -> Exception | None:
+        """Load what host memory has of a row that was just opened. Returns the error; then the request has failed."""
+        if row.loading is None and row.below is None:
+            return None
+        began_at = self._clock()
+        try:
+            if row.below is not None:
+                there = row.below.load(row.opened, row.cache_key)
+                num_disk = min(row.below.num_disk_tokens, there - row.num_computed)
+                self._count_loaded(request, row, there - num_disk, "host")
+                self._count_loaded(request, row, there, "disk")
+            if row.loading is not None:
+                row.loading.poll()
+                there, host_stop = (
+                    row.opened.num_committed_tokens,
+                    row.num_computed + row.loading.num_host_tokens,
+                )
+                self._count_loaded(request, row, min(there, host_stop), "host")
+                self._count_loaded(request, row, there, "disk")
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return error
+        request.loading_s += self._clock() - began_at
+        return None
+
+    @staticmethod
+    def _count_loaded(request: BatchRequest, row: Row, stop: int, tier: Literal["host", "disk"]) -> None:
+        """Take that a tier brought the tokens up to ``stop``. They count as cached."""
+        num_tokens = stop - row.num_computed
+        row.num_computed = stop
+        if row.is_first:
+            request.num_cached[-1] += num_tokens
+            request.num_loaded[tier] += num_tokens
+
+    def _waits_below(self, request: BatchRequest) -> bool:
+        """Whether a disk still brings some of its prompts. It is asked again in each step."""
+        if self._tiers is None or self._tiers.disk is None:
+            return False
+        is_waiting = False
+        for row in request.rows:
+            if row.is_over or row.sequence is not None:
+                continue
+            row.below = row.below or self._tiers.row(request.namespace)
+            if row.below is not None:
+                num_local = partial(self._num_resident, request, row)
+                is_waiting |= row.below.is_waiting(request.namespace, row.cache_key, num_local)
+        self._may_start |= is_waiting
+        request.note_wait(is_waiting, self._clock())
+        return is_waiting
+
+    def _num_resident(self, request: BatchRequest, row: Row) -> int:
+        return self._cache.match(request.namespace, row.cache_key).num_tokens
+
+    def _look_below(self, request: BatchRequest, row: Row) -> None:
+        """Let a row find what the tiers below have, as of now. Just before its sequence is opened."""
+        if self._tiers is not None:
+            if row.below is None:
+                row.below = self._tiers.row(request.namespace)
+            else:
+                row.below.begin(request.tenant)
+
+    def _start_waiting(self, budget: int, fills: list[Fill]) -> None:
+        passed: list[WaitingRequest] = []
+        overdue = self._overdue()
+        try:
+            while len(passed) < _MAX_TRIED and (handle := self._queue.peek(0.0)) is not None:
+                self._queue.start(handle)
+                passed.append(handle)
+                request: BatchRequest = handle.item
+                is_next = budget > 0 or not self._is_filling(request.tenant)
+                if overdue not in (None, request) and not self._room.is_strict(request.tenant):
+                    is_next = False
+                if is_next and self._start(request):
+                    passed.pop()
+                    overdue = self._overdue()
+                    if request.state == "filling":
+                        budget = self._fill_one(request, budget, fills)
+        finally:
+            for handle in reversed(passed):
+                self._queue.give_back(handle)
+        for handle in passed:
+            if handle.item.lack is not None:
+                self._announce(handle.item)
+
+    def _overdue(self) -> BatchRequest | None:
+        """The waiting request that lacks room since so many starts that no other one may start before it."""
+        for request, since in self._lacking.items():
+            if request.may_step:
+                return request if self._num_started - since >= _MAX_PASSED else None
+        return None
+
+    def _lacks(self, request: BatchRequest, error: CapacityError) -> None:
+        """Let a request wait for room. A limit of its own tenant is no reason for others to wait for it."""
+        request.lack = error
+        if not isinstance(error, QuotaExceeded) and not self._room.is_strict(request.tenant):
+            self._lacking.setdefault(request, self._num_started)
+
+    def _is_filling(self, tenant: str) -> bool:
+        return any(each.state == "filling" and each.tenant == tenant for each in self._running)
+
+    def _start(self, request: BatchRequest) -> bool:
+        """Start a waiting request if it has room. True if it doesn't wait any more: it may have failed."""
+        row = request.unfilled()
+        assert row is not None, "a request that waits has something to compute"
+        request.lack = None
+        if not request.may_step or self._is_being_computed(request, row) or self._waits_below(request):
+            return False
+        error: Exception | None = self._make_room(request)
+        if error is None and (beside := self._beside(request)):
+            error = self._room.crowding(request, beside) or self._room.obstacle(request)
+        if error is None:
+            error = self._open(request, row)
+        if isinstance(error, CapacityError):
+            self._lacks(request, error)
+            return False
+        if error is not None:
+            return True
+        error = self._reserve(request)
+        if isinstance(error, CapacityError):
+            row.close(0)
+            self._lacks(request, error)
+            return False
+        if error is not None:
+            self._fail(request, error)
+            return True
+        self._withdraw(request)
+        self._lacking.pop(request, None)
+        self._num_started += 1
+        if request.started_at is None:
+            request.started_at = self._clock()
+        self._running[request] = None
+        request.state = "filling"
+        return True
+
+    def _beside(self, request: BatchRequest) -> list[BatchRequest]:
+        """The running requests whose needs count when this one starts. For a strict tenant these are its own."""
+        tenant, is_strict = request.tenant, self._room.is_strict(request.tenant)
+        return [
+            each
+            for each in self._running
+            if each.tenant == tenant or not (is_strict or self._room.is_strict(each.tenant))
+        ]
+
+    def _make_room(self, request: BatchRequest) -> CapacityError | None:
+        """Reserve what the running requests are expected to need. Returns why not."""
+        for each in self._beside(request):
+            try:
+                self._room.reserve(each)
+            except QuotaExceeded as error:
+                if each.tenant == request.tenant:
+                    return error
+            except CapacityError as error:
+                return error
+            except Exception as error:  # noqa: BLE001 its caller raises it
+                self._fail(each, error)
+        return None
+
+    def _reserve(self, request: BatchRequest) -> Exception | None:
+        """Reserve what a request is expected to need, unless nothing runs that could take it. Returns why not."""
+        beside = self._beside(request)
+        if not beside:
+            return None
+        try:
+            self._room.reserve(request)
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            is_alone = not any(each.tenant == request.tenant for each in beside)
+            return None if is_alone and isinstance(error, QuotaExceeded) else error
+        return None
+
+    def _is_being_computed(self, request: BatchRequest, row: Row) -> bool:
+        """Whether a filling request computes the next block that this one lacks."""
+        others = [
+            each
+            for each in self._running
+            if each.state == "filling" and each.may_step and each.namespace == request.namespace
+        ]
+        if not others:
+            return False
+        key = row.cache_key
+        stop = self._cache.match(request.namespace, key).num_tokens + self._cache.config.block_size
+        head = key[: stop * TOKEN_BYTES]
+        for each in others:
+            other = each.unfilled()
+            if other is None or stop > min(each.target(other), request.target(row)):
+                continue
+            if other.cache_key.startswith(head):
+                return True
+        return False
+
+    # --- too little room
+
+    def _close_ended(self, caller: BatchRequest) -> bool:
+        """Take the room of requests that are over, though their callers haven't finished. False if there are none."""
+        ended = [each for each in self._running if each.state == "over" and each is not caller]
+        for each in ended:
+            self._running.pop(each)
+            for row in each.rows:
+                row.close()
+        return bool(ended)
+
+    def _relieve(self, caller: BatchRequest) -> bool:
+        """Nothing could be computed. If the caller lacks room, take that of a request that is over or waits for its
+        reader, or tell the caller."""
+        self._may_start = True
+        error = caller.lack
+        if error is None:
+            return False
+        if self._close_ended(caller):
+            return True
+        idle = [each for each in self._running if each is caller or not each.may_step]
+        victim = self._room.victim(caller, error, idle)
+        if victim is not None and victim is not caller:
+            self._preempt(victim, "unread")
+        elif caller.can_wait or not any(each is not caller for each in self._running):
+            caller.news.append(NoRoom(error))
+        else:
+            return False
+        return True
+
+
+def _shortage(error: CapacityError) -> Preemption:
+    return "tenant" if isinstance(error, QuotaExceeded) else "pool"

@@ -1,0 +1,298 @@
+"""One request of a batch: its rows, what of them is computed, and the news that its caller hasn't read yet.
+
+    waiting ──start──▶ filling ──all rows computed up to their newest token──▶ choosing ──▶ over
+       ▲                  │                                                       │
+       └──── preempted ───┴───────────────────────────────────────────────────────┘
+
+A row is a prompt and the tokens chosen after it. Until the first choice the rows of a prompt are one. A preempted
+request keeps its rows and its generator: what it has chosen becomes prompt, so it resumes without losing a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.errors import CapacityError, StaleGeneration
+from radixkv.index import tokens
+from radixkv.index.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from radixkv.config import Namespace
+    from radixkv.engines.hf_choose import Chooser
+    from radixkv.engines.hf_packed import Newest
+    from radixkv.engines.lower_tiers import RowBelow
+    from radixkv.index.announcements import Announcement
+    from radixkv.index.below import Loading
+    from radixkv.index.cache import RequestHints
+    from radixkv.scheduling import WaitingRequest
+
+Ids = NDArray[np.uint32]
+
+
+class Prompt(NamedTuple):
+    """A checked prompt: its key for the cache, and its ids for the model, which are a view of the key."""
+
+    key: bytes
+    ids: Ids
+
+
+class ChunkDone(NamedTuple):
+    """A part of a prompt was computed: its tokens that are done, of all."""
+
+    done: int
+    total: int
+
+
+class StepDone(NamedTuple):
+    """The new token of each output row, ``[]`` for rows that ended."""
+
+    token_ids: list[list[int]]
+
+
+class Filled(NamedTuple):
+    """The prompts of a driven request are computed up to their last token."""
+
+
+class LogitsDone(NamedTuple):
+    """The logits after the tokens that a driven request asked for, ``[tokens, vocab_size]``."""
+
+    logits: Tensor
+
+
+class NoRoom(NamedTuple):
+    """There are too few blocks to go on, and nothing else of the batch goes on."""
+
+    error: CapacityError
+
+
+class Failed(NamedTuple):
+    """The request can't go on."""
+
+    error: Exception
+
+
+News = ChunkDone | Filled | StepDone | LogitsDone | NoRoom | Failed
+
+
+class Row:
+    """A prompt with the tokens chosen so far, and the sequence that holds their KV."""
+
+    __slots__ = (
+        "below",
+        "chosen",
+        "is_first",
+        "is_over",
+        "key",
+        "loading",
+        "num_computed",
+        "prompt",
+        "sequence",
+    )
+
+    def __init__(self, prompt: Prompt, chosen: list[int]) -> None:
+        self.prompt, self.chosen = prompt, chosen
+        self.sequence: Sequence | None = None
+        self.num_computed = 0
+        self.key = 0
+        """A number of its sequence, given when it is opened or forked."""
+        self.is_over = False
+        self.is_first = True
+        """Whether its sequence is the first that was opened for it."""
+        self.below: RowBelow | None = None
+        """What the engine's own tiers below the cache have of it, if there are any."""
+        self.loading: Loading | None = None
+        """What comes to its sequence from below a cache with ``host_blocks``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those chosen."""
+        return len(self.prompt.ids) + len(self.chosen)
+
+    @property
+    def cache_key(self) -> bytes:
+        """The cache's key of all its tokens."""
+        return self.prompt.key + tokens.encode(self.chosen) if self.chosen else self.prompt.key
+
+    @property
+    def opened(self) -> Sequence:
+        """Its sequence, which is open."""
+        assert self.sequence is not None
+        return self.sequence
+
+    def ids_between(self, start: int, stop: int) -> Ids:
+        """Return the ids at positions ``[start, stop)``."""
+        size = len(self.prompt.ids)
+        if stop <= size:
+            return self.prompt.ids[start:stop]
+        return np.concatenate([self.prompt.ids, np.array(self.chosen, dtype=np.uint32)])[start:stop]
+
+    @property
+    def newest_id(self) -> int:
+        """Its last token."""
+        return self.chosen[-1] if self.chosen else int(self.prompt.ids[-1])
+
+    def hand_over(self) -> Sequence:
+        """Return its sequence, which is the caller's from now on."""
+        sequence, self.sequence = self.opened, None
+        return sequence
+
+    def close(self, num_tokens: int | None = None) -> None:
+        """Commit the first ``num_tokens`` that are computed, None for all, and release the sequence."""
+        sequence, self.sequence = self.sequence, None
+        count = self.num_computed if num_tokens is None else min(num_tokens, self.num_computed)
+        self.num_computed = 0
+        if sequence is not None:
+            with sequence:  # releases it, also after a purge
+                if sequence.is_open and count > sequence.num_committed_tokens:
+                    with suppress(StaleGeneration):  # purged at this moment
+                        sequence.commit(count)
+                        if self.below is not None:
+                            self.below.save(sequence, self.cache_key)
+
+
+class BatchRequest:
+    """What a caller asked for, and its state.
+
+    - ``open_row``: opens the sequence of a row.
+    - ``chooser``: chooses the tokens; None to compute the prompts only.
+    - ``fanout``: output rows of each prompt. ``max_new_tokens``: of each row. ``eos_token_ids`` end a row.
+    - ``can_wait``: whether the caller takes ``NoRoom`` as a reason to wait.
+    - ``is_driven``: whether the caller chooses by itself, such as a beam search: it sets ``asked``, and gets logits.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        prompts: list[Prompt],
+        open_row: Callable[[BatchRequest, Row], Sequence],
+        *,
+        chooser: Chooser | None = None,
+        fanout: int = 1,
+        max_new_tokens: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        can_wait: bool = False,
+        hints: RequestHints | None = None,
+        is_driven: bool = False,
+    ) -> None:
+        self.is_driven = is_driven
+        self.asked: list[Newest] = []
+        """The tokens that a driven request computes in the next step; their places exist."""
+        self.namespace, self.prompts, self.open_row = namespace, prompts, open_row
+        self.chooser, self.fanout, self.max_new_tokens = chooser, fanout, max_new_tokens
+        self.eos_token_ids, self.can_wait, self.hints = eos_token_ids, can_wait, hints
+        self.rows = [Row(prompt, []) for prompt in prompts]
+        self.num_cached: list[int] = []
+        """Tokens of each prompt that were found when it was opened first, with those from the tiers below."""
+        self.num_loaded = {"host": 0, "disk": 0}
+        """Of these, tokens from each tier below."""
+        self.loading_s = 0.0
+        self._waits_since: float | None = None  # for the disk
+        self.state: Literal["waiting", "filling", "choosing", "over"] = "waiting"
+        self.news: deque[News] = deque()
+        self.is_asleep = False
+        """Its caller waits for room elsewhere."""
+        self.lack: CapacityError | None = None
+        """Why the last step left it out."""
+        self.handle: WaitingRequest | None = None
+        self.announcement: Announcement | None = None
+        self.started_at: float | None = None
+        """When it started first, on the batch's clock; None: it waits for its first start."""
+
+    @property
+    def tenant(self) -> str:
+        """Its tenant."""
+        return self.namespace.tenant
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens follow the prompts."""
+        return self.is_driven or self.chooser is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the largest logits."""
+        return self.chooser is not None and self.chooser.is_greedy
+
+    @property
+    def may_step(self) -> bool:
+        """Whether its caller has read everything and waits for the next step."""
+        return not self.news and not self.is_asleep
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens of its longest row."""
+        return max(len(row.chosen) for row in self.rows)
+
+    @property
+    def num_newest(self) -> int:
+        """Tokens that a step computes and chooses after."""
+        return len(self.asked) if self.is_driven else sum(not row.is_over for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute from the start, at least 1."""
+        return max(sum(row.num_tokens for row in self.rows), 1)
+
+    def target(self, row: Row) -> int:
+        """Tokens of a row to compute before it chooses. The newest one is computed in the step that chooses."""
+        return row.num_tokens - (1 if self.chooses else 0)
+
+    def unfilled(self) -> Row | None:
+        """Return the first row that isn't computed up to its target."""
+        for row in self.rows:
+            if not row.is_over and (row.sequence is None or row.num_computed < self.target(row)):
+                return row
+        return None
+
+    def note_wait(self, is_waiting: bool, now: float) -> None:
+        """Count the time while the disk brings some of it."""
+        if self._waits_since is not None:
+            self.loading_s += now - self._waits_since
+        self._waits_since = now if is_waiting else None
+
+    def set_filled(self) -> None:
+        """Go on after the prompts."""
+        self.state = "choosing" if self.chooses else "over"
+        if self.is_driven:
+            self.news.append(Filled())
+
+    def growing(self) -> list[Row]:
+        """Return the rows whose newest token has no place yet."""
+        return [row for row in self.rows if not row.is_over and row.opened.num_tokens < row.num_tokens]
+
+    def fork(self) -> None:
+        """Commit the prompts, and give each output row a sequence of its own, because the rows of a prompt differ."""
+        rows: list[Row] = []
+        stems = self.rows
+        for row in stems:
+            self.rows = [*rows, *stems[len(rows) // self.fanout :]]  # what to close after an error
+            row.opened.commit(row.num_computed)
+            rows.append(row)
+            if self.fanout > 1:
+                row.opened.drop()
+                for child in row.opened.fork(self.fanout - 1):
+                    twin = Row(row.prompt, [])
+                    twin.sequence, twin.num_computed = child, row.num_computed
+                    twin.below = None if row.below is None else row.below.fork()
+                    rows.append(twin)
+        self.rows = rows
+
+    def take_choices(self, token_ids: list[int]) -> None:
+        """Add a token to each output row that isn't over, and tell the caller."""
+        step: list[list[int]] = []
+        for row, token_id in zip(self.rows, token_ids, strict=True):
+            step.append([] if row.is_over else [token_id])
+            if not row.is_over:
+                row.chosen.append(token_id)
+                row.is_over = token_id in self.eos_token_ids or len(row.chosen) >= self.max_new_tokens
+        self.news.append(StepDone(step))
+        if all(row.is_over for row in self.rows):
+            self.state = "over"

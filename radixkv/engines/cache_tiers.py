@@ -1,0 +1,176 @@
+"""Tiers below the cache of any engine: what it commits is kept, and comes back by ``Sequence.loading``.
+
+    commit            CacheTiers.keep     new whole blocks → host memory, and from there to the disk
+    Sequence.loading  CacheTiers.begin    a ``TierLoading``: host memory → blocks
+    purge, clear, …   LowerTiers          reaches every tier
+
+``LowerTiers`` serves an engine that loads and saves by itself. Here the cache does it. All runs in the caller's thread
+and on its stream, so it is in order with what the engine computes. A copy to host memory costs the bytes of the new
+blocks, a copy back those of the loaded ones.
+
+A disk's thread also ends loads whose sequence was released, and that nobody asks any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
+
+import numpy as np
+
+from radixkv.config import CacheConfig, Namespace
+from radixkv.engines.gate import Gate
+from radixkv.engines.host_blocks import Slots
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.engines.record_reader import RecordReader
+from radixkv.engines.tier_loading import Put, TierLoading
+from radixkv.engines.tier_settings import UNCACHED_SALT, DiskOptions, TierSettings
+from radixkv.errors import CapacityError, ConfigError
+from radixkv.index.below import Part, Target
+
+if TYPE_CHECKING:
+    from radixkv.storage.device import BlockStorage
+    from radixkv.storage.plan import BlockIds
+
+LOCKED_BYTES: Final = 1 << 20
+"""Bytes that are written into blocks under one hold of the cache's lock, at least one block."""
+
+
+class CacheTiers(LowerTiers):
+    """The tiers below a cache with this configuration and storage. ``fingerprint``: of what computes the KV.
+
+    Any thread may use it. Raises ConfigError without a storage, and as LowerTiers.
+    """
+
+    keeps_commits = True
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        storage: BlockStorage | None,
+        disk: DiskOptions | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        if storage is None:
+            allowed = "0 without a layout or a storage: the cache must copy the blocks"
+            raise ConfigError("host_blocks", config.host_blocks, allowed)
+        self.gate = Gate()
+        super().__init__(
+            storage,
+            TierSettings(0, disk, config.host_blocks),
+            fingerprint,
+            self.gate,
+            policy=config.policy,
+            always_scrubs=config.scrub == "always",
+        )
+        self.reader = None if self.disk is None else RecordReader(self.disk, storage.block_size, self._clock)
+        self._loadings: WeakSet[TierLoading] = WeakSet()
+
+    # --- Below
+
+    def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
+        """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
+        with self.gate:
+            mark = self.mark(tenant)  # before the part is taken: a later purge or clear changes it
+            if self._is_off or mark is None or tenant in self._unkept:
+                return
+            with self._guarded():
+                part = take()
+                if part is None:
+                    return
+                try:
+                    self._keep(part, mark)
+                finally:
+                    part.release()
+
+    def _keep(self, part: Part, mark: int) -> None:
+        namespace = part.namespace
+        if not self.keeps(namespace):
+            return
+        self.level.save_key(
+            namespace,
+            self.level.cache.generation(namespace.tenant),
+            part.key,
+            part.block_ids.tolist,
+            lambda: self.mark(namespace.tenant) == mark,
+        )
+        self._run()
+
+    def begin(self, target: Target) -> TierLoading | None:
+        """See ``Below``. O(tokens)."""
+        namespace = target.namespace
+        with self.gate:
+            mark = self.mark(namespace.tenant)
+            if mark is None or not self.keeps(namespace):
+                return None
+            with self._guarded():
+                stop, size = self.level.cache.match(namespace, target.key).num_blocks, self._size
+                loading = TierLoading(self, target, mark, stop, size, self._clock)
+                if loading.begin():
+                    self._loadings.add(loading)
+                    return loading
+        return None
+
+    def has(self, namespace: Namespace) -> bool:
+        """See LowerTiers. The weights are those of each namespace."""
+        return not namespace.salt.startswith(UNCACHED_SALT)
+
+    def is_current(self, mark: int, tenant: str) -> bool:
+        """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
+        return not self._is_off and self.mark(tenant) == mark
+
+    # --- Source, within the gate
+
+    def safely(self, call: Callable[[], None]) -> None:
+        """See ``Source``."""
+        with self._guarded():
+            call()
+
+    def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
+        """See ``Source``."""
+        try:
+            lease = self.level.cache.match_and_lease(namespace, key)
+        except CapacityError:  # all of it is in use
+            return
+        with lease, self._timed():
+            self._load(lease.block_ids[start:].astype(np.int64), start, put)
+
+    def row_copy(self, row: int) -> Callable[[BlockIds], None]:
+        """See ``Source``."""
+        return partial(self.memory.put, self.memory.stage_row(row))
+
+    def _load(self, slots: Slots, start: int, put: Put) -> None:
+        step, num_loaded = max(LOCKED_BYTES // self.memory.block_bytes, 1), 0
+        try:
+            for at in range(0, len(slots), step):
+                staged = self.memory.stage(slots[at : at + step])
+                stop = min(at + step, len(slots))
+                if not put(start + at, start + stop, partial(self.memory.put, staged)):
+                    break
+                num_loaded = stop
+        finally:
+            self.memory.counts["loaded_blocks"] += num_loaded
+            self._take_counts()
+
+    # --- the disk's thread
+
+    def tick(self) -> None:
+        """See LowerTiers. Also ends loads that don't go on."""
+        self._sweep()
+        super().tick()
+
+    def close(self) -> None:
+        """See LowerTiers. Loads end."""
+        with self.gate:
+            for loading in list(self._loadings):
+                loading.end()
+            self._sweep()
+        super().close()
+
+    def _sweep(self) -> None:
+        if self.reader is not None:
+            for loading in list(self._loadings):
+                loading.sweep()
+            self.reader.sweep()

@@ -1,0 +1,693 @@
+"""The disk below the second level: saved blocks are kept in a folder, and come back after an eviction or a restart.
+
+    a request asks what could be loaded     is_waiting   promotes what the disk has: disk → staging → slot
+    a step's blocks are saved               note_saved   stores them when the disk has time: slot → disk
+    a step begins                           begin_step   stores what waits, ends what is over
+    a worker filled slots                   filled       their staging memory is free again
+    a purge, a reset                        purge, reset the keys of the records are destroyed
+
+The scheduler's thread uses it, except for ``purge``. Only threads of the tier wait for the disk. A block is one record.
+
+**Promotion.** The records are read into staging memory, which no step of a worker touches. When they are proven, the
+worker copies them into slots in its own order, behind the zeroing of these slots. A promotion that is cut off, purged
+or refused leaves nothing. Its tokens are computed.
+
+**Single flight.** A request waits if another promotion brings its next block. It also waits if staging memory is short.
+Both waits are at most ``LEAST_WAIT_S``.
+
+**Hardly slower than computing.** A request waits at most for ``PATIENCE`` of the time that computing its tokens would
+take, or ``LEAST_WAIT_S``. If the disk needs longer, what has come is used, and the disk rests: no request asks it for
+``REST_S`` seconds. Each further time in a row doubles the rest, up to ``MOST_REST_S``.
+
+**A write budget**, if there is one, chooses among them (``write_budget``). It is asked when blocks are saved, and again
+when a later prompt finds them in memory.
+
+**Stores** go on behind the requests. A block that waits for its store has no lease: if it is evicted first, it is not
+stored. So the disk takes as much as it can write, and never holds up host memory.
+
+**Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
+version gets a random number, so nothing of it is found after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from xxhash import xxh3_128
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import MAX_WEIGHTS, Namespace
+from radixkv.engines.host_blocks import Slots
+from radixkv.errors import CapacityError, LeaseError
+from radixkv.index.cache import PrefixCache
+from radixkv.index.leases import Lease
+from radixkv.index.sequence import Sequence as Held
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.io_threads import IOThreads, Job
+from radixkv.tiers.write_budget import Kind, Point, WriteBudget, kind_of, point_positions
+
+PATIENCE: Final = 0.5
+"""Share of the time that computing would take, for which a request waits for the disk."""
+LEAST_WAIT_S: Final = 0.1
+REST_S: Final = 30.0
+MOST_REST_S: Final = 960.0
+CLOSING_S: Final = 10.0
+"""The longest time for which ``close`` stores what waits."""
+MAX_WAITING_STORES: Final = 4_096
+"""Saved ranges that may wait for the disk. The oldest are dropped."""
+MAX_STORES: Final = 64
+"""Blocks that are stored at once."""
+FIRST_SECONDS_A_TOKEN: Final = 1e-4
+"""Taken for the time to compute a token, before a step was measured."""
+LEARNING_S: Final = 0.1
+"""The longest time for which a request waits until the folder has applied its tenant's purges."""
+PAY_AGAIN_S: Final = 5.0
+"""Seconds until the keys of a purged tenant are destroyed again, if that failed."""
+_MAX_KNOWN: Final = 65_536
+_WEIGHT: Final = 0.1
+_POLL_S: Final = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+class HostMemory(Protocol):
+    """The memory of the worker: its slots, and ``num_staging`` rows of the same size."""
+
+    num_staging: int
+
+    def slot_bytes(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+
+    def staging_bytes(self, row: int) -> memoryview:
+        """Return the bytes of a row of staging memory."""
+
+
+class _Promotion(NamedTuple):
+    """Records on their way from the disk, for the blocks of ``sequence`` from ``start`` on. ``key``: of all blocks."""
+
+    namespace: Namespace
+    generation: int
+    key: bytes
+    sequence: Held
+    start: int
+    rows: list[int]
+    jobs: list[Job]
+    began_at: float
+    ends_at: float
+
+
+class _Saved(NamedTuple):
+    """Blocks ``[first, stop)`` of a prompt that are in slots, and not yet on the disk.
+
+    ``kind``: for the write budget; None if it has chosen them, or there is none.
+    """
+
+    namespace: Namespace
+    generation: int
+    key: bytes
+    first: int
+    stop: int
+    kind: Kind | None = None
+
+
+class _Store(NamedTuple):
+    lease: Lease
+    jobs: list[Job]
+
+
+_FAILED: Final = Job(lambda job, memory: False)
+_FAILED.end(False)
+
+
+class DiskLevel:
+    """Promotes and stores the blocks of ``cache`` by ``tier``, whose segments are blocks.
+
+    - ``memory``: the slots' bytes. ``fill``: makes the worker copy rows of staging memory into slots, in this step.
+    - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown.
+    - ``serves``: whether a tenant's blocks may be on the disk.
+    - ``bytes_per_s``: the most that is written on average; None for no bound.
+
+    It closes the tier. Raises nothing that the disk does.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        cache: PrefixCache,
+        memory: HostMemory,
+        fill: Callable[[Slots, Slots], None],
+        *,
+        fleet_generation: Callable[[str], int] = lambda tenant: 0,
+        serves: Callable[[str], bool] = lambda tenant: True,
+        bytes_per_s: float | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.tier = tier
+        self._cache, self._memory, self._fill, self._clock = cache, memory, fill, clock
+        self._fleet_generation, self._serves = fleet_generation, serves
+        self._size, self._record_bytes = cache.config.block_size, tier.settings.record_bytes
+        self._free_rows = list(range(memory.num_staging))
+        self._filling: dict[int, list[int]] = {}
+        self._filled_now: list[int] = []
+        self._promotions: dict[str, _Promotion] = {}
+        self._asked: set[str] = set()
+        self._queued: dict[str, float] = {}
+        """Until when a request waits for others' promotions, before its own begins."""
+        self._waiting: deque[_Saved] = deque()
+        self._stores: list[_Store] = []
+        self._known: dict[str, tuple[int, int]] = {}
+        """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
+        self._learning: dict[str, tuple[Job, float]] = {}
+        self._owed: dict[str, int] = {}
+        """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
+        self._num_owed, self._owing, self._pays_at = 0, threading.Lock(), clock()
+        self._admin = IOThreads(1, 1)
+        self._must_reset = False
+        self._resetting: Job | None = None
+        self._weights = {0: 0}
+        self._rests_until, self._rest_s = clock(), REST_S
+        self._seconds_a_token = FIRST_SECONDS_A_TOKEN
+        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
+        self.budget_bytes = 0
+        """What the budget had left when it was last asked."""
+        self._computing: dict[int, tuple[float, int]] = {}
+        self._brought: Counter[str] = Counter()
+        self.counts = dict.fromkeys(
+            (
+                "disk_loaded_blocks",
+                "disk_failed_blocks",
+                "disk_timeouts",
+                "disk_unstored_blocks",
+                "disk_unchosen_blocks",
+                "disk_load_us",
+            ),
+            0,
+        )
+
+    # --- requests
+
+    def is_waiting(
+        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
+    ) -> bool:
+        """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
+
+        One that needs more rows of staging memory than are free comes in parts.
+        ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
+        once a request.
+        """
+        promotion = self._promotions.get(request_id)
+        is_new = promotion is None and request_id not in self._queued
+        if promotion is not None:
+            if self._clock() < promotion.ends_at and not all(job.is_done for job in promotion.jobs):
+                return True
+            del self._promotions[request_id]
+            stop = self._end(request_id, promotion)
+            if not stop or self._cache.match(namespace, key).num_blocks < stop:
+                return False
+            self._asked.discard(request_id)  # more of it may be there
+        if request_id in self._asked:
+            return False
+        if self.place_of(namespace) is None:
+            self._asked.add(request_id)
+            return False
+        if not self.is_known(namespace.tenant) and self._clock() < self._learning[namespace.tenant][1]:
+            return True
+        if not self.is_known(namespace.tenant):
+            self._asked.add(request_id)
+            self._rest()
+            return False
+        first = self._cache.match(namespace, key).num_blocks
+        if self._budget is not None and is_new:
+            self._tell_budget(self._budget, namespace, generation, key, first)
+        if self._is_queued(request_id, namespace, key, first):
+            return True
+        self._asked.add(request_id)
+        return self._begin(request_id, namespace, generation, key, first, num_local)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; what comes from the disk for it is dropped."""
+        self._asked.discard(request_id)
+        self._queued.pop(request_id, None)
+        self.take_brought(request_id)
+        promotion = self._promotions.pop(request_id, None)
+        if promotion is not None:
+            self._drop(promotion)
+
+    def take_brought(self, request_id: str) -> int:
+        """Return how many blocks came from the disk for a request since the last call."""
+        return self._brought.pop(request_id, 0)
+
+    @property
+    def num_running(self) -> int:
+        """Promotions, stores, and steps that fill slots, which haven't ended."""
+        return len(self._promotions) + len(self._stores) + len(self._filling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Saved prompts that wait to be stored."""
+        return len(self._waiting)
+
+    # --- single records, for ``RecordReader``
+
+    def place_of(self, namespace: Namespace) -> Namespace | None:
+        """Return the namespace of the records of one; None if the disk isn't to be asked for it now."""
+        is_shut = namespace.tenant in self._owed or not self._serves(namespace.tenant)
+        is_shut |= self._clock() < self._rests_until or self.tier.state != "open" or self._is_resetting()
+        return None if is_shut else self._on_disk(namespace)
+
+    def located(self, namespace: Namespace, key: bytes, first: int) -> int:
+        """Return how many blocks of a prompt in a row, from ``first`` on, could be read. Tells the budget."""
+        if self._budget is not None:
+            self._tell_budget(self._budget, namespace, self._cache.generation(namespace.tenant), key, first)
+        return self.tier.locate(self._on_disk(namespace), key, first)
+
+    def read(self, place: Namespace, key: bytes, block: int, row: int) -> Job | None:
+        """Begin to read a record into a row of staging memory. None if the disk refuses."""
+        return self.tier.load(place, key, block, self._memory.staging_bytes(row))
+
+    def take_row(self) -> int | None:
+        """Return a free row of staging memory; None without one."""
+        return self._free_rows.pop() if self._free_rows else None
+
+    def give_row(self, row: int) -> None:
+        """Zero a row, and take it back."""
+        self._memory.staging_bytes(row)[:] = bytes(len(self._memory.staging_bytes(row)))
+        self._free_rows.append(row)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Free rows of staging memory."""
+        return len(self._free_rows)
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Return for how long a request may wait for so many tokens."""
+        return max(PATIENCE * self._seconds_a_token * num_tokens, LEAST_WAIT_S)
+
+    def read_ended(self, is_good: bool) -> None:
+        """Count a record that was read for one request."""
+        self.counts["disk_loaded_blocks" if is_good else "disk_failed_blocks"] += 1
+
+    def load_ended(self, seconds: float) -> None:
+        """Count how long a request's load took."""
+        self.counts["disk_load_us"] += int(seconds * 1e6)
+
+    def rested(self, *, is_slow: bool) -> None:
+        """Leave the disk alone for a while, because it was slower than computing; or take that it was fast."""
+        if is_slow:
+            self._rest()
+        else:
+            self._rest_s = REST_S
+
+    # --- steps
+
+    def begin_step(self, step: int, num_tokens: int | None) -> None:
+        """Begin a step, which computes ``num_tokens`` tokens: store what waits, and end stores that are over.
+
+        A step without tokens waits a moment for the disk. None: it doesn't, and isn't measured (``computed_in``).
+        """
+        if num_tokens is not None and num_tokens >= self._size:
+            self._computing[step] = self._clock(), num_tokens
+        if self._filled_now:
+            self._filling[step] = self._filled_now
+            self._filled_now = []
+        self._reset_if_due()
+        self._pay_if_due()
+        self._end_stores()
+        self._begin_stores()
+        self.tier.maintain()
+        if num_tokens == 0 and self._promotions:
+            next(iter(self._promotions.values())).jobs[0].poll(_POLL_S)
+
+    def computed(self, steps: Iterable[int]) -> None:
+        """Take that these steps have ended: they tell how long computing takes."""
+        for step in steps:
+            began, num_tokens = self._computing.pop(step, (0.0, 0))
+            if num_tokens:
+                self.computed_in(self._clock() - began, num_tokens)
+                self._computing = {later: each for later, each in self._computing.items() if later > step}
+
+    def computed_in(self, seconds: float, num_tokens: int) -> None:
+        """Take that so many tokens took so many seconds to compute."""
+        if num_tokens >= self._size:
+            self._seconds_a_token += _WEIGHT * (seconds / num_tokens - self._seconds_a_token)
+
+    def filled(self, steps: Iterable[int]) -> None:
+        """Take that the worker has filled the slots of these steps."""
+        for step in steps:
+            self._free_rows += self._filling.pop(step, ())
+
+    def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
+        """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
+        if not self._serves(namespace.tenant):
+            return
+        kind = None
+        if self._budget is not None:
+            kind = kind_of(is_used=False, continues=first > 0, num_blocks=stop)
+        self._wait_to_store(_Saved(namespace, generation, key, first, stop, kind))
+        self._begin_stores()
+
+    # --- purges
+
+    def purge(self, tenant: str) -> None:
+        """Destroy the keys of a tenant's records. Waits for the disk: by any thread but the scheduler's.
+
+        Raises TierError or OSError: then repeat it. The tenant's records are not served meanwhile.
+        """
+        self._known.pop(tenant, None)
+        self.tier.purge(tenant)
+
+    def owe(self, tenant: str) -> None:
+        """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""
+        with self._owing:
+            self._num_owed += 1
+            self._owed[tenant] = self._num_owed
+
+    def pay(self, tenant: str, timeout_s: float) -> bool:
+        """Destroy the keys of a tenant that ``owe`` named. Returns whether that was done in this time; else it is
+        repeated until it is."""
+        job = self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
+        if job is not None:
+            job.poll(timeout_s)
+        return tenant not in self._owed
+
+    @property
+    def owed(self) -> frozenset[str]:
+        """Tenants whose records may still be on the disk, though they were purged or cleared. None is served."""
+        with self._owing:
+            return frozenset(self._owed)
+
+    def reset(self) -> None:
+        """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
+        for promotion in list(self._promotions.values()):
+            for job in promotion.jobs:
+                job.cancel()
+        self._waiting.clear()
+        self._must_reset = True
+        self._reset_if_due()
+
+    def know_generations(self) -> None:
+        """Serve from now on: all purges of the fleet are known, by ``fleet_generation``."""
+        self.tier.apply_generations({})
+
+    def close(self) -> None:
+        """Store what waits, for at most ``CLOSING_S``, sync, and give the folder back."""
+        for request_id in list(self._promotions):
+            self.forget(request_id)
+        ends_at = self._clock() + CLOSING_S
+        for tenant in self.owed:
+            self.pay(tenant, max(ends_at - self._clock(), 0.0))
+        while (self._waiting or self._stores) and self._clock() < ends_at and self.tier.state == "open":
+            for store in self._stores:
+                for job in store.jobs:
+                    job.poll(ends_at - self._clock())
+            self._end_stores()
+            self._begin_stores()
+        self._waiting.clear()
+        self._admin.close(0.0)
+        self.tier.close()
+        for store in self._stores:
+            store.lease.release()
+        self._stores = []
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        taken, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return taken
+
+    # --- promotion
+
+    def _is_queued(self, request_id: str, namespace: Namespace, key: bytes, first: int) -> bool:
+        """Whether others' promotions bring block ``first`` too, or hold the staging memory; for a short time."""
+        if not self._promotions and not self._filling and not self._filled_now:
+            return False
+        num_bytes = (first + 1) * self._size * TOKEN_BYTES
+        is_coming = any(
+            each.namespace == namespace
+            and len(each.key) >= num_bytes
+            and each.key[:num_bytes] == key[:num_bytes]
+            for each in self._promotions.values()
+        )
+        num_free = len(self._free_rows)
+        if not is_coming and self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free:
+            return False
+        return self._clock() < self._queued.setdefault(request_id, self._clock() + LEAST_WAIT_S)
+
+    def _begin(
+        self, request_id: str, namespace: Namespace, generation: int, key: bytes, first: int, num_local: int
+    ) -> bool:
+        on_disk = self._on_disk(namespace)
+        num = self.tier.locate(on_disk, key, first, len(self._free_rows))
+        if (first + num) * self._size <= max(num_local, first * self._size):
+            return False
+        stop = first + num
+        try:
+            key = key[: stop * self._size * TOKEN_BYTES]
+            sequence = self._cache.open(namespace, key)
+        except (CapacityError, LeaseError):
+            return False
+        start, rows, jobs = sequence.num_cached_tokens // self._size, list[int](), list[Job]()
+        for block in range(start, stop):
+            if not self._free_rows:
+                break
+            row = self._free_rows.pop()
+            job = self.tier.load(on_disk, key, block, self._memory.staging_bytes(row))
+            if job is None:
+                self._free_rows.append(row)
+                break
+            rows.append(row)
+            jobs.append(job)
+        now = self._clock()
+        ends_at = now + self.patience_s(len(jobs) * self._size)
+        promotion = _Promotion(namespace, generation, key, sequence, start, rows, jobs, now, ends_at)
+        if not jobs:
+            self._drop(promotion)
+            return False
+        self._promotions[request_id] = promotion
+        return True
+
+    def _end(self, request_id: str, promotion: _Promotion) -> int:
+        """Use the leading records that are proven. Returns the position behind them if that is all; else 0."""
+        self.load_ended(self._clock() - promotion.began_at)
+        if not all(job.is_done for job in promotion.jobs):
+            self._rest()
+        else:
+            self._rest_s = REST_S
+        num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
+        self.counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
+        is_current = self._cache.generation(promotion.namespace.tenant) == promotion.generation
+        if not num_good or not is_current or self._is_resetting():
+            self._drop(promotion)
+            return 0
+        stop = promotion.start + num_good
+        slots = promotion.sequence.block_table[promotion.start : stop].astype(np.int64)
+        try:
+            promotion.sequence.commit(stop * self._size)
+        except LeaseError:  # purged a moment ago
+            self._drop(promotion)
+            return 0
+        rows = promotion.rows[:num_good]
+        self._filled_now += rows
+        self._fill(slots, np.array(rows, np.int64))
+        self.counts["disk_loaded_blocks"] += num_good
+        self._brought[request_id] += num_good
+        self._drop(promotion._replace(rows=promotion.rows[num_good:], jobs=promotion.jobs[num_good:]))
+        return stop if num_good == len(promotion.jobs) else 0
+
+    def _drop(self, promotion: _Promotion) -> None:
+        """Release a promotion. No job touches its memory any more."""
+        for job in promotion.jobs:
+            job.cancel()
+        self._free_rows += promotion.rows
+        promotion.sequence.release()
+
+    # --- stores
+
+    def _end_stores(self) -> None:
+        running = []
+        for store in self._stores:
+            if all(job.is_done for job in store.jobs):
+                self.counts["disk_unstored_blocks"] += sum(not job.wait(0) for job in store.jobs)
+                store.lease.release()
+            else:
+                running.append(store)
+        self._stores = running
+
+    def _wait_to_store(self, saved: _Saved) -> None:
+        if len(self._waiting) >= MAX_WAITING_STORES:
+            dropped = self._waiting.popleft()
+            self.counts["disk_unstored_blocks"] += dropped.stop - dropped.first
+        self._waiting.append(saved)
+
+    def _begin_stores(self) -> None:
+        num_running = sum(len(store.jobs) for store in self._stores)
+        while self._waiting and num_running < MAX_STORES and self.tier.state == "open":
+            saved = self._waiting.popleft()
+            if self._is_resetting() or not self._is_current(saved) or saved.namespace.tenant in self._owed:
+                self.counts["disk_unstored_blocks"] += saved.stop - saved.first
+                continue
+            if not self.is_known(saved.namespace.tenant):
+                self._waiting.appendleft(saved)
+                return
+            if not self._is_chosen(saved):
+                self.counts["disk_unchosen_blocks"] += saved.stop - saved.first
+                continue
+            stop = min(saved.stop, saved.first + MAX_STORES - num_running)
+            num_stores = self._store(saved._replace(stop=stop))
+            num_running += max(num_stores, 0)
+            if num_stores < 0:
+                self.counts["disk_unchosen_blocks"] += saved.stop - saved.first
+            elif stop < saved.stop:
+                self._waiting.appendleft(saved._replace(first=stop, kind=None))
+
+    def _store(self, saved: _Saved) -> int:
+        """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left."""
+        on_disk = self._on_disk(saved.namespace)
+        since = self.tier.num_purges(saved.namespace.tenant)
+        if not self._is_current(saved) or saved.namespace.tenant in self._owed:
+            return 0
+        try:
+            key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
+            lease = self._cache.match_and_lease(saved.namespace, key)
+        except (CapacityError, LeaseError):
+            return 0
+        jobs = []
+        there = self.tier.locate(on_disk, key, saved.first)
+        blocks = range(saved.first + there, min(saved.stop, lease.num_tokens // self._size))
+        if self._budget is not None and blocks:
+            num_bytes = len(blocks) * self._record_bytes
+            is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
+            self.budget_bytes = int(self._budget.left_bytes())
+            if not is_affordable:
+                lease.release()
+                return -1
+        for block in blocks:
+            content = self._memory.slot_bytes(int(lease.block_ids[block]))
+            job = self.tier.store(on_disk, key, block, content, since=since)
+            if job is None:
+                break
+            jobs.append(job)
+        self._stores.append(_Store(lease, jobs))
+        return len(jobs)
+
+    # --- the write budget
+
+    def _tell_budget(
+        self, budget: WriteBudget, namespace: Namespace, generation: int, key: bytes, first: int
+    ) -> None:
+        """Tell that a prompt needs the blocks behind ``first``, and offer those before it, which it found in memory.
+
+        O(a hash of the key).
+        """
+        num_blocks = len(key) // (self._size * TOKEN_BYTES)
+        budget.asked(namespace.tenant, self._points(namespace, generation, key, first, num_blocks))
+        if first and not self.tier.locate(self._on_disk(namespace), key, first - 1, 1):
+            kind = kind_of(is_used=True, continues=True, num_blocks=num_blocks)
+            self._wait_to_store(_Saved(namespace, generation, key, 0, first, kind))
+
+    def _is_chosen(self, saved: _Saved) -> bool:
+        if self._budget is None or saved.kind is None:
+            return True
+        points = self._points(saved.namespace, saved.generation, saved.key, saved.first, saved.stop)
+        num_blocks = saved.stop - saved.first
+        num_bytes = num_blocks * self._record_bytes
+        return self._budget.offered(
+            saved.namespace.tenant, saved.kind, points, num_blocks, num_bytes, self._clock()
+        )
+
+    def _points(
+        self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int
+    ) -> list[Point]:
+        """Return the points of a prompt in blocks ``(first, stop]``. O(a hash of the key)."""
+        digest = xxh3_128(repr((namespace, generation)).encode())
+        view, before, found = memoryview(key), 0, list[Point]()
+        for at, num_blocks in point_positions(first, stop):
+            end = at * self._size * TOKEN_BYTES
+            digest.update(view[before:end])
+            before = end
+            found.append(Point(digest.digest(), num_blocks))
+        return found
+
+    # --- tenants
+
+    def _is_current(self, saved: _Saved) -> bool:
+        return self._cache.generation(saved.namespace.tenant) == saved.generation
+
+    def is_known(self, tenant: str) -> bool:
+        """Whether the folder has applied the tenant's purges. If not, a thread begins to, again if it failed.
+
+        The time until which a request waits for it is that of the first try.
+        """
+        generations = self._cache.generation(tenant), self._fleet_generation(tenant)
+        if self._known.get(tenant) == generations:
+            self._learning.pop(tenant, None)
+            return True
+        job, ends_at = self._learning.get(tenant, (_FAILED, self._clock() + LEARNING_S))
+        if job.is_done:
+            learning = self._admin.submit(lambda job, memory: self._learn(tenant, generations), is_load=True)
+            self._learning[tenant] = learning or _FAILED, ends_at
+        return False
+
+    def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
+        """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
+        before = self._known.get(tenant, (0, generations[1]))
+        if before[0] < generations[0]:
+            self.tier.purge(tenant)
+        if generations[1]:
+            self.tier.apply_generations({tenant: generations[1]})
+        if len(self._known) >= _MAX_KNOWN:
+            self._known = {}
+        self._known[tenant] = generations
+        return True
+
+    def _paid(self, tenant: str) -> bool:
+        """Destroy the keys of a tenant, in a thread. Raises what the disk does."""
+        asked, generation = self._owed.get(tenant), self._cache.generation(tenant)
+        if asked is None:
+            return True
+        self.tier.purge(tenant)
+        known = self._known.get(tenant)
+        if known is not None:
+            self._known[tenant] = generation, known[1]
+        with self._owing:
+            if self._owed.get(tenant) == asked:
+                del self._owed[tenant]
+        return True
+
+    def _pay_if_due(self) -> None:
+        """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
+        if self._owed and self._clock() >= self._pays_at:
+            self._pays_at = self._clock() + PAY_AGAIN_S
+            for tenant in self.owed:
+                self.pay(tenant, 0.0)
+
+    def _is_resetting(self) -> bool:
+        return self._must_reset or self._resetting is not None
+
+    def _reset_if_due(self) -> None:
+        """Begin a reset that is due, and end one that is over. One that failed is repeated."""
+        if self._resetting is not None and self._resetting.is_done:
+            self._must_reset |= not self._resetting.wait(0)
+            self._resetting = None
+        if self._must_reset and self._resetting is None:
+            self._resetting = self._admin.submit(lambda job, memory: self.tier.purge_all(), is_load=True)
+            self._must_reset = self._resetting is None
+
+    def _rest(self) -> None:
+        """Leave the disk alone for a while."""
+        self.counts["disk_timeouts"] += 1
+        self._rests_until = self._clock() + self._rest_s
+        _log.warning("the disk is slower than computing: no request asks it for %g s", self._rest_s)
+        self._rest_s = min(2 * self._rest_s, MOST_REST_S)
+
+    def _on_disk(self, namespace: Namespace) -> Namespace:
+        """Return the namespace of the records: later versions of the weights are of this process alone."""
+        if namespace.weights not in self._weights:
+            self._weights[namespace.weights] = 1 + secrets.randbelow(MAX_WEIGHTS)
+        return namespace._replace(weights=self._weights[namespace.weights])

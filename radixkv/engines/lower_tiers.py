@@ -1,0 +1,532 @@
+"""Host memory and a disk below the cache of an engine in the same process: what was evicted comes back.
+
+    a request may start                  is_waiting   whether the disk still brings some of its prompt
+    its blocks are there                 load         host memory → blocks; committed when all bytes have come
+    whole blocks were computed           save         blocks → host memory, and from there to the disk
+    purge, clear, new weights            TieredCache  reaches every tier
+
+The machinery is that of the second level behind vLLM (``second_level``, ``host_blocks``, ``disk_level``). Here the
+scheduler and its only worker are one thread, so a load or a save is made at once.
+
+**Saves** copy each block when it is computed, so an eviction never waits. What is in both tiers was copied once.
+
+**Nothing older than a purge.** A row is marked before its sequence is opened. A purge or a clear changes the mark
+before it forgets anything and again afterwards. A row with an outdated mark loads and saves nothing. The mark is
+compared again after the host's sequence was opened: a purge that comes later detaches that.
+
+**Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
+A strict tenant has its share of host memory for itself, and nothing on the disk, where others could tell its traffic.
+
+An error in here costs hits: it is logged, the tiers are left alone from then on, and requests go on without them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace, Tenant
+from radixkv.engines.gate import Gate
+from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
+from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
+from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
+from radixkv.errors import ArgumentError, ConfigError, LeaseError
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.storage.device import BlockStorage, physical_bytes
+
+if TYPE_CHECKING:
+    from radixkv.engines.disk_level import DiskLevel
+    from radixkv.index.below import Loading, Part, Target
+    from radixkv.index.sequence import Sequence
+
+FORGET_S: Final = 5.0
+"""The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
+_TICK_S: Final = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class RowBelow:
+    """What one sequence of the engine has below. Its tiers' lock is the engine's gate."""
+
+    __slots__ = ("_is_settled", "_mark", "_request_id", "_tiers", "num_disk_tokens")
+
+    def __init__(self, tiers: LowerTiers, mark: int | None) -> None:
+        self._tiers, self._mark, self._request_id = tiers, mark, f"row-{next(tiers.numbers)}"
+        self._is_settled = False  # the disk brings nothing more for it
+        self.num_disk_tokens = 0
+        """Of the tokens that were loaded last, those that the disk had brought for it."""
+
+    def begin(self, tenant: str) -> None:
+        """Mark the row anew. Call it just before its sequence is opened."""
+        self._mark = self._tiers.mark(tenant)
+
+    def fork(self) -> RowBelow:
+        """Return that of a sequence that was forked off."""
+        return RowBelow(self._tiers, self._mark)
+
+    def is_waiting(self, namespace: Namespace, key: bytes, num_local: Callable[[], int]) -> bool:
+        """Whether the disk still brings some of a prompt behind its first ``num_local()`` tokens. Never waits.
+
+        O(1) after the first False.
+        """
+        if not self._is_settled:
+            self._is_settled = not self._tiers.is_waiting(self._request_id, namespace, key, num_local())
+        return not self._is_settled
+
+    def load(self, sequence: Sequence, key: bytes) -> int:
+        """Load what is below of a sequence that was just opened, and commit it. Returns the tokens that are there.
+
+        Raises LeaseError if its tenant was purged.
+        """
+        num_tokens = self._tiers.load(self._request_id, self._mark, sequence, key)
+        self.num_disk_tokens = self._tiers.take_disk_tokens(self._request_id)
+        return num_tokens
+
+    def save(self, sequence: Sequence, key: bytes) -> None:
+        """Save the committed blocks of a sequence that aren't below yet. ``key``: of at least these tokens."""
+        self._tiers.save(self._mark, sequence, key)
+
+    def forget(self) -> None:
+        """Drop what the disk brings for it."""
+        self._tiers.forget(self._request_id)
+
+
+class LowerTiers:
+    """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
+
+    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
+    host memory doesn't hold two blocks, or the machine hasn't got it, and for the disk's folder (``DiskSettings``).
+    """
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        settings: TierSettings,
+        fingerprint: str,
+        gate: Gate | None = None,
+        *,
+        policy: str = "learned",
+        always_scrubs: bool = False,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.numbers, self._gate = count(1), gate or Gate()
+        tensors = _tensors_of(storage)
+        self.block_bytes = sum(bytes_of_row(each[0]) for each in tensors.values())
+        self.num_slots = _num_slots(settings, self.block_bytes)
+        self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
+        self.level = SecondLevel(
+            self.num_slots,
+            storage.block_size,
+            policy=policy,
+            scrub="always" if always_scrubs else "cross-tenant",
+        )
+        num_staging = 0 if settings.disk is None else max(min(self.num_slots // 4, MAX_STAGED_BLOCKS), 1)
+        self.memory = HostBlocks(self.num_slots, tensors, storage.num_blocks, num_staging=num_staging)
+        self._marks: Counter[str] = Counter()
+        self._changing: Counter[str] = Counter()
+        self._unkept: set[str] = set()
+        self._strict: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_off = False
+        self._counts: Counter[str] = Counter()
+        self._fleet_generation: Callable[[str], int] = lambda tenant: 0
+        self._knows: Callable[[], bool] = lambda: False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if settings.disk is not None:
+            self._open_disk(settings, storage, fingerprint)
+
+    # --- rows, within the gate
+
+    def row(self, namespace: Namespace) -> RowBelow | None:
+        """Return what a sequence of a namespace has below; None if nothing of it is kept."""
+        return RowBelow(self, self.mark(namespace.tenant)) if self.keeps(namespace) else None
+
+    def keeps(self, namespace: Namespace) -> bool:
+        """Whether KV of a namespace are kept now."""
+        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or namespace.tenant in self._unkept
+        return not self._is_off and not is_left_out
+
+    def mark(self, tenant: str) -> int | None:
+        """Return a number that changes with each purge or clear of a tenant; None while one runs. Any thread."""
+        with self._lock:
+            return None if self._changing[tenant] else self._marks[tenant]
+
+    def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
+        """See ``RowBelow.is_waiting``."""
+        if self.level.disk is None or self._is_off:
+            return False
+        namespace = namespace._replace(weights=self.level.weights)
+        with self._guarded():
+            generation = self.level.cache.generation(namespace.tenant)
+            found = self.level.found_key(request_id, namespace, generation, key, num_local)
+            self._run()
+            return found is None
+        return False
+
+    def load(self, request_id: str, mark: int | None, sequence: Sequence, key: bytes) -> int:
+        """See ``RowBelow.load``."""
+        num_local = sequence.num_cached_tokens
+        stop = 0
+        if not self._is_off and self._is_current(mark, sequence.namespace):
+            with self._guarded(), self._timed():
+                stop = self._loaded(request_id, sequence, key, num_local)
+        if stop > num_local:
+            sequence.commit(stop)
+        return max(stop, num_local)
+
+    def take_disk_tokens(self, request_id: str) -> int:
+        """Return how many tokens the disk brought for a request since the last call."""
+        return 0 if self.level.disk is None else self.level.disk.take_brought(request_id) * self._size
+
+    def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
+        """See ``RowBelow.save``."""
+        namespace, stop = sequence.namespace, sequence.num_committed_tokens // self._size
+        is_current = self._is_current(mark, namespace)
+        if self._is_off or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
+            return
+        with self._guarded():
+            self.level.save_key(
+                namespace,
+                self.level.cache.generation(namespace.tenant),
+                key[: stop * self._size * TOKEN_BYTES],
+                lambda: sequence.block_table.tolist(),
+                lambda: self._is_current(mark, namespace),
+            )
+            self._run()
+
+    def forget(self, request_id: str) -> None:
+        """See ``RowBelow.forget``."""
+        with self._guarded():
+            self.level.forget(request_id)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
+        if self.level.disk is not None:
+            self.level.disk.computed_in(seconds, num_tokens)
+
+    # --- purges and tenants, any thread
+
+    @contextmanager
+    def forgetting(self, tenant: str) -> Iterator[None]:
+        """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
+
+        The disk owes it from the beginning, so that it serves nothing, and once more at the end: what it forgot early
+        may have been stored again from host memory.
+        """
+        with self._lock:
+            self._changing[tenant] += 1
+            self._marks[tenant] += 1
+        self._owe(tenant)
+        try:
+            yield
+        finally:
+            self._owe(tenant)
+            with self._lock:
+                self._changing[tenant] -= 1
+                self._marks[tenant] += 1
+
+    @contextmanager
+    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most."""
+        if namespace is not None and not self.has(namespace):
+            yield
+            return
+        with self.forgetting(tenant):
+            yield
+            if namespace is None:
+                self.purge(tenant)
+            else:
+                self.clear(namespace)
+        self.forget_on_disk(tenant)
+
+    def has(self, namespace: Namespace) -> bool:
+        """Whether there may be KV of a namespace here."""
+        return not namespace.salt.startswith(UNCACHED_SALT) and namespace.weights == self.level.weights
+
+    def namespaces(self, tenant: str | None) -> list[Namespace]:
+        """Return the namespaces that hold something in host memory, of one tenant or of all."""
+        return self.level.cache.namespaces(tenant)
+
+    def purge(self, tenant: str) -> int:
+        """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
+        return self.level.cache.purge(tenant)
+
+    def clear(self, namespace: Namespace) -> int:
+        """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
+        return self.level.cache.clear(namespace)
+
+    def forget_on_disk(self, tenant: str) -> None:
+        """Destroy the keys of a tenant's records. Waits for at most ``FORGET_S``: see ``unforgotten``."""
+        disk = self.level.disk
+        if disk is not None and not disk.pay(tenant, FORGET_S):
+            _log.error("the disk has not forgotten tenant %r; it serves nothing of it meanwhile", tenant)
+
+    def _owe(self, tenant: str) -> None:
+        if self.level.disk is not None:
+            self.level.disk.owe(tenant)
+
+    def unforgotten(self, tenant: str) -> bool:
+        """Whether a purged or cleared tenant's records may still be on the disk, which doesn't serve them."""
+        return self.level.disk is not None and tenant in self.level.disk.owed
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        """Give a tenant its share of host memory: as much of it as it has of the cache.
+
+        If it can't have that, nothing of it is kept here.
+        """
+        try:
+            self.level.cache.add_tenant(self._scaled(tenant))
+            self._unkept.discard(tenant.id)
+        except ArgumentError as error:
+            self._unkept.add(tenant.id)
+            _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
+        (self._strict.add if tenant.mode == "strict" else self._strict.discard)(tenant.id)
+
+    # --- a cache that loads and saves by itself (``CacheTiers``)
+
+    keeps_commits = False
+
+    def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
+        """Do nothing: the engine saves."""
+
+    def begin(self, target: Target) -> Loading | None:
+        """Return None: the engine loads."""
+
+    # --- the engine
+
+    def start(self) -> None:
+        """Look after a disk in a thread, also while no request runs: stores, syncs, purges that failed."""
+        if self.level.disk is None:
+            return
+
+        def run() -> None:
+            while not self._stop.wait(_TICK_S):
+                with self._gate:
+                    self.tick()
+
+        self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """End what is over, and begin what is due."""
+        disk = self.level.disk
+        if disk is not None and disk.tier.state == "awaiting-generations" and self._knows():
+            disk.know_generations()
+        if not self._is_off:
+            with self._guarded():
+                self._run()
+
+    def weights_changed(self, version: int) -> None:
+        """Forget everything: the weights are others. Outside the gate."""
+        with self._gate, self._guarded():
+            self.level.reset(version)
+
+    def close(self) -> None:
+        """Store what waits for the disk, for some seconds at most, and give its folder back."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._gate:
+            self._is_off = True
+            if self.level.disk is not None:
+                self.level.disk.close()
+
+    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
+        """Take from now on which purges the fleet knows of, and whether it knows all: see ``Tiered``."""
+        self._fleet_generation, self._knows = generation, knows
+
+    def counts(self) -> Mapping[str, Mapping[str, float]]:
+        """Return counts by tier. Any thread.
+
+        ``capacity_blocks``, ``resident_blocks``, ``hit_blocks``, ``read_bytes``, ``written_bytes``, ``load_seconds``,
+        how long its loads took, ``errors``, ``open``, 1 if it serves, ``owed_purges``, tenants whose purge isn't done
+        there yet, ``unchosen_blocks``, which the write budget left out, and ``budget_bytes``, what it has left.
+        """
+        with self._lock:
+            counts = self._counts.copy()
+        stats = self.level.cache.stats()
+        found: dict[str, dict[str, float]] = {
+            "host": {
+                "capacity_blocks": self.num_slots,
+                "resident_blocks": stats.resident_blocks,
+                "hit_blocks": counts["loaded_blocks"],
+                "read_bytes": counts["loaded_bytes"],
+                "written_bytes": counts["saved_bytes"],
+                "load_seconds": counts["load_us"] / 1e6,
+                "errors": counts["failed_blocks"] + counts["unsaved_blocks"] + counts["errors"],
+                "open": int(not self._is_off),
+                "owed_purges": 0,
+                "unchosen_blocks": 0,
+                "budget_bytes": 0,
+            }
+        }
+        disk = self.level.disk
+        if disk is not None:
+            tier = disk.tier.counts()
+            errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
+            found["disk"] = {
+                "capacity_blocks": disk.tier.num_slots,
+                "resident_blocks": tier["sealed"],
+                "hit_blocks": counts["disk_loaded_blocks"],
+                "read_bytes": tier.get("read_bytes", 0),
+                "written_bytes": tier.get("written_bytes", 0),
+                "load_seconds": counts["disk_load_us"] / 1e6,
+                "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
+                "open": int(not self._is_off and disk.tier.state == "open"),
+                "owed_purges": len(disk.owed),
+                "unchosen_blocks": counts["disk_unchosen_blocks"],
+                "budget_bytes": disk.budget_bytes,
+            }
+        return found
+
+    # --- inside
+
+    def _open_disk(self, settings: TierSettings, storage: BlockStorage, fingerprint: str) -> None:
+        from radixkv.engines.disk_level import DiskLevel
+        from radixkv.tiers.disk_tier import DiskSettings, DiskTier
+        from radixkv.tiers.record_identity import fingerprint_of
+
+        disk = settings.disk
+        assert disk is not None
+        tier = DiskTier(
+            DiskSettings(
+                disk.folder,
+                disk.num_bytes,
+                self.memory.block_bytes,
+                segment_tokens=self._size,
+                fingerprint=fingerprint_of(
+                    engine=fingerprint,
+                    layout=repr(getattr(storage, "layout", storage.pool.geometry)),
+                    device=storage.device.type,
+                    torch=torch.__version__,
+                ),
+                awaits_generations=disk.awaits_generations,
+            ),
+            [disk.secret],
+            files=disk.files,
+        )
+        self.level.disk = DiskLevel(
+            tier,
+            self.level.cache,
+            self.memory,
+            self.level.fill,
+            fleet_generation=lambda tenant: self._fleet_generation(tenant),
+            serves=lambda tenant: tenant not in self._strict,
+            bytes_per_s=disk.bytes_per_s,
+            clock=self._clock,
+        )
+
+    @property
+    def disk(self) -> DiskLevel | None:
+        """The disk, if there is one."""
+        return self.level.disk
+
+    def _loaded(self, request_id: str, sequence: Sequence, key: bytes, num_local: int) -> int:
+        """Copy what host memory has behind the first ``num_local`` tokens. Returns the tokens that are there then."""
+        namespace = sequence.namespace
+        generation = self.level.cache.generation(namespace.tenant)
+        num_found = self.level.found_key(request_id, namespace, generation, key, num_local)
+        if not num_found:
+            return 0
+        start, stop = num_local // self._size, (num_local + num_found) // self._size
+        table = sequence.block_table[start:stop].tolist()
+        key = key[: stop * self._size * TOKEN_BYTES]
+        self.level.load_key(request_id, namespace, generation, key, start, table)
+        num_good = self._run().failed.get(request_id, stop - start)
+        return (start + num_good) * self._size
+
+    def _run(self) -> StepReport:
+        """Do what was decided, at once, and take what became of it."""
+        work = self.level.take_work(None)
+        self.memory.load(work)
+        self.memory.save(work)
+        report = self.memory.take_report()
+        self.memory.take_invalid()
+        self.level.reported(report)
+        self.level.loads_ended(self.memory.take_loaded())
+        self._take_counts()
+        return report
+
+    def _take_counts(self) -> None:
+        with self._lock:
+            self._counts.update(self.memory.take_counts())
+            self._counts.update(self.level.take_counts())
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a load from host memory."""
+        began_at = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts["load_us"] += int((self._clock() - began_at) * 1e6)
+
+    def _is_current(self, mark: int | None, namespace: Namespace) -> bool:
+        """Whether nothing was purged or cleared since the mark, and the weights are the same."""
+        is_marked = mark is not None and self.mark(namespace.tenant) == mark
+        return is_marked and namespace.weights == self.level.weights
+
+    def _scaled(self, tenant: Tenant) -> Tenant:
+        def part(blocks: int) -> int:
+            return blocks * self.num_slots // self._num_blocks
+
+        least = max(part(tenant.guaranteed_blocks), 1 if tenant.mode == "strict" else 0)
+        most = None if tenant.max_blocks is None else max(part(tenant.max_blocks), least, 1)
+        if tenant.mode == "strict" and most is not None:
+            most = least
+        return replace(
+            tenant, guaranteed_blocks=least, max_blocks=most, max_pinned_blocks=0 if least == 0 else None
+        )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave the tiers alone after an error or an interruption in here. A purge in between is none.
+
+        What was decided and not done would be done with blocks that hold something else then.
+        """
+        is_done = False
+        try:
+            yield
+            is_done = True
+        except LeaseError:
+            is_done = True
+        except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
+            _log.exception("the tiers below the cache failed, and are left alone from now on")
+        finally:
+            if not is_done:
+                self._is_off = True
+                with self._lock:
+                    self._counts["errors"] += 1
+                self.level.abandon()
+
+
+def _num_slots(settings: TierSettings, block_bytes: int) -> int:
+    blocks, physical = settings.host_blocks, physical_bytes()
+    name, value = ("host_blocks", blocks) if blocks else ("host_memory", settings.host_bytes)
+    wanted = blocks * block_bytes or settings.host_bytes
+    if wanted > physical:
+        raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")
+    if not 2 <= wanted // block_bytes <= MAX_SLOTS:
+        raise ConfigError(name, value, f"at least two blocks, {2 * block_bytes:,} bytes")
+    return wanted // block_bytes
+
+
+def _tensors_of(storage: BlockStorage) -> dict[str, torch.Tensor]:
+    """Return the tensors that hold a storage's blocks, by blocks."""
+    pool = storage.pool
+    if pool.storage is not None:
+        return {"kv": pool.storage}
+    layers, sides = range(pool.num_layers), range(pool.planes_per_layer)
+    return {f"{layer}.{side}": pool.plane(layer, side) for layer in layers for side in sides}

@@ -1,0 +1,97 @@
+"""Single records of a disk on their way into staging memory, each read once for all that want it.
+
+``disk_level`` promotes a prompt's leading records through host memory, for an engine whose requests wait. Here a load
+takes records in any order, straight from staging memory into the engine's blocks. Used within the tiers' gate. Only
+threads of the tier wait for the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from radixkv.clock import Clock
+from radixkv.config import Namespace
+from radixkv.engines.disk_level import DiskLevel
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.tiers.io_threads import Job
+
+
+class Where(NamedTuple):
+    """The record of one block. ``mark``: of the tenant, so nobody joins a read that began before a purge.
+
+    ``place``: the records' namespace.
+    """
+
+    mark: int
+    place: Namespace
+    block: int
+
+
+class Flight:
+    """A record that is being read for ``num_users`` loads, or was. ``key``: of its prompt, up to its end at least."""
+
+    __slots__ = ("began_at", "job", "key", "num_users", "row", "where")
+
+    def __init__(self, where: Where, key: bytes, row: int, job: Job, began_at: float) -> None:
+        self.where, self.key, self.row, self.job, self.num_users = where, key, row, job, 1
+        self.began_at = began_at
+
+
+class RecordReader:
+    """Reads records of ``disk``, whose segments are blocks of ``block_size`` tokens."""
+
+    def __init__(self, disk: DiskLevel, block_size: int, clock: Clock) -> None:
+        self.disk, self._block_bytes, self._clock = disk, block_size * TOKEN_BYTES, clock
+        self._flights: dict[Where, list[Flight]] = {}
+        self.dropped: deque[list[Flight]] = deque()
+        """Of loads that nobody has any more. A finaliser adds them; ``sweep`` ends them."""
+
+    @property
+    def num_running(self) -> int:
+        """Records in staging memory, or on their way there."""
+        return sum(map(len, self._flights.values()))
+
+    def begin(self, where: Where, key: bytes) -> Flight | None:
+        """Begin to read a record, or join a read of it. None if there is no staging memory, or the disk refuses.
+
+        O(a hash of the key up to the block).
+        """
+        stop = (where.block + 1) * self._block_bytes
+        for flight in self._flights.get(where, ()):
+            is_same = flight.key[:stop] == key[:stop]
+            if is_same and not (flight.job.is_done and not flight.job.wait(0)):
+                flight.num_users += 1
+                return flight
+        row = self.disk.take_row()
+        if row is None:
+            return None
+        job = self.disk.read(where.place, key, where.block, row)
+        if job is None:
+            self.disk.give_row(row)
+            return None
+        flight = Flight(where, key, row, job, self._clock())
+        self._flights.setdefault(where, []).append(flight)
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        """Take that one load wants a record no more. After the last one its memory is zeroed and free.
+
+        May wait for a decryption.
+        """
+        flight.num_users -= 1
+        if flight.num_users:
+            return
+        flight.job.cancel()
+        left = self._flights[flight.where]
+        left.remove(flight)
+        if not left:
+            del self._flights[flight.where]
+        self.disk.give_row(flight.row)
+
+    def sweep(self) -> None:
+        """End what dropped loads left."""
+        while self.dropped:
+            flights = self.dropped.popleft()
+            while flights:
+                self.end(flights.pop())

@@ -1,0 +1,71 @@
+"""Settings of what lies below an engine's own cache: host memory, and a disk under it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from radixkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from radixkv.tiers.files import Files
+
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_RATE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT])(i?)B\s*/\s*(s|hour|day)")
+_POWERS: Final = {"K": 1, "M": 2, "G": 3, "T": 4}
+_SECONDS: Final = {"s": 1, "hour": 3_600, "day": 86_400}
+_SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]iB)?")
+
+UNCACHED_SALT: Final = "uncached-"
+"""Salts that begin so are of requests that leave nothing. Their KV never goes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """The folder of a disk tier, its bytes, and the fleet's secret, at least 16 bytes.
+
+    ``awaits_generations``: serve nothing before the fleet's purges are known, because some may have been missed.
+    ``files``: its system calls, in place of the usual ones. ``bytes_per_s``: the most that is written on average, spent
+    on what comes back most often; None for no bound.
+    """
+
+    folder: Path
+    num_bytes: int
+    secret: bytes
+    awaits_generations: bool = False
+    files: Files | None = None
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """``host_bytes``: of KV in host memory, at least two blocks. ``disk``: None without one.
+
+    ``host_blocks``: blocks of host memory, in place of its bytes; 0 for the bytes.
+    """
+
+    host_bytes: int
+    disk: DiskOptions | None = None
+    host_blocks: int = 0
+
+
+def bytes_of(name: str, value: object) -> int:
+    """Return bytes, given as a number or a text such as ``"8GiB"``. Raises ConfigError."""
+    is_given = isinstance(value, str | int) and not isinstance(value, bool)
+    found = _SIZE.fullmatch(str(value)) if is_given else None
+    if found is None:
+        raise ConfigError(name, value, "bytes, or a text such as '8GiB'")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def rate_of(name: str, value: object) -> float:
+    """Return bytes a second, given as a text such as ``"2TB/day"`` or ``"500 GiB/hour"``. Raises ConfigError."""
+    found = _RATE.fullmatch(value) if isinstance(value, str) else None
+    num_bytes = 0.0
+    if found is not None:
+        num_bytes = float(found[1]) * (1_024 if found[3] else 1_000) ** _POWERS[found[2]]
+    if found is None or not num_bytes:
+        raise ConfigError(name, value, "bytes in a time, such as '2TB/day', '80GiB/hour' or '20MB/s'")
+    return num_bytes / _SECONDS[found[4]]

@@ -1,0 +1,78 @@
+"""TieredCache: a PrefixCache that shows the tiers below it, and may have a disk under host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from radixkv.engines.tier_settings import DiskOptions
+from radixkv.errors import ConfigError
+from radixkv.index.below import Below
+from radixkv.index.cache import PrefixCache
+
+if TYPE_CHECKING:
+    from radixkv.config import CacheConfig
+    from radixkv.engines.lower_tiers import LowerTiers
+
+
+class TieredCache(PrefixCache):
+    """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
+
+    ``fingerprint``: of what computes the KV: model, weights, precision. Records of another one are never read.
+
+    HFEngine sets ``lower`` itself, for a cache without ``host_blocks``, before the first request.
+
+    No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
+    see ``unforgotten``.
+    """
+
+    def __init__(
+        self, config: CacheConfig, *, disk: DiskOptions | None = None, fingerprint: str = "", **parts: Any
+    ) -> None:
+        self._lower: LowerTiers | None = None
+        self._below_options = disk, fingerprint
+        super().__init__(config, **parts)
+
+    def _made_below(self) -> Below | None:
+        disk, fingerprint = self._below_options
+        if self.config.host_blocks:
+            from radixkv.engines.cache_tiers import CacheTiers
+
+            self._lower = CacheTiers(self.config, self.storage, disk, fingerprint)
+            self._lower.start()
+        elif disk is not None:
+            raise ConfigError(
+                "disk", disk.folder, "none without host_blocks: records pass through host memory"
+            )
+        return self._lower
+
+    @property
+    def lower(self) -> LowerTiers | None:
+        """The tiers below."""
+        return self._lower
+
+    @lower.setter
+    def lower(self, tiers: LowerTiers) -> None:
+        if self.config.host_blocks:
+            raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
+        self._lower = self._below = tiers
+
+    def close(self) -> None:
+        """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls."""
+        if self._lower is not None:
+            self._lower.close()
+
+    # --- Tiered
+
+    def unforgotten(self, tenant: str) -> bool:
+        """Whether a disk may still have what a purge or a clear of the tenant was to destroy."""
+        return self._lower is not None and self._lower.unforgotten(tenant)
+
+    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
+        """Take the fleet's generations of tenants, and whether all of them are known, from these functions."""
+        if self._lower is not None:
+            self._lower.follow_generations(generation, knows)
+
+    def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
+        """Return counts by tier: see ``LowerTiers.counts``."""
+        return {} if self._lower is None else self._lower.counts()

@@ -1,0 +1,148 @@
+"""What may lie below a cache: other places with evicted KV. The cache knows them only by these protocols.
+
+    commit                       Below.keep         copies the new blocks below
+    Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
+    purge, clear, forget         Below.forgotten    forgets it there too
+
+``load_target`` has the cache's half. ``CacheConfig.host_blocks`` names no module of engines: ``FACTORY`` is imported at
+the first use, like a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, cast
+
+if TYPE_CHECKING:
+    from radixkv.config import CacheConfig, Namespace, Tenant
+    from radixkv.storage.device import BlockStorage
+    from radixkv.storage.plan import BlockIds
+
+FACTORY: Final = "radixkv.engines.cache_tiers", "CacheTiers"
+"""The module and the class that make what lies below a cache with ``host_blocks``."""
+
+
+class Part(NamedTuple):
+    """Committed blocks of a sequence, to copy. ``key``: of all of them. ``release``: call it at the end."""
+
+    namespace: Namespace
+    key: bytes
+    block_ids: BlockIds
+    release: Callable[[], None]
+
+
+class Target(Protocol):
+    """The blocks of one sequence into which a load may write."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The sequence's."""
+
+    @property
+    def key(self) -> bytes:
+        """Of its whole blocks before its last token, when the load began."""
+
+    @property
+    def num_committed(self) -> int:
+        """Its committed tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All its tokens."""
+
+    @property
+    def is_current(self) -> bool:
+        """False for ever after it was released, purged, cut back or given other blocks."""
+
+    def put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:
+        """Let ``copy`` write blocks ``[start, stop)``, unless that could be wrong. Returns whether it did."""
+
+    def commit(self, num_tokens: int) -> bool:
+        """Commit tokens that were put. Returns whether they are committed."""
+
+    def keep(self) -> None:
+        """Let ``Below.keep`` copy what is committed."""
+
+
+class Loading(Protocol):
+    """What lies below of one sequence, and its way back. See ``Sequence.loading``. Any thread may use it.
+
+    Either wait, or claim. To ignore it is right too: call nothing of it, and compute everything.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that lay below when the load began, behind the committed ones.
+
+        0 until a disk knows which purges it has to apply, and if it turns out to have nothing.
+        """
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Of these, tokens that lay in host memory. They come first."""
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens that have come so far."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more comes. Changes nothing, so only ``poll``, ``wait`` and ``claim`` make it true."""
+
+    def poll(self) -> bool:
+        """Take what has come, and commit what continues the committed tokens. Returns ``is_done``. Never waits."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Poll until nothing more comes, or for ``timeout_s`` seconds. Returns ``is_done``."""
+
+    def __await__(self) -> Generator[Any, Any, int]:
+        """Wait without holding up the event loop. Returns ``num_loaded_tokens``."""
+
+    def claim(self, num_tokens: SupportsIndex) -> int:
+        """Poll, then take up to ``num_tokens`` tokens for the engine to compute. Returns the token where they end.
+
+        They begin behind the committed tokens, contain nothing that has been loaded, and nothing is loaded there any
+        more. Commit them before the next claim. What was loaded behind them is committed as soon as they are, by the
+        next call. After the load it returns what is left to compute, up to all tokens. Raises ArgumentError below 1.
+        """
+
+    def cancel(self) -> None:
+        """Load nothing more. What has come stays: go on with ``claim``, or compute from the committed tokens on."""
+
+
+class Below(Protocol):
+    """What lies below one cache. No call raises what happens there."""
+
+    keeps_commits: bool
+    """Whether ``keep`` is called after each commit. Otherwise the engine does all of it itself."""
+
+    def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
+        """Copy what ``take`` returns."""
+
+    def begin(self, target: Target) -> Loading | None:
+        """Begin to load what lies below of a sequence; None if there is nothing."""
+
+    def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
+        """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        """Follow a tenant's settings."""
+
+    def namespaces(self, tenant: str | None) -> list[Namespace]:
+        """Return the namespaces that hold something below."""
+
+
+def made_for(config: CacheConfig, storage: BlockStorage | None) -> Below | None:
+    """Return what lies below a cache with this configuration. Raises ConfigError."""
+    if not config.host_blocks:
+        return None
+    return cast("Below", getattr(import_module(FACTORY[0]), FACTORY[1])(config, storage))
+
+
+def forgetting(
+    below: Below | None, tenant: str, namespace: Namespace | None = None
+) -> AbstractContextManager[None]:
+    """Return a context in which the cache forgets a namespace, or a tenant."""
+    return nullcontext() if below is None else below.forgotten(tenant, namespace)

@@ -1,0 +1,158 @@
+"""The cache's half of loads from below: which blocks a load may write, and what a commit leaves to copy below.
+
+A load writes into blocks of an open sequence that aren't committed. Whether it may is decided under the cache's lock,
+and the copy is launched under it, a few blocks at a time, like the copies of a plan. So a block that the engine has
+computed, released or given to others is never written. On a CPU the lock is held for the copy of these blocks.
+
+A load is *current* as long as the sequence has the blocks that it had. ``truncate``, ``forget`` and ``reconcile`` end
+it: a block that comes back afterwards may hold something else. After a fork no block is the sequence's own, so nothing
+more is written; what was written before stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from radixkv.index import requests
+from radixkv.index.ahead import end_step, step_done
+from radixkv.index.below import Below, Loading, Part
+from radixkv.index.blocks import unpack
+from radixkv.index.holders import LeaseState, SequenceState
+from radixkv.index.leases import Lease
+from radixkv.index.match import Match
+from radixkv.index.recovery import Mending, mend
+from radixkv.index.tokens import ID_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.index.state import CacheState
+    from radixkv.storage.plan import BlockIds
+
+
+class LoadTarget:
+    """See ``below.Target``. A sequence has one at a time."""
+
+    __slots__ = ("_cache", "_state", "key", "namespace")
+
+    def __init__(self, cache: CacheState, state: SequenceState, key: bytes) -> None:
+        self._cache, self._state, self.key = cache, state, key
+        self.namespace: Namespace = state._tree.namespace
+
+    @property
+    def num_committed(self) -> int:
+        """See ``Target``."""
+        return self._state._num_committed
+
+    @property
+    def num_tokens(self) -> int:
+        """See ``Target``."""
+        return self._state.num_tokens
+
+    @property
+    def is_current(self) -> bool:
+        """See ``Target``."""
+        return self._state._is_open and self._state._loading is self
+
+    def put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:
+        """See ``Target``. Raises what ``copy`` raises; the blocks then hold anything, and nothing is committed."""
+        state = self._state
+        with self._cache._lock:
+            if not self.is_current or start < _first_own(self._cache, state):
+                return False
+            copy(unpack(state._table[start * ID_BYTES : stop * ID_BYTES]))
+            return True
+
+    def commit(self, num_tokens: int) -> bool:
+        """See ``Target``."""
+        cache, state = self._cache, self._state
+        with cache._lock:
+            if not self.is_current or state._num_committed >= num_tokens:
+                return state._num_committed >= num_tokens
+            try:
+                requests.commit(cache, state, num_tokens)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error, state)
+                raise
+        return True
+
+    def keep(self) -> None:
+        """See ``Target``. Call it without the lock."""
+        keep(self._cache, [self._state])
+
+
+def _first_own(cache: CacheState, state: SequenceState) -> int:
+    """Return the first block that only this sequence has, and that neither was nor is being computed."""
+    computed = max([state._num_committed, *(each.end for each in state._ahead or ())])
+    return max(-(-computed // cache._block_size), state._own)
+
+
+def loading_of(cache: CacheState, state: SequenceState) -> Loading | None:
+    """See ``Sequence.loading``. Takes the lock."""
+    below = cache._below
+    if below is None or not below.keeps_commits:
+        return None
+    with cache._lock:
+        stop = max(state._size - 1, 0) // cache._block_bytes
+        if not state._is_open or _first_own(cache, state) >= stop:
+            return None
+        state._loading = target = LoadTarget(cache, state, state.key_between(0, stop * cache._block_bytes))
+    return below.begin(target)
+
+
+def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:
+    """Copy below what was committed of these sequences. Call it without the lock."""
+    below = cache._below
+    if below is not None and below.keeps_commits:
+        for state in states:
+            below.keep(state._tree.tenant.tenant_id, partial(_part, cache, state))
+
+
+def end_computed_step(cache: CacheState, step: int) -> int:
+    """See PrefixCache.step_done."""
+    if cache._below is None:
+        return end_step(cache, step, step_done)
+    with cache._lock:
+        depths = [(state, state._node, state._node.depth) for state in cache._steps.get(step, ())]
+    num_tokens = end_step(cache, step, step_done)
+    keep(cache, [state for state, node, depth in depths if state._node is not node or node.depth > depth])
+    return num_tokens
+
+
+def _part(cache: CacheState, state: SequenceState) -> Part | None:
+    """Lease the committed blocks of a sequence; None if nothing of it may be kept. No policy hears of it.
+
+    What was cleared, what is read of a base or computed behind one, and what was released isn't kept.
+    """
+    with cache._lock, Mending(cache):
+        tree, node = state._tree, state._node
+        if not state._is_open or not node.depth or tree.detached or tree.head_key:
+            return None
+        key, table = state.key_between(0, node.depth * cache._block_bytes), bytearray()
+        tree.walk(key, len(key), table)
+        cache._evictor.lease(node, tree)
+        match = Match(tree.namespace, key, bytes(table))
+        held = LeaseState(cache, node, match)
+        cache._leases.add(held)
+        lease = Lease(cache, held, match)
+    return Part(tree.namespace, key, lease.block_ids, lease.release)
+
+
+def forgotten_too(below: Below | None, state: SequenceState, forget: Callable[[], int]) -> int:
+    """Call ``forget``, which forgets KV of a sequence, and forget its namespace below too."""
+    if below is None:  # the usual case: nothing happens after the lock is released
+        return forget()
+    namespace = state._tree.namespace
+    with below.forgotten(namespace.tenant, namespace):
+        return forget()
+
+
+def namespaces_of(cache: CacheState, tenant: str | None) -> list[Namespace]:
+    """See PrefixCache.namespaces. Takes the lock."""
+    with cache._lock:
+        states = [each for each in cache._tenants.values() if tenant is None or each.tenant_id == tenant]
+        found = [namespace for state in states for namespace in state.namespaces]
+    lower = [] if cache._below is None else cache._below.namespaces(tenant)
+    return found + [each for each in lower if each not in set(found)]

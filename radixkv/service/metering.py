@@ -1,0 +1,243 @@
+"""The meter: what each tenant used, for ``GET /v1/usage`` and for the usage log.
+
+    model's thread   bill ──▶ sums, in memory ──▶ usage log, if there is one
+    event loop       settled: wait a moment until the record is in its file, then answer
+
+Every request that used the model is billed in one place: completions of all shapes where they are generated
+(``endpoints.completions``), warms and pins where they share what is computed (``warming``), bases where they are
+published. A cancelled request is billed too, with what was computed and generated. A request that failed isn't.
+
+**Held.** ``sample`` is told each tenant's resident and pinned tokens about once a second. They count for the time since
+the sample before. A record of kind ``held`` is written every TELL_EVERY_S and at the end of an hour. A crash loses
+what was not written.
+
+**Tenancies.** A tenant that is removed gets a record of kind ``removed``. A later tenant of the same name sees nothing
+of what was before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from radixkv.billing.pending import Written
+from radixkv.billing.usage_record import HOUR_S, Counts, Kind, UsageRecord
+from radixkv.billing.usage_sums import Sum, UsageSums
+from radixkv.billing.usage_writer import UsageWriter, WriterState
+from radixkv.clock import Clock, monotonic
+from radixkv.service.usage import TTL_1H, TTL_5M, TTL_12H, TTL_30M, RequestUsage
+
+OPERATOR: Final = ""
+"""The operator's name in records; no tenant can have it."""
+TELL_EVERY_S: Final = 60.0
+KEEP_S: Final = 35 * 86_400.0
+TTL_CLASSES: Final = (TTL_5M, TTL_30M, TTL_1H, TTL_12H, *(86_400 * days for days in range(1, 32)))
+"""Other TTLs are billed as the next of these, in seconds; longer ones as the last."""
+
+
+class Payer(NamedTuple):
+    """Who pays: a tenant, the id of its key (empty: none was used), and which tenant of that name it is."""
+
+    tenant: str
+    key: str = ""
+    tenancy: int = 0
+
+
+class Level(NamedTuple):
+    """Tokens that a tenant has resident, and those of them that pins keep."""
+
+    resident: int
+    pinned: int
+
+
+_NOTHING: Final = Level(0, 0)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a tenant holds since ``since_s``, and token-seconds that no record says yet."""
+
+    payer: Payer
+    since_s: float
+    level: Level = _NOTHING
+    held: float = 0.0
+    pinned: float = 0.0
+
+    def advance(self, now_s: float) -> None:
+        seconds = now_s - self.since_s
+        self.held += self.level.resident * seconds
+        self.pinned += self.level.pinned * seconds
+        self.since_s = now_s
+
+    def counts(self) -> Counts:
+        return Counts(held_token_ms=int(self.held * 1000), pinned_token_ms=int(self.pinned * 1000))
+
+    def told(self, counts: Counts) -> None:
+        self.held -= counts.held_token_ms / 1000
+        self.pinned -= counts.pinned_token_ms / 1000
+
+
+class Meter:
+    """Counts usage of one service process. Thread-safe. ``close`` it.
+
+    ``removals``: how often a tenant of a name was removed in this process.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sums: UsageSums | None = None,
+        log: UsageWriter | None = None,
+        removals: Callable[[str], int] = lambda tenant: 0,
+        *,
+        wall: Callable[[], float] = time.time,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._model, self._sums, self._log = model, sums or UsageSums(KEEP_S), log
+        self._removals, self._wall, self._clock = removals, wall, clock
+        self._noticed: dict[str, int] = {}
+        self._held: dict[str, _Held] = {}
+        self._told_at, self._hour = clock(), int(wall() // HOUR_S)
+        self._lock = threading.RLock()
+
+    def payer(self, tenant: str, key: str = "") -> Payer:
+        """Return who pays for a request that begins now."""
+        with self._lock:
+            self._notice(tenant)
+            return Payer(tenant, key, self._sums.tenancy(tenant))
+
+    def bill(self, kind: Kind, payer: Payer, usage: RequestUsage) -> Written | None:
+        """Count a request that ended. From any thread, about 50 µs. Returns what ``settled`` waits for."""
+        written: dict[int, int] = {}
+        for ttl_s, tokens in usage.written.items():
+            ttl_class = TTL_CLASSES[min(bisect_left(TTL_CLASSES, ttl_s), len(TTL_CLASSES) - 1)]
+            written[ttl_class] = written.get(ttl_class, 0) + tokens
+        counts = Counts(1, usage.read, written, usage.uncached, usage.generated)
+        return self._record(kind, payer, counts)
+
+    async def settled(self, written: Written | None) -> None:
+        """Wait a moment until a record is in its file, so that a client that has its answer is billed."""
+        if self._log is not None:
+            await self._log.written(written)
+
+    def sample(self, levels: Mapping[str, Level]) -> None:
+        """Take what each tenant holds now; write records of it if it is time. O(tenants)."""
+        now_s, hour = self._clock(), int(self._wall() // HOUR_S)
+        with self._lock:
+            for tenant in {*self._held, *levels}:
+                self._advance(tenant, levels.get(tenant), now_s)
+            if hour != self._hour or now_s >= self._told_at + TELL_EVERY_S:
+                self._tell(self._hour * HOUR_S + HOUR_S - 1 if hour != self._hour else self._wall())
+                self._told_at, self._hour = now_s, hour
+
+    def forget_absent(self, tenants: Collection[str]) -> None:
+        """End the tenancies of tenants in the log that no longer exist. Called once, at the start."""
+        with self._lock:
+            for tenant in {*self._sums.tenants()} - {*tenants, OPERATOR}:
+                self._record("removed", Payer(tenant, "", self._sums.tenancy(tenant)), Counts())
+
+    def of(self, tenant: str, start_s: float, end_s: float) -> list[Sum]:
+        """Return a tenant's own rows, with what it held up to now. O(the tenant's rows)."""
+        with self._lock:
+            self._notice(tenant)
+            untold = self._untold([tenant])
+        return self._sums.of(tenant, start_s, end_s, untold)
+
+    def all(self, tenant: str | None, start_s: float, end_s: float) -> list[Sum]:
+        """Return the rows of all tenants, or of one, removed ones too. O(all rows)."""
+        with self._lock:
+            untold = self._untold(list(self._held) if tenant is None else [tenant])
+        return self._sums.all(tenant, start_s, end_s, untold)
+
+    @property
+    def log_state(self) -> WriterState | None:
+        """The state of the usage log; None if there is none."""
+        return None if self._log is None else self._log.state()
+
+    def close(self) -> None:
+        """Write what tenants held, and end the log. Waits for the disk, for seconds at most."""
+        with self._lock:
+            for tenant in [*self._held]:
+                self._advance(tenant, None, self._clock())
+            self._tell(self._wall())
+        if self._log is not None:
+            self._log.close()
+
+    # --- with the lock held
+
+    def _record(
+        self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None
+    ) -> Written | None:
+        moment = self._wall() if time_s is None else time_s
+        record = UsageRecord(moment, payer.tenant, kind, self._model, payer.key, payer.tenancy, counts)
+        self._sums.add(record)
+        return None if self._log is None else self._log.record(record)
+
+    def _notice(self, tenant: str) -> None:
+        """End the tenancy of a tenant that was removed since."""
+        removals = self._removals(tenant)
+        if removals > self._noticed.get(tenant, 0):
+            self._noticed[tenant] = removals
+            self._record("removed", Payer(tenant, "", self._sums.tenancy(tenant)), Counts())
+
+    def _advance(self, tenant: str, level: Level | None, now_s: float) -> None:
+        """Count what a tenant held until now, and take what it holds from now on; None: it is gone."""
+        self._notice(tenant)
+        payer = Payer(tenant, "", self._sums.tenancy(tenant))
+        held = self._held.get(tenant)
+        if held is not None:
+            held.advance(now_s)
+            if level is None or held.payer != payer:
+                self._tell_of(self._held.pop(tenant), self._wall())
+                held = None
+        if level is not None:
+            held = held or self._held.setdefault(tenant, _Held(payer, now_s))
+            held.level = level
+
+    def _tell(self, time_s: float) -> None:
+        for held in self._held.values():
+            self._tell_of(held, time_s)
+
+    def _tell_of(self, held: _Held, time_s: float) -> None:
+        counts = held.counts()
+        if counts.held_token_ms or counts.pinned_token_ms:
+            held.told(counts)
+            self._record("held", held.payer, counts, time_s)
+
+    def _untold(self, tenants: Collection[str]) -> list[UsageRecord]:
+        """Return records of what tenants held since the last record, which are not written."""
+        now_s, found = self._clock(), []
+        for held in (self._held[tenant] for tenant in tenants if tenant in self._held):
+            held.advance(now_s)
+            payer = held.payer
+            found.append(
+                UsageRecord(self._wall(), payer.tenant, "held", self._model, "", payer.tenancy, held.counts())
+            )
+        return [each for each in found if each.counts != Counts()]
+
+
+def usage_levels(state: Callable[[], WriterState | None]) -> list[tuple[str, str, Callable[[], float]]]:
+    """Return the gauges of the usage log, which are 0 without one: their names, their texts, and what reads them."""
+
+    def of(read: Callable[[WriterState], float]) -> Callable[[], float]:
+        return lambda: 0.0 if (found := state()) is None else read(found)
+
+    return [
+        ("usage_records_written", "Usage records in files since the start", of(lambda log: log.num_written)),
+        ("usage_records_waiting", "Usage records that wait to be written", of(lambda log: log.num_waiting)),
+        (
+            "usage_lost",
+            "Requests that no usage record will tell of: the disk failed for too long",
+            of(lambda log: log.num_lost),
+        ),
+        (
+            "usage_errors",
+            "Failed writes of the usage log, and failed waits for its disk",
+            of(lambda log: log.num_errors),
+        ),
+        ("usage_failing", "1 while the usage log can't be written", of(lambda log: bool(log.problem))),
+    ]

@@ -1,0 +1,93 @@
+"""What a request read from the cache, wrote to it under a promise, computed without one, and generated.
+
+    prompt   [0 ──── read ──── cached)[cached ── written, by TTL ── end of the last promise)[── uncached ── n)
+
+- **Read**: tokens that the engine really took from the cache. Whole blocks, so the number is rounded down to blocks.
+- **Written**: computed tokens inside a promise (``Promise``) that was granted. Each token counts once, for the longest
+  TTL that covers it.
+- **Uncached**: all other tokens of the prompt. They may be found again, but nothing was promised.
+
+The three always add up to the prompt. The shapes of all providers and the records for billing come from this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from radixkv.errors import ArgumentError
+
+TTL_5M: Final = 300
+TTL_30M: Final = 1_800
+TTL_1H: Final = 3_600
+TTL_12H: Final = 43_200
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The first ``num_tokens`` of a prompt stay resident for at least ``ttl_s`` seconds."""
+
+    num_tokens: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """Tokens of one request. ``written``: TTL in seconds → tokens, only TTLs with tokens."""
+
+    read: int = 0
+    written: Mapping[int, int] = field(default_factory=dict)
+    uncached: int = 0
+    generated: int = 0
+
+    @property
+    def num_written(self) -> int:
+        """Tokens written under all TTLs."""
+        return sum(self.written.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.read + self.num_written + self.uncached
+
+    def __add__(self, other: RequestUsage) -> RequestUsage:
+        """Return the sum of two requests."""
+        ttls = sorted({*self.written, *other.written})
+        written = {ttl_s: self.written.get(ttl_s, 0) + other.written.get(ttl_s, 0) for ttl_s in ttls}
+        return RequestUsage(
+            self.read + other.read,
+            written,
+            self.uncached + other.uncached,
+            self.generated + other.generated,
+        )
+
+
+def usage_of(
+    num_tokens: int, num_cached: int, granted: Iterable[Promise] = (), generated: int = 0
+) -> RequestUsage:
+    """Return the usage of a prompt. O(promises log promises).
+
+    - ``num_tokens``: of the prompt.
+    - ``num_cached``: its leading tokens that were read from the cache.
+    - ``granted``: the promises that hold now. One that ends behind the prompt raises ArgumentError.
+    """
+    if not 0 <= num_cached <= num_tokens:
+        raise ArgumentError("num_cached", num_cached, f"0 to {num_tokens}, the tokens of the prompt")
+    written: dict[int, int] = {}
+    end, ttl_s = 0, 0
+    for promise in sorted(granted, key=lambda each: -each.num_tokens):
+        if not 0 <= promise.num_tokens <= num_tokens:
+            raise ArgumentError("granted", promise, f"at most the {num_tokens} tokens of the prompt")
+        _count(written, ttl_s, max(promise.num_tokens, num_cached), end)
+        end, ttl_s = promise.num_tokens, max(ttl_s, promise.ttl_s)
+    _count(written, ttl_s, num_cached, end)
+    return RequestUsage(
+        num_cached, dict(sorted(written.items())), num_tokens - num_cached - sum(written.values()), generated
+    )
+
+
+def _count(written: dict[int, int], ttl_s: int, start: int, end: int) -> None:
+    """Count the tokens ``[start, end)``, if there are any."""
+    if start < end:
+        written[ttl_s] = written.get(ttl_s, 0) + end - start

@@ -1,0 +1,685 @@
+"""The disk tier: sealed records of evicted KV in a folder, which survive a restart.
+
+    located = tier.locate(namespace, key, first, most)   how many segments in a row are there: memory only
+    job = tier.load(namespace, key, segment, into)       a thread reads, verifies and decrypts into memory
+    job = tier.store(namespace, key, segment, payload)   a thread encrypts, writes and seals
+    tier.purge(tenant)                                   nothing of the tenant can be found or decrypted any more
+
+A *segment* is ``segment_tokens`` tokens of a prompt, and its KV is one record. ``key`` has the prompt's ids as uint32
+bytes. A full disk, an error, a wrong record or a thread that never returns is a miss, and is counted. No call raises
+it, waits for the disk, or holds the lock during I/O.
+
+**Who decides.** A locator, 16 bytes of a keyed digest, says where to look. The tag of AES-GCM decides, over payload,
+header and the identity that the *reader* computes (``record_identity``). So a record of another identity doesn't open:
+of another tenant, namespace, generation, version of the weights, fingerprint, scheme or prefix. Nor does one that was
+torn, flipped, exchanged or replayed. Memory that a failed decryption may have written is zeroed.
+
+**When it is sealed.** Header in memory, then payload to the file, then the header to the file, then the record can be
+found. ``sync`` makes all of them durable at once; ``maintain`` does it every ``sync_s`` seconds.
+
+**When it stops.** After ``MOST_ERRORS`` errors in a row the tier is closed for ``retry_s`` seconds. It stays closed for
+good once another process took the folder over, and at first if ``awaits_generations`` until ``apply_generations``: a
+replica that was down during a purge must not serve before it knows of the purge.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hmac import compare_digest
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace
+from radixkv.errors import ArgumentError, ConfigError, TierError
+from radixkv.tiers.files import Files, round_up
+from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
+from radixkv.tiers.io_threads import IOThreads, Job, Work
+from radixkv.tiers.record_identity import FINGERPRINT_BYTES, SCHEMES, TOKEN_BYTES, segment_identity
+from radixkv.tiers.slab import HEADER_BYTES, TAG_BYTES, Header, Slab, buffer_bytes, is_sealed
+from radixkv.tiers.slots import SlotTable
+
+MOST_ERRORS: Final = 8
+MAX_THREADS: Final = 64
+_NONCE_BYTES: Final = 12
+
+TierState = Literal["open", "awaiting-generations", "degraded", "fenced", "closed"]
+
+log = logging.getLogger("radixkv.tiers")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """Settings of a disk tier.
+
+    - ``folder``: made if it is missing (its parent must exist); empty, or a disk tier's.
+    - ``disk_bytes``: size of the slab with its headers; at least one record. Another size, or another ``record_bytes``,
+      makes a new slab: the old records are lost.
+    - ``record_bytes``: bytes of the KV of one segment.
+    - ``segment_tokens``: tokens of a segment.
+    - ``fingerprint``: of the engine, 32 bytes (``fingerprint_of``).
+    - ``scheme``: how records stand for KV.
+    - ``num_threads``: threads for I/O, each with a buffer of a record, 1 to 64.
+    - ``sync_s``: seconds between syncs. A crash loses at most what was sealed since the last.
+    - ``hang_s``: an operation that takes longer counts as hanging.
+    - ``retry_s``: seconds for which the tier is closed after errors.
+    - ``partitions``: slots of their own for tenants, by name: for strict tenants, which must not notice others.
+    - ``awaits_generations``: closed until ``apply_generations``.
+    - ``direct``: bypass the page cache where the file system can.
+
+    Raises ConfigError.
+    """
+
+    folder: Path | str
+    disk_bytes: int
+    record_bytes: int
+    segment_tokens: int = 256
+    fingerprint: bytes = bytes(FINGERPRINT_BYTES)
+    scheme: str = "exact"
+    num_threads: int = 4
+    sync_s: float = 5.0
+    hang_s: float = 5.0
+    retry_s: float = 30.0
+    partitions: Mapping[str, int] = field(default_factory=dict)
+    awaits_generations: bool = False
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("disk_bytes", 1, 2**62),
+            ("record_bytes", 1, 2**31),
+            ("segment_tokens", 1, 2**20),
+            ("num_threads", 1, MAX_THREADS),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(name, value, f"an integer from {low} to {high}")
+        if self.scheme not in SCHEMES:
+            raise ConfigError("scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise ConfigError("fingerprint", len(self.fingerprint), f"{FINGERPRINT_BYTES} bytes")
+        for name in ("sync_s", "hang_s", "retry_s"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(name, getattr(self, name), "a number of seconds > 0, at most 86400")
+        if self.num_slots < 1:
+            raise ConfigError(
+                "disk_bytes", self.disk_bytes, f"at least {self._bytes_of_one} bytes, one record"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Records that fit."""
+        return (self.disk_bytes - 2 * 4096) // (round_up(self.record_bytes) + HEADER_BYTES)
+
+    @property
+    def _bytes_of_one(self) -> int:
+        return 2 * 4096 + round_up(self.record_bytes) + HEADER_BYTES
+
+
+class DiskTier:
+    """A disk tier over a folder. Thread-safe. ``close`` it, or use it in a ``with``.
+
+    ``secrets_``: the fleet's secret, then previous ones, at least 16 bytes each. Opening reads all headers: 0.2 s for
+    100,000 slots. Raises ConfigError (see ``TierFolder``), and OSError if the disk fails.
+    """
+
+    def __init__(
+        self,
+        settings: DiskSettings,
+        secrets_: Sequence[bytes],
+        *,
+        files: Files | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._folder = TierFolder(
+            settings.folder,
+            secrets_,
+            num_slots=settings.num_slots,
+            record_bytes=settings.record_bytes,
+            files=files,
+        )
+        try:
+            self._slab = Slab(self._folder, direct=settings.direct)
+            self._table = SlotTable(self._slab.num_slots, self._partitions())
+            self._counts: Counter[str] = Counter()
+            self._purges: Counter[str] = Counter()
+            self._restore()
+        except BaseException:
+            self._folder.close()
+            raise
+        self._lock = threading.Lock()
+        self._writing_headers = threading.Lock()
+        self._io = IOThreads(
+            settings.num_threads, buffer_bytes(settings.record_bytes), hang_s=settings.hang_s, clock=clock
+        )
+        self._part = secrets.randbits(64)  # each opening has data keys of its own, so nonces never run out
+        self._is_fenced = self._is_closed = False
+        self._awaits = settings.awaits_generations
+        self._errors_in_a_row = 0
+        self._opens_at: float | None = None
+        self._sealed_at_sync = self._sequence
+        self._synced_at = clock()
+        self._sync_job: Job | None = None
+
+    def __enter__(self) -> DiskTier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- questions
+
+    @property
+    def state(self) -> TierState:
+        """Whether the tier serves, or why not."""
+        if self._is_closed:
+            return "closed"
+        if self._is_fenced:
+            return "fenced"
+        if self._awaits:
+            return "awaiting-generations"
+        return "degraded" if self._is_resting() or self._io.is_stuck else "open"
+
+    @property
+    def num_slots(self) -> int:
+        """Records that fit."""
+        return self._slab.num_slots
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether records bypass the page cache."""
+        return self._slab.is_direct
+
+    def __len__(self) -> int:
+        """Number of sealed records."""
+        with self._lock:
+            return len(self._table)
+
+    def counts(self) -> dict[str, int]:
+        """Return what happened since the opening, by name. Every refused or failed record is in one of them.
+
+        ``loaded``, ``stored``, ``evicted``, ``read_bytes``, ``written_bytes``; misses by reason: ``absent``,
+        ``refused`` (didn't open), ``mismatched`` (another identity at the locator), ``stale`` (purged meanwhile),
+        ``abandoned``, ``read_errors``, ``closed``, ``too_busy``; not stored: ``no_slot``, ``write_errors``, ``damaged``
+        (the tenant's generation can't be read).
+        """
+        with self._lock:
+            sealed, free = len(self._table), self._table.num_free
+        found = {**self._counts, "sealed": sealed, "free": free, "hung_threads": self._io.num_hung}
+        return dict(sorted(found.items()))
+
+    def locate(self, namespace: Namespace, key: bytes, first: int, most: int | None = None) -> int:
+        """Return how many segments of a prompt in a row, from segment ``first`` on, are on this disk.
+
+        ``most``: look at no more. A hint: only ``load`` decides. No I/O, except once for a tenant's keys. O(the tokens
+        before the first miss); about 2 µs if nothing is there.
+        """
+        num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
+        stop = num_segments if most is None else min(num_segments, first + most)
+        is_shut = self._is_closed or self._is_fenced or self._awaits or self._is_resting()
+        if is_shut or not 0 <= first < stop:
+            return 0
+        keys = self._folder.keys(namespace.tenant)
+        if keys is None:
+            return 0
+        size = self.settings.segment_tokens * TOKEN_BYTES
+        view = memoryview(key)
+        stream = xxh3_128(view[: first * size])
+        started, find = keys.locator(namespace), self._table.find
+        for segment in range(first, stop):
+            stream.update(view[segment * size : (segment + 1) * size])
+            digest = started.copy()
+            digest.update(stream.digest())
+            if find(digest.digest()) is None:
+                return segment - first
+        return stop - first
+
+    # --- work
+
+    def load(self, namespace: Namespace, key: bytes, segment: int, into: memoryview) -> Job | None:
+        """Begin to load a segment's record into ``into``, exactly as many bytes as were stored.
+
+        The job's result says whether all bytes are there and proven. Otherwise nothing of them may be used. Returns
+        None, a miss, if the tier is not open or too busy. Raises ArgumentError for a segment outside of ``key``, or
+        memory that is read-only or too large.
+        """
+        _, stop = self._range(key, segment)
+        target = into.cast("B") if into.format != "B" or into.ndim != 1 else into
+        if target.readonly or not 1 <= len(target) <= self.settings.record_bytes:
+            allowed = f"writable memory of 1 to {self.settings.record_bytes} bytes"
+            raise ArgumentError("into", len(target), allowed)
+        if not self._is_open():
+            return None
+        prefix = memoryview(key)[: stop * TOKEN_BYTES]  # not a copy: a caller may be an engine's step
+
+        def work(job: Job, memory: memoryview) -> bool:
+            return self._load(job, memory, namespace, prefix, segment, target)
+
+        return self._submit(work, is_load=True)
+
+    def num_purges(self, tenant: str) -> int:
+        """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
+        return self._purges[self._folder.tag(tenant)]
+
+    def store(
+        self, namespace: Namespace, key: bytes, segment: int, payload: memoryview, *, since: int | None = None
+    ) -> Job | None:
+        """Begin to store a segment's KV. The payload must not change until ``Job.wait_for_memory`` or ``wait`` returns.
+
+        ``since``: the tenant's ``num_purges`` when its KV was taken; None for now. After a purge since then nothing is
+        stored.
+
+        The job's result says whether the record is sealed. Returns None if the tier is not open or too busy. Raises
+        ArgumentError for a segment outside of ``key``, or a payload that doesn't fit.
+        """
+        _, stop = self._range(key, segment)
+        source = payload.cast("B") if payload.format != "B" or payload.ndim != 1 else payload
+        if not 1 <= len(source) <= self.settings.record_bytes:
+            raise ArgumentError("payload", len(source), f"1 to {self.settings.record_bytes} bytes")
+        if not self._is_open():
+            return None
+        prefix = memoryview(key)[: stop * TOKEN_BYTES]  # not a copy: a caller may be an engine's step
+        before = self.num_purges(namespace.tenant) if since is None else since
+
+        def work(job: Job, memory: memoryview) -> bool:
+            return self._store(job, memory, namespace, prefix, segment, source, before)
+
+        return self._submit(work, is_load=False)
+
+    def purge(self, tenant: str) -> int:
+        """Forget everything of a tenant, durably. Returns the number of its records.
+
+        When it returns, no record can be found, and none can be decrypted, also not from an older copy of the slab
+        with all keys that are left. A load that runs ends as a miss. Costs about four syncs, and O(its slots). Raises
+        OSError or TierError if the disk fails: then repeat it; the tenant's records are not served meanwhile.
+        """
+        return self._forget(tenant, None)
+
+    def purge_all(self) -> bool:
+        """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each. Raises OSError."""
+        for owner in self._folder.owners().values():
+            tag = owner.hex()
+            self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
+        return True
+
+    def apply_generations(self, generations: Mapping[str, int]) -> int:
+        """Learn the fleet's generations of tenants: purge each tenant that was purged since. Then the tier may open.
+
+        Returns the number of records that were forgotten. Raises OSError, TierError; then the tier stays closed.
+        """
+        forgotten = sum(self._forget(tenant, generation) for tenant, generation in generations.items())
+        self._awaits = False
+        return forgotten
+
+    def sync(self) -> None:
+        """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""
+        with self._lock:
+            sealed = self._sequence
+        try:
+            if not self._folder.is_ours():
+                self._is_fenced = True
+                raise TierError(f"another process opened {self._folder.path}: this one no longer uses it")
+            self._slab.sync()
+        except OSError as error:
+            self._count(sync_errors=1)
+            self._failed(error)
+            raise
+        self._sealed_at_sync, self._synced_at = sealed, self._clock()
+
+    def maintain(self) -> None:
+        """Sync in a thread if ``sync_s`` seconds have passed and something was sealed. Doesn't wait. Call it often."""
+        is_due = self._clock() - self._synced_at >= self.settings.sync_s
+        is_running = self._sync_job is not None and not self._sync_job.is_done
+        if is_due and not is_running and self.state == "open":
+            self._submit_sync()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what is queued, sync, and give the folder back. Idempotent.
+
+        A thread that hangs keeps the files and the lock until the process ends: a descriptor that was closed under it
+        might be another file's by the time it goes on.
+        """
+        if self._is_closed:
+            return
+        self._submit_sync()
+        self._is_closed = True
+        if self._io.close(timeout_s):
+            self._folder.close()
+        else:
+            log.error("the disk tier's I/O hangs; its folder stays locked until the process ends")
+
+    # --- in the threads
+
+    def _load(
+        self,
+        job: Job,
+        memory: memoryview,
+        namespace: Namespace,
+        prefix: memoryview,
+        segment: int,
+        into: memoryview,
+    ) -> bool:
+        keys = self._folder.keys(namespace.tenant)
+        found = None if keys is None else self._leased(self._locator(keys, namespace, prefix))
+        if keys is None or found is None:
+            return self._missed("absent")
+        slot, header = found
+        try:
+            identity = self._identity(keys, namespace, prefix, segment, len(into))
+            if header.payload_bytes != len(into) or not compare_digest(identity, header.identity):
+                return self._missed("mismatched")
+            try:
+                self._slab.read_slot(slot, memory, header.payload_bytes)
+            except OSError as error:
+                self._failed(error)
+                return self._missed("read_errors")
+            self._worked()
+            if not job.claim():
+                return self._missed("abandoned")
+            return self._opened(keys, namespace.tenant, slot, header, memory, identity, into)
+        finally:
+            with self._lock:
+                self._table.release(slot)
+
+    def _opened(
+        self,
+        keys: TenantKeys,
+        tenant: str,
+        slot: int,
+        header: Header,
+        memory: memoryview,
+        identity: bytes,
+        into: memoryview,
+    ) -> bool:
+        """Decrypt what was read; whether it is proven, and not purged meanwhile. Otherwise ``into`` is zeroed."""
+        size = header.payload_bytes
+        memory[size : size + TAG_BYTES] = header.tag
+        try:
+            keys.data_key(header.part).decrypt_into(
+                header.nonce, memory[: size + TAG_BYTES], header.associated(identity), into
+            )
+        except InvalidTag:
+            _zero(into)
+            self._drop(slot, header)
+            log.warning("a record of the disk tier was refused: its bytes are not those that were sealed")
+            return self._missed("refused")
+        if not self._is_current(keys, tenant):
+            _zero(into)
+            return self._missed("stale")
+        self._count(loaded=1, read_bytes=size)
+        return True
+
+    def _store(
+        self,
+        job: Job,
+        memory: memoryview,
+        namespace: Namespace,
+        prefix: memoryview,
+        segment: int,
+        payload: memoryview,
+        num_purges: int,
+    ) -> bool:
+        try:
+            keys = self._folder.make_keys(namespace.tenant)
+        except TierError:
+            return self._missed("damaged")
+        except OSError as error:
+            self._failed(error)
+            return self._missed("write_errors")
+        if self.num_purges(namespace.tenant) != num_purges:  # these may be the keys after the purge
+            return self._missed("stale")
+        locator = self._locator(keys, namespace, prefix)
+        with self._lock:
+            if (there := self._table.find(locator)) is not None:
+                self._table.touch(there)
+                return True
+            before = len(self._table)
+            slot = self._table.take(locator, bytes.fromhex(self._folder.tag(namespace.tenant)))
+            self._counts["evicted"] += before - len(self._table)
+            self._sequence += slot is not None
+            sequence = self._sequence
+        if slot is None:
+            return self._missed("no_slot")
+        try:
+            problem = self._filled(
+                job, memory, namespace, prefix, segment, payload, keys, slot, locator, sequence
+            )
+        except BaseException:
+            self._give_up(slot)
+            raise
+        if problem is not None:
+            self._give_up(slot)
+            return self._missed(problem)
+        with self._lock:
+            if not self._is_current(keys, namespace.tenant):
+                self._table.drop(slot)
+            is_there = self._table.seal(slot)
+        if not is_there:
+            return self._missed("stale")
+        self._count(stored=1, written_bytes=len(payload))
+        return True
+
+    def _filled(
+        self,
+        job: Job,
+        memory: memoryview,
+        namespace: Namespace,
+        prefix: memoryview,
+        segment: int,
+        payload: memoryview,
+        keys: TenantKeys,
+        slot: int,
+        locator: bytes,
+        sequence: int,
+    ) -> str | None:
+        """Encrypt and write a record: clear the old header, then the payload, then its header. Return the problem."""
+        if not job.claim():
+            return "abandoned"
+        size, nonce = len(payload), secrets.token_bytes(_NONCE_BYTES)
+        identity = self._identity(keys, namespace, prefix, segment, size)
+        header = Header(size, sequence, locator, keys.key_id, self._part, nonce, b"", identity)
+        sealed = memory[: size + TAG_BYTES]
+        keys.data_key(self._part).encrypt_into(nonce, payload, header.associated(identity), sealed)
+        job.unclaim()
+        header = header._replace(tag=bytes(sealed[size:]))
+        try:
+            self._put_header(slot, None)
+            self._slab.write_slot(slot, memory, size)
+            self._put_header(slot, header)
+        except OSError as error:
+            self._failed(error)
+            return "write_errors"
+        self._worked()
+        return None
+
+    # --- parts
+
+    def _partitions(self) -> dict[bytes, int]:
+        return {
+            bytes.fromhex(self._folder.tag(tenant)): size for tenant, size in self.settings.partitions.items()
+        }
+
+    def _range(self, key: bytes | memoryview, segment: int) -> tuple[int, int]:
+        """Return the tokens of a segment. Raises ArgumentError."""
+        size = self.settings.segment_tokens
+        most = len(key) // (size * TOKEN_BYTES)
+        if not 0 <= segment < most:
+            raise ArgumentError("segment", segment, f"a whole segment of the prompt, 0 to {most - 1}")
+        return segment * size, (segment + 1) * size
+
+    def _is_resting(self) -> bool:
+        """Whether the tier is closed for a while after errors."""
+        if self._opens_at is not None and self._clock() >= self._opens_at:
+            self._opens_at = None
+        return self._opens_at is not None
+
+    def _is_current(self, keys: TenantKeys, tenant: str) -> bool:
+        """Whether the tenant wasn't purged since these keys were taken."""
+        return self._folder.keys(tenant) is keys
+
+    def _locator(self, keys: TenantKeys, namespace: Namespace, prefix: memoryview) -> bytes:
+        digest = keys.locator(namespace).copy()
+        digest.update(xxh3_128(prefix).digest())
+        return digest.digest()
+
+    def _identity(
+        self, keys: TenantKeys, namespace: Namespace, prefix: memoryview, segment: int, payload_bytes: int
+    ) -> bytes:
+        start, stop = self._range(prefix, segment)
+        settings = self.settings
+        found = segment_identity(
+            namespace, keys.generation, settings.fingerprint, settings.scheme, prefix, start, stop
+        )
+        return keys.identity(found.packed(payload_bytes))
+
+    def _leased(self, locator: bytes) -> tuple[int, Header] | None:
+        with self._lock:
+            slot = self._table.find(locator)
+            if slot is None:
+                return None
+            self._table.lease(slot)
+            self._table.touch(slot)
+            return slot, self._slab.header(slot)
+
+    def _drop(self, slot: int, header: Header) -> None:
+        """Forget a record that didn't open. Its slot is leased, so nobody else writes it meanwhile."""
+        with self._lock:
+            is_there = self._table.find(header.locator) == slot
+            if is_there:
+                self._table.drop(slot)
+        if is_there:
+            try:
+                self._put_header(slot, None)
+            except OSError as error:
+                self._failed(error)
+
+    def _give_up(self, slot: int) -> None:
+        with self._lock:
+            self._table.give_up(slot)
+
+    def _put_header(self, slot: int, header: Header | None) -> None:
+        """Write a header, or clear it, in memory and in the file. Raises OSError; then it is cleared in memory.
+
+        Headers are written by one thread at a time: a purge writes many at once, as they are in memory.
+        """
+        packed = bytes(HEADER_BYTES) if header is None else header.packed()
+        with self._writing_headers:
+            if header is None and self._slab.is_clear(slot):
+                return
+            self._slab.set_header(slot, packed)
+            try:
+                self._slab.write_header(slot, packed)
+            except OSError:
+                self._slab.set_header(slot, bytes(HEADER_BYTES))
+                raise
+
+    def _forget(self, tenant: str, fleet: int | None) -> int:
+        raised = partial(self._folder.raise_generation, tenant, fleet)
+        return self._forget_tag(self._folder.tag(tenant), raised, is_certain=fleet is None)
+
+    def _forget_tag(self, tag: str, raised: Callable[[], bool], *, is_certain: bool) -> int:
+        """Forget the records of the tenant with this tag; ``raised`` raises its generation, or finds it raised."""
+        owner, keys = bytes.fromhex(tag), self._folder.keys_of(tag)
+        with self._lock:
+            self._purges[tag] += 1
+            forgotten = set(self._table.drop_owner(owner)) if is_certain else set()
+        if not raised():
+            return 0
+        with self._lock:  # again: something may have been sealed in between
+            forgotten |= set(self._table.drop_owner(owner))
+        if keys is not None and forgotten:
+            self._clear_headers(np.array(sorted(forgotten)), keys.key_id)
+        return len(forgotten)
+
+    def _clear_headers(self, slots: NDArray[np.int64], key_id: bytes) -> None:
+        """Clear headers under a key that was destroyed, in one write. A slot may have another record by now."""
+        headers = self._slab.headers
+        with self._writing_headers:
+            theirs = slots[headers["key_id"][slots] == np.void(key_id)]
+            if len(theirs):
+                headers[theirs] = np.zeros((), headers.dtype)
+                self._slab.write_headers(theirs.tolist())
+
+    def _restore(self) -> None:
+        """Find the records that the folder has, the newest first. O(slots)."""
+        headers, owners = self._slab.headers, self._folder.owners()
+        whole = is_sealed(headers, self.settings.record_bytes)
+        self._counts["torn"] = int((headers["magic"] != 0).sum() - whole.sum())
+        at = np.flatnonzero(whole)
+        at = at[np.argsort(headers["sequence"][at], kind="stable")[::-1]]
+        self._sequence = int(headers["sequence"][at[0]]) if len(at) else 0
+        owned = zip(
+            at.tolist(),
+            headers["locator"][at].tolist(),
+            map(owners.get, headers["key_id"][at].tolist()),
+            strict=True,
+        )
+        kept = self._table.restore(
+            (slot, locator, owner) for slot, locator, owner in owned if owner is not None
+        )
+        self._counts["orphaned"] = len(at) - len(kept)
+        is_lost = np.ones(len(headers), np.bool_)
+        is_lost[kept] = False
+        headers[is_lost] = np.zeros((), headers.dtype)
+
+    def _submit_sync(self) -> None:
+        """Sync in a thread, if something was sealed since the last time."""
+        if self._sealed_at_sync == self._sequence or self._is_fenced:
+            return
+
+        def work(_job: Job, _memory: memoryview) -> bool:
+            try:
+                self.sync()
+            except (OSError, TierError) as error:
+                log.warning("the disk tier could not sync: %s", error)
+                return False
+            return True
+
+        self._sync_job = self._io.submit(work, is_load=False)
+
+    def _is_open(self) -> bool:
+        if self.state == "open":
+            return True
+        self._count(closed=1)
+        return False
+
+    def _submit(self, work: Work, *, is_load: bool) -> Job | None:
+        job = self._io.submit(work, is_load=is_load)
+        if job is None:
+            self._count(too_busy=1)
+        return job
+
+    def _missed(self, reason: str) -> bool:
+        self._count(**{reason: 1})
+        return False
+
+    def _failed(self, error: OSError) -> None:
+        """Count an error of the disk. After several in a row the tier is closed for a while."""
+        self._errors_in_a_row += 1
+        if self._errors_in_a_row >= MOST_ERRORS:
+            self._opens_at = self._clock() + self.settings.retry_s
+            self._errors_in_a_row = 0
+            log.error("the disk tier is closed for %g s after errors: %s", self.settings.retry_s, error)
+
+    def _worked(self) -> None:
+        self._errors_in_a_row = 0
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            self._counts.update(numbers)
+
+
+def _zero(memory: memoryview) -> None:
+    np.frombuffer(memory, np.uint8)[:] = 0

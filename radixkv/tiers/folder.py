@@ -1,0 +1,366 @@
+"""The folder of a disk tier: who may open it, its sealed files, and the keys of tenants.
+
+    lock           made first: a folder with other files and without it is not ours. flock; the id of the last opening
+    master         the folder's key, sealed under a key derived from the fleet's secret; made last
+    slab           headers and slots (``slab``)
+    generations/   for each purged tenant its generation, sealed under the folder's key
+    keys/          for each tenant and generation a random root key, sealed under the folder's key
+
+Names in ``generations`` and ``keys`` are keyed digests: no path contains what a client chose. The folder has mode 0700,
+its files 0600. All are opened relative to the folder's descriptor, and never through a symbolic link.
+
+**Keys.** secret → wrapping key → folder's key → root key of a (tenant, generation) → data keys, keys of locators, key
+of identities. A root key is random. Without its file, all records of that generation can't be opened, found, or
+compared with a guessed prompt, also with the secret. A new secret seals ``master`` again.
+
+**Purge.** First the generation is raised durably, then the root key is overwritten, synced and removed. A crash between
+both is repaired at the next opening: keys of past generations are destroyed. What a flash medium keeps of overwritten
+bytes is in ``docs/tiers.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from radixkv.config import Namespace
+from radixkv.errors import ConfigError, TierError, require_extra
+from radixkv.signing import checked_secret, derived, mac
+from radixkv.tiers.files import Files
+from radixkv.tiers.private_folder import GENERATIONS, ID_BYTES, KEYS, MASTER, PrivateFolder
+
+require_extra("radixkv.tiers.folder", "tiers")
+
+from cryptography.exceptions import InvalidTag as InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+_KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+_TAG_BYTES: Final = 16
+_FORMAT: Final = b"radixkv tier 1\0\0"
+_GENERATIONS: Final = struct.Struct("<QQ")
+_ROOT: Final = struct.Struct(f"<{ID_BYTES}sQ{_KEY_BYTES}s")
+_MOST_PARTS: Final = 64
+_MOST_TAGS: Final = 65_536
+
+log = logging.getLogger("radixkv.tiers")
+
+
+def is_tag(name: str) -> bool:
+    """Whether a name is one of a tenant or a key: 32 hex digits."""
+    return len(name) == 2 * ID_BYTES and all(each in "0123456789abcdef" for each in name)
+
+
+class TenantKeys:
+    """The keys of a tenant in one generation. ``key_id``: 16 bytes that name them. Thread-safe."""
+
+    def __init__(self, key_id: bytes, generation: int, root: bytes) -> None:
+        self.key_id, self.generation = key_id, generation
+        self._root = root
+        self._identities = mac(root, "identities")
+        self._data: dict[int, AESGCM] = {}
+        self._located: dict[Namespace, blake2b] = {}
+
+    def data_key(self, part: int) -> AESGCM:
+        """Return AES-128-GCM with the data key of a part: each opening of a folder writes with a part of its own."""
+        found = self._data.get(part)
+        if found is None:
+            if len(self._data) >= _MOST_PARTS:
+                self._data = {}
+            found = self._data[part] = AESGCM(mac(self._root, "data", part)[:16])
+        return found
+
+    def locator(self, namespace: Namespace) -> blake2b:
+        """Return the keyed start of the locators of a namespace: 16 bytes each. Copy it, don't change it."""
+        found = self._located.get(namespace)
+        if found is None:
+            if len(self._located) >= 4 * _MOST_PARTS:
+                self._located = {}
+            key = mac(self._root, "locators", namespace.framed())
+            found = self._located[namespace] = blake2b(digest_size=ID_BYTES, key=key)
+        return found
+
+    def identity(self, packed: bytes) -> bytes:
+        """Return the keyed digest of a packed identity: 32 bytes."""
+        return blake2b(packed, digest_size=32, key=self._identities).digest()
+
+
+class Master(NamedTuple):
+    """The content of ``master``: the folder's key, and the geometry of the slab."""
+
+    key: bytes
+    num_slots: int
+    record_bytes: int
+
+
+_MASTER: Final = struct.Struct(f"<{_KEY_BYTES}sQQ")
+
+
+def seal(key: bytes, name: str, content: bytes) -> bytes:
+    """Return a small file's bytes: authenticated under ``key``, bound to its name."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return _FORMAT + nonce + AESGCM(key).encrypt(nonce, content, _FORMAT + name.encode())
+
+
+def unseal(key: bytes, name: str, sealed: bytes) -> bytes | None:
+    """Return the content of a small file, or None if it isn't what ``seal`` made under this key and name."""
+    start = len(_FORMAT) + _NONCE_BYTES
+    if len(sealed) < start + _TAG_BYTES or sealed[: len(_FORMAT)] != _FORMAT:
+        return None
+    try:
+        return AESGCM(key).decrypt(sealed[len(_FORMAT) : start], sealed[start:], _FORMAT + name.encode())
+    except InvalidTag:
+        return None
+
+
+class TierFolder(PrivateFolder):
+    """An opened and locked folder. One process at a time; ``close`` gives it back.
+
+    ``secrets_``: the fleet's secret, then previous ones. ``num_slots`` and ``record_bytes``: of the slab to make; None
+    to open only what is there. ``is_new``: the slab must be made, because there was none of this geometry.
+    ``may_make``: it may be made if it is missing or damaged.
+
+    Raises ConfigError for a folder that isn't ours, is not private, is in use, or was sealed under other secrets, and
+    OSError if the disk fails.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        secrets_: Sequence[bytes],
+        *,
+        num_slots: int | None = None,
+        record_bytes: int | None = None,
+        files: Files | None = None,
+    ) -> None:
+        if not secrets_:
+            raise ConfigError("fleet_secret", None, "the fleet's secret")
+        self._wrapping = [derived(checked_secret(each), "tiers") for each in secrets_]
+        self._changing = threading.Lock()
+        self._tags: dict[str, str] = {}
+        self._generations: dict[str, int | None] = {}
+        self._keys: dict[str, TenantKeys] = {}
+        self._is_current = True
+        super().__init__(path, files)
+        try:
+            master = self._master()
+            self.may_make = num_slots is not None
+            self.is_new = master is None or (
+                num_slots is not None and master[1:] != (num_slots, record_bytes)
+            )
+            if self.is_new and (num_slots is None or record_bytes is None):
+                raise ConfigError("folder", self.path, "a folder that a disk tier has used")
+            self._in_generations = self.subfolder(GENERATIONS)
+            self._in_keys = self.subfolder(KEYS)
+            if master is None or self.is_new:
+                assert num_slots is not None and record_bytes is not None
+                key = secrets.token_bytes(_KEY_BYTES) if master is None else master.key
+                self.master = Master(key, num_slots, record_bytes)
+            else:
+                self.master = master
+            if not self.is_new:
+                self._seal_again()
+            if master is not None:
+                self._read_tenants()
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self) -> None:
+        """After the slab of a new folder was made: write ``master``, which makes the folder valid."""
+        self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, _MASTER.pack(*self.master)))
+        self.is_new = False
+
+    # --- tenants: questions read memory only
+
+    def generation(self, tenant: str) -> int:
+        """Return the tenant's generation, 0 before its first purge. O(1).
+
+        Raises TierError if its file is damaged: then nobody knows what was purged.
+        """
+        tag = self.tag(tenant)
+        found = self._generations.get(tag, 0)
+        if found is None:
+            raise TierError(
+                f"the generation of a tenant can't be read ({GENERATIONS}/{tag}): purge the tenant"
+            )
+        return found
+
+    def keys(self, tenant: str) -> TenantKeys | None:
+        """Return the keys of the tenant's generation, or None if there are none. O(1)."""
+        return self.keys_of(self.tag(tenant))
+
+    def keys_of(self, tag: str) -> TenantKeys | None:
+        """Return the keys of the tenant with this tag, or None if there are none. O(1)."""
+        return self._keys.get(tag)
+
+    def make_keys(self, tenant: str) -> TenantKeys:
+        """Return the keys of the tenant's generation. To make them takes two syncs. Raises OSError, TierError."""
+        tag = self.tag(tenant)
+        with self._changing:
+            found = self._keys.get(tag)
+            if found is None:
+                generation = self.generation(tenant)
+                root, key_id = secrets.token_bytes(_KEY_BYTES), self._key_id(tag, generation)
+                content = _ROOT.pack(bytes.fromhex(tag), generation, root)
+                name = key_id.hex()
+                self.write_small(self._in_keys, name, seal(self.master.key, f"{KEYS}/{name}", content))
+                found = self._keys[tag] = TenantKeys(key_id, generation, root)
+            return found
+
+    def raise_generation(self, tenant: str, fleet: int | None = None) -> bool:
+        """Forget everything of a tenant, as ``raise_generation_of`` does."""
+        return self.raise_generation_of(self.tag(tenant), fleet)
+
+    def raise_generation_of(self, tag: str, fleet: int | None = None) -> bool:
+        """Forget everything of the tenant with this tag: raise its generation durably, then destroy its keys.
+
+        ``fleet``: the generation that the fleet has; if the folder knows it already, nothing changes and this returns
+        False. Takes about four syncs. Raises OSError; then a part may be done, and the tenant has no keys until the
+        call is repeated or the folder opened again.
+        """
+        return self._raise(tag, fleet)
+
+    def all_keys(self) -> list[TenantKeys]:
+        """Return the keys of all tenants."""
+        return list(self._keys.values())
+
+    def num_damaged(self) -> int:
+        """Return how many generations and keys can't be read. O(tenants)."""
+        return len(self._damaged_tags()) + len(self._damaged_keys())
+
+    def repair(self) -> int:
+        """Forget tenants whose generation is damaged, and destroy damaged keys. Returns how many. Raises OSError."""
+        tags = self._damaged_tags()
+        for tag in tags:
+            self._raise(tag, None)
+        names = self._damaged_keys()
+        for name in names:
+            self.destroy(self._in_keys, name)
+        return len(tags) + len(names)
+
+    def _damaged_tags(self) -> list[str]:
+        return [tag for tag, generation in self._generations.items() if generation is None]
+
+    def _damaged_keys(self) -> list[str]:
+        names = filter(is_tag, self.files.names(self._in_keys))
+        return [name for name in names if self._opened_root(name) is None]
+
+    def _raise(self, tag: str, fleet: int | None) -> bool:
+        with self._changing:
+            is_certain = self._generations.get(tag, 0) is not None
+            known = self._read_generations(tag)
+            generation, before = known or (0, 0)
+            if known is not None and is_certain and fleet is not None and fleet <= before:
+                return False
+            self._keys.pop(tag, None)
+            self._generations[tag] = None
+            content = _GENERATIONS.pack(generation + 1, max(before, fleet or 0))
+            self.write_small(
+                self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content)
+            )
+            past = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
+            for name in past if is_certain else past | self._names_of(tag):
+                self.destroy(self._in_keys, name)
+            self._generations[tag] = generation + 1
+            return True
+
+    def owners(self) -> dict[bytes, bytes]:
+        """Return the tag of the tenant of each key, by the key's id. O(tenants)."""
+        return {keys.key_id: bytes.fromhex(tag) for tag, keys in self._keys.items()}
+
+    def tag(self, tenant: str) -> str:
+        """Return 32 hex digits that name a tenant in this folder, and reveal nothing without its key."""
+        found = self._tags.get(tenant)
+        if found is None:
+            if len(self._tags) >= _MOST_TAGS:
+                self._tags = {}
+            found = self._tags[tenant] = mac(self.master.key, "tenant", tenant)[:ID_BYTES].hex()
+        return found
+
+    # --- parts
+
+    def _key_id(self, tag: str, generation: int) -> bytes:
+        return mac(self.master.key, "root", tag, generation)[:ID_BYTES]
+
+    def _read_generations(self, tag: str) -> tuple[int, int] | None:
+        """Return the folder's generation of a tenant, and the fleet's at its last purge. None if they are damaged."""
+        sealed = self.read_small(self._in_generations, tag)
+        if sealed is None:
+            return 0, 0
+        content = unseal(self.master.key, f"{GENERATIONS}/{tag}", sealed)
+        if content is None or len(content) != _GENERATIONS.size:
+            return None
+        generation, fleet = _GENERATIONS.unpack(content)
+        return generation, fleet
+
+    def _names_of(self, tag: str) -> set[str]:
+        """Return the files of all keys that a tenant has. O(tenants)."""
+        names = [name for name in self.files.names(self._in_keys) if is_tag(name)]
+        return {name for name in names if (root := self._opened_root(name)) and root[0].hex() == tag}
+
+    def _opened_root(self, name: str) -> tuple[bytes, int, bytes] | None:
+        sealed = self.read_small(self._in_keys, name)
+        content = None if sealed is None else unseal(self.master.key, f"{KEYS}/{name}", sealed)
+        if content is None or len(content) != _ROOT.size:
+            return None
+        tag, generation, root = _ROOT.unpack(content)
+        return tag, generation, root
+
+    def _read_tenants(self) -> None:
+        """Read the generations and keys of all tenants. Destroy keys of past generations, which a crash left.
+
+        A damaged key is no key: its records can't be found. O(tenants), about 60 µs each.
+        """
+        for tag in filter(is_tag, self.files.names(self._in_generations)):
+            known = self._read_generations(tag)
+            self._generations[tag] = None if known is None else known[0]
+            if known is None:
+                log.error(
+                    "%s/%s is damaged: that tenant has no disk tier until it is purged", GENERATIONS, tag
+                )
+        for name in filter(is_tag, self.files.names(self._in_keys)):
+            root = self._opened_root(name)
+            if root is None and self._is_overwritten(name):
+                self.destroy(self._in_keys, name)  # it was overwritten, and is to be removed
+                continue
+            if root is None:
+                log.error("%s/%s is damaged: the records under that key are lost", KEYS, name)
+                continue
+            tag, generation = root[0].hex(), self._generations.get(root[0].hex(), 0)
+            if generation == root[1]:
+                self._keys[tag] = TenantKeys(bytes.fromhex(name), root[1], root[2])
+            elif generation is not None:
+                self.destroy(self._in_keys, name)
+
+    def _is_overwritten(self, name: str) -> bool:
+        content = self.read_small(self._in_keys, name)
+        return bool(content) and not any(content or b"")
+
+    # --- opening
+
+    def _master(self) -> Master | None:
+        """Return the master that the folder has; None if the folder was never finished. Raises ConfigError."""
+        sealed = self.read_small(self.folder, MASTER)
+        if sealed is None:
+            return None
+        for number, key in enumerate(self._wrapping):
+            content = unseal(key, MASTER, sealed)
+            if content is not None and len(content) == _MASTER.size:
+                self._is_current = number == 0
+                return Master(*_MASTER.unpack(content))
+        allowed = "the secret under which the folder was sealed, or that one as a previous secret"
+        raise ConfigError(
+            "fleet_secret", "…", allowed, problem=f"doesn't open {self.path}; allowed: {allowed}"
+        )
+
+    def _seal_again(self) -> None:
+        """After a rotation: seal ``master`` under the current secret."""
+        if not self._is_current:
+            self.finish()

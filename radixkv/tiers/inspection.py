@@ -1,0 +1,187 @@
+"""Check, repair and forget the folder of a disk tier that no process uses.
+
+``inspect`` decrypts every record. It needs the fleet's secret, and no prompt: a record's header has the keyed digest of
+its identity. So it finds torn and changed records; whether a record is the KV of a prompt only a reader decides.
+
+Opening a folder finishes what a crash interrupted: keys of purged generations are destroyed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from radixkv.errors import ConfigError
+from radixkv.tiers.files import Files
+from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
+from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, PrivateFolder
+from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer
+
+Progress = Callable[[int, int], None]
+_EVERY: Final = 64
+
+
+class Inspection(NamedTuple):
+    """What a folder holds, in slots if nothing else is said.
+
+    - ``num_slots``, ``record_bytes``: of the slab.
+    - ``num_good``: records that open. ``num_free``: slots without one.
+    - ``num_damaged``: records whose bytes changed, or were never all written. ``num_torn``: damaged headers.
+    - ``num_orphaned``: records whose key was destroyed, as at a purge.
+    - ``num_unreadable``: slots that the disk doesn't read.
+    - ``num_tenants``: tenants with a key. ``num_damaged_tenants``: generations and keys that can't be read.
+    """
+
+    num_slots: int
+    record_bytes: int
+    num_good: int
+    num_free: int
+    num_damaged: int
+    num_torn: int
+    num_orphaned: int
+    num_unreadable: int
+    num_tenants: int
+    num_damaged_tenants: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is damaged. Orphaned records are not damage."""
+        return not (self.num_damaged or self.num_torn or self.num_unreadable or self.num_damaged_tenants)
+
+
+def inspect(
+    path: Path | str,
+    secrets: Sequence[bytes],
+    *,
+    repair: bool = False,
+    progress: Progress | None = None,
+    files: Files | None = None,
+) -> Inspection:
+    """Read and decrypt every record of a folder. With ``repair``, free the slots of those that don't open.
+
+    A repair also forgets tenants whose generation is damaged, and destroys damaged keys. The result says what was found
+    before it. ``progress`` gets the number of records that are done, and of all. Reads the whole slab.
+
+    Raises ConfigError for a folder that isn't a disk tier's, is in use, or is sealed under other secrets, and OSError.
+    """
+    with closing(TierFolder(path, secrets, files=files)) as folder:
+        num_damaged_tenants = folder.num_damaged()
+        slab = Slab(folder)
+        whole = is_sealed(slab.headers, slab.record_bytes)
+        found = _States(slab, {keys.key_id: keys for keys in folder.all_keys()})
+        sealed = np.flatnonzero(whole).tolist()
+        for done, slot in enumerate(sealed, 1):
+            found.look_at(slot)
+            if progress is not None and done % _EVERY == 0:
+                progress(done, len(sealed))
+        torn = np.flatnonzero((slab.headers["magic"] != 0) & ~whole)
+        result = Inspection(
+            slab.num_slots,
+            slab.record_bytes,
+            found.num_good,
+            int((slab.headers["magic"] == 0).sum()),
+            len(found.damaged),
+            len(torn),
+            len(found.orphaned),
+            len(found.unreadable),
+            len(found.keys),
+            num_damaged_tenants,
+        )
+        if repair:
+            _clear(slab, [*found.damaged, *found.orphaned, *found.unreadable, *torn.tolist()])
+            folder.repair()
+        return result
+
+
+def forget_tenant(
+    path: Path | str, secrets: Sequence[bytes], tenant: str, *, files: Files | None = None
+) -> int:
+    """Forget everything of a tenant, as a purge of the running tier does. Returns the number of its records.
+
+    Raises as ``inspect``.
+    """
+    with closing(TierFolder(path, secrets, files=files)) as folder:
+        slab = Slab(folder)
+        keys = folder.keys(tenant)
+        folder.raise_generation(tenant)
+        if keys is None:
+            return 0
+        is_theirs = is_sealed(slab.headers, slab.record_bytes)
+        is_theirs &= slab.headers["key_id"] == np.void(keys.key_id)
+        _clear(slab, np.flatnonzero(is_theirs).tolist())
+        return int(is_theirs.sum())
+
+
+def forget(path: Path | str, *, files: Files | None = None) -> int:
+    """Forget everything: destroy the keys, then remove all files but the folder and its lock. Needs no secret.
+
+    Returns the number of bytes that the slab had. Raises ConfigError for a missing folder, one that isn't ours or is in
+    use, and OSError; then repeat it.
+    """
+    if not Path(path).is_dir():
+        raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
+    with closing(PrivateFolder(path, files)) as folder:
+        folder.destroy(folder.folder, MASTER)
+        for name in (KEYS, GENERATIONS):
+            inner = folder.subfolder(name)
+            for each in folder.files.names(inner):
+                folder.destroy(inner, each)
+        size = 0
+        for name in (SLAB, *(each + NEW for each in sorted(OURS))):
+            with suppress(FileNotFoundError):
+                size += os.stat(name, dir_fd=folder.folder, follow_symlinks=False).st_size
+                folder.files.remove(name, folder.folder)
+        folder.files.sync_folder(folder.folder)
+        return size
+
+
+class _States:
+    """Sorts the sealed slots of a slab by what becomes of their records."""
+
+    def __init__(self, slab: Slab, keys: dict[bytes, TenantKeys]) -> None:
+        self.keys = keys
+        self.num_good = 0
+        self.damaged: list[int] = []
+        self.orphaned: list[int] = []
+        self.unreadable: list[int] = []
+        self._slab = slab
+        self._memory = slot_buffer(slab.record_bytes)
+        self._plain = memoryview(bytearray(slab.record_bytes))
+
+    def look_at(self, slot: int) -> None:
+        """Read and decrypt a record."""
+        header = self._slab.header(slot)
+        keys = self.keys.get(header.key_id)
+        if keys is None:
+            self.orphaned.append(slot)
+            return
+        size, memory = header.payload_bytes, self._memory
+        try:
+            self._slab.read_slot(slot, memory, size)
+        except OSError:
+            self.unreadable.append(slot)
+            return
+        memory[size : size + TAG_BYTES] = header.tag
+        try:
+            keys.data_key(header.part).decrypt_into(
+                header.nonce,
+                memory[: size + TAG_BYTES],
+                header.associated(header.identity),
+                self._plain[:size],
+            )
+        except InvalidTag:
+            self.damaged.append(slot)
+            return
+        self.num_good += 1
+
+
+def _clear(slab: Slab, slots: list[int]) -> None:
+    if slots:
+        slab.headers[slots] = np.zeros((), slab.headers.dtype)
+        slab.write_headers(slots)
+        slab.sync()

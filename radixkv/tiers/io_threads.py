@@ -1,0 +1,195 @@
+"""Threads for I/O that may be slow, fail, or never return.
+
+A job works for a caller that may stop waiting. It touches the caller's memory only between ``claim`` and ``unclaim``,
+and makes no system call there. So after ``wait`` has returned, the memory is the caller's again, whatever the disk
+does.
+
+An operation that never returns costs its thread. If all threads hang, new jobs are refused at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+from radixkv.clock import Clock, monotonic
+from radixkv.tiers.files import aligned
+
+Work: TypeAlias = "Callable[[Job, memoryview], bool]"
+"""Does a job, with the thread's own memory for I/O. Returns whether it succeeded."""
+
+log = logging.getLogger("radixkv.tiers")
+
+
+class Job:
+    """One operation. ``wait`` returns its result."""
+
+    __slots__ = ("_changed", "_has_memory_back", "_is_abandoned", "_is_claimed", "_result", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._changed = threading.Condition(threading.Lock())
+        self._is_abandoned = self._is_claimed = self._has_memory_back = False
+        self._result: bool | None = None
+
+    def claim(self) -> bool:
+        """Begin to use the caller's memory. False if the caller no longer waits: then don't touch it."""
+        with self._changed:
+            self._is_claimed = not self._is_abandoned
+            return self._is_claimed
+
+    def unclaim(self) -> None:
+        """End the use of the caller's memory."""
+        with self._changed:
+            self._is_claimed, self._has_memory_back = False, True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether the operation succeeded. After ``timeout_s`` it counts as failed, and is abandoned.
+
+        The memory is not touched after this returns. It may return later than ``timeout_s`` by a decryption.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._is_done, timeout_s):
+                self._is_abandoned = True
+                self._changed.wait_for(lambda: self._is_done() or not self._is_claimed)
+                return False
+            return bool(self._result)
+
+    def wait_for_memory(self, timeout_s: float | None = None) -> bool:
+        """Wait until the operation no longer needs the caller's memory. After ``timeout_s`` it is abandoned: False."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._is_done() or self._has_memory_back, timeout_s):
+                return True
+        return self.wait(0)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Return whether it has ended, after at most ``timeout_s``. It goes on otherwise."""
+        with self._changed:
+            return self._changed.wait_for(self._is_done, timeout_s)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        with self._changed:
+            return self._is_done()
+
+    def cancel(self) -> None:
+        """Stop waiting for it. It may go on, without touching the memory."""
+        self.wait(0)
+
+    def run(self, memory: memoryview) -> None:
+        """Do the work, unless it is abandoned."""
+        with self._changed:
+            is_wanted = not self._is_abandoned
+        result = False
+        try:
+            result = is_wanted and self._work(self, memory)
+        except Exception:
+            log.exception("an operation of a tier failed")
+        finally:
+            self.end(result)
+
+    def end(self, result: bool) -> None:
+        """Set the result."""
+        with self._changed:
+            self._is_claimed, self._result = False, result
+            self._changed.notify_all()
+
+    def _is_done(self) -> bool:
+        return self._result is not None
+
+
+class IOThreads:
+    """``num_threads`` daemon threads with ``buffer_bytes`` of aligned memory each. Loads go before stores.
+
+    ``max_queued``: jobs that may wait. ``hang_s``: an operation that takes longer counts as hanging.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        buffer_bytes: int,
+        *,
+        max_queued: int = 256,
+        hang_s: float = 5.0,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._num_threads, self._buffer_bytes = num_threads, buffer_bytes
+        self._max_queued, self._hang_s, self._clock = max_queued, hang_s, clock
+        self._changed = threading.Condition(threading.Lock())
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
+        self._began: dict[int, float] = {}
+        self._threads: list[threading.Thread] = []
+        self._is_closing = False
+
+    @property
+    def num_hung(self) -> int:
+        """Threads whose operation takes longer than ``hang_s``."""
+        with self._changed:
+            return self._num_hung()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether every thread hangs."""
+        return self.num_hung >= self._num_threads
+
+    def submit(self, work: Work, *, is_load: bool) -> Job | None:
+        """Queue a job. None if the queue is full, all threads hang, or this is closed. O(threads)."""
+        with self._changed:
+            is_full = len(self._loads) + len(self._stores) >= self._max_queued
+            if self._is_closing or is_full or self._num_hung() >= self._num_threads:
+                return None
+            job = Job(work)
+            (self._loads if is_load else self._stores).append(job)
+            idle = len(self._threads) - len(self._began)
+            if len(self._threads) < self._num_threads and idle < len(self._loads) + len(self._stores):
+                self._start()
+            self._changed.notify()
+            return job
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Do what is queued, then end. Returns whether all threads ended within the time; others still use files."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        ends_at = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(ends_at - self._clock(), 0.0))
+        with self._changed:
+            left = [*self._loads, *self._stores]
+            self._loads.clear()
+            self._stores.clear()
+        for job in left:
+            job.end(False)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _num_hung(self) -> int:
+        now = self._clock()
+        return sum(now - began > self._hang_s for began in self._began.values())
+
+    def _start(self) -> None:
+        name = f"radixkv-tier-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, args=(len(self._threads),), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, number: int) -> None:
+        memory = aligned(self._buffer_bytes)
+        while (job := self._next(number)) is not None:
+            job.run(memory)
+            del job
+
+    def _next(self, number: int) -> Job | None:
+        with self._changed:
+            self._began.pop(number, None)
+            self._changed.wait_for(lambda: self._loads or self._stores or self._is_closing)
+            if not self._loads and not self._stores:
+                return None
+            job = self._loads.popleft() if self._loads else self._stores.popleft()
+            self._began[number] = self._clock()
+            return job

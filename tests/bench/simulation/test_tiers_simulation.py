@@ -1,0 +1,129 @@
+"""The simulation of tiers counts each block once, writes it once, and equals a slow model of LRU lists."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from radixkv.bench.simulation.tiers import replay_tiers
+from radixkv.bench.simulation.trace import Request, Trace, build
+from radixkv.cli.main import commands
+
+
+def trace_of(prompts: list[list[int]]) -> Trace:
+    """One request a second with these blocks of 16 tokens."""
+    return build(
+        [Request(float(at), "acme", ids, len(ids), 16 * len(ids)) for at, ids in enumerate(prompts)], 16
+    )
+
+
+def test_what_leaves_a_tier_goes_to_the_one_below_and_comes_back() -> None:
+    prompts = [[1, 2], [3, 4], [5, 6], [1, 2], [5, 6]]
+    found = replay_tiers(trace_of(prompts), "lru", 2, 2, 2)
+    assert found.device_hits.tolist() == [0] * 5
+    assert found.disk_hits.tolist() == [0, 0, 0, 2, 0]
+    assert found.host_hits.tolist() == [0, 0, 0, 0, 2]
+
+
+def test_a_copy_that_stays_below_is_not_written_again() -> None:
+    found = replay_tiers(trace_of([[1], [2], [1], [2], [1], [2]]), "lru", 1, 2, 2)
+    assert found.host_hits.tolist() == [0, 0, 1, 1, 1, 1]
+    assert (found.host_writes, found.disk_writes) == (2, 0)
+
+
+def test_tiers_of_no_size_have_nothing() -> None:
+    found = replay_tiers(trace_of([[1, 2, 3], [4, 5, 6], [1, 2, 3]]), "lru", 3, 0, 0)
+    assert not (found.host_hits.any() or found.disk_hits.any())
+    assert found.disk_writes == found.host_writes == 0
+    found = replay_tiers(trace_of([[1, 2, 3], [4, 5, 6], [1, 2, 3]]), "lru", 3, 0, 3)
+    assert found.disk_hits.tolist() == [0, 0, 3], "without a host, evicted blocks go to the disk"
+
+
+def test_a_write_budget_takes_what_comes_back() -> None:
+    """One prompt in four comes back, after the host has lost it. The budget has a third of all blocks."""
+    prompts = []
+    for at in range(0, 4_000, 4):
+        kept = [10 * at, 10 * at + 1]
+        prompts += [kept, *([10 * at + 10 * other + part for part in range(6)] for other in (1, 2, 3))]
+        if at >= 80:
+            prompts.append([10 * (at - 80), 10 * (at - 80) + 1])
+    trace = trace_of(prompts)
+    whole = replay_tiers(trace, "lru", 8, 40, 30_000)
+    some = replay_tiers(trace, "lru", 8, 40, 30_000, disk_writes=1.3)
+    assert whole.disk_hits.sum() == 2 * 980 and not whole.host_hits.any()
+    assert some.disk_writes <= 1.3 * (len(prompts) + 61) + 64
+    assert some.disk_writes < 0.4 * whole.disk_writes
+    assert some.disk_hits[2_000:].sum() > 0.8 * whole.disk_hits[2_000:].sum()
+
+
+@pytest.mark.parametrize("given", [["--disk-writes", "5"], ["--disk", "8", "--disk-writes", "0"]])
+def test_a_write_budget_needs_a_disk(given: list[str], tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"time": 0, "token_ids": [1, 2]}\n')
+    done = CliRunner().invoke(commands, ["simulate", str(tmp_path / "t.jsonl"), *given])
+    assert "--disk-writes" in str(done.exception) and "with --disk" in str(done.exception)
+
+
+def model(prompts: list[list[int]], capacity: int, host: int, disk: int) -> list[int]:
+    """Hits of all tiers for prompts of one block: three lists, the least recently used first."""
+    lists: list[OrderedDict[int, None]] = [OrderedDict(), OrderedDict(), OrderedDict()]
+    sizes, hits = (capacity, host, disk), []
+
+    def put(level: int, block: int) -> None:
+        if block not in lists[level] and len(lists[level]) >= sizes[level]:
+            leaving, _ = lists[level].popitem(last=False)
+            if level < 2:
+                put(level + 1, leaving)
+        lists[level][block] = None
+        lists[level].move_to_end(block)
+
+    for (block,) in prompts:
+        level = next((level for level in range(3) if block in lists[level]), None)
+        hits.append(int(level is not None))
+        if level:
+            lists[level].move_to_end(block)
+        put(0, block)
+    return hits
+
+
+def test_it_equals_a_slow_model() -> None:
+    chance = np.random.default_rng(1)
+    for sizes in ((2, 3, 5), (1, 1, 1), (4, 2, 9)):
+        prompts = [[int(each)] for each in chance.zipf(1.3, 400) % 30]
+        found = replay_tiers(trace_of(prompts), "lru", *sizes)
+        total = found.device_hits + found.host_hits + found.disk_hits
+        assert total.tolist() == model(prompts, *sizes)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"time": at, "hashes": [at % 6], "tokens": 16, "block_tokens": 16} for at in range(30)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    base = ["simulate", str(path), "--policy", "lru", "--capacity", "2", "--host", "2"]
+    done = CliRunner().invoke(commands, [*base, "--disk", "6", "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.output)["results"]
+    # six blocks go round, and the oldest is on the disk
+    assert row["token_hit_rate"] == 0.8 == row["disk"]["token_hit_rate"]
+    assert row["disk"]["written_blocks"] > 0 == row["device"]["written_blocks"]
+    shown = CliRunner().invoke(commands, [*base, "--disk", "6"]).output
+    assert "host 2 blocks, disk 6" in shown and "80.00" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--disk", "1.5", "a whole number of blocks"),
+        ("--disk", "20m", "0 to 10,000,000 blocks"),
+        ("--jobs", "2", "--jobs without --host and --disk"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, option: str, value: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"time": 0, "hashes": [1], "tokens": 16, "block_tokens": 16}')
+    done = CliRunner().invoke(commands, ["simulate", str(path), "--host", "5", option, value])
+    assert done.exit_code and message in str(done.exception)

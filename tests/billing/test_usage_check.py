@@ -1,0 +1,256 @@
+"""``usage_check``: what a crash leaves is told apart from what somebody changed, removed or cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.billing.mac_chain import MAX_LINE_BYTES, START, Link, parsed, sealed
+from radixkv.billing.usage_check import MOST_PROBLEMS, sums, verify
+from radixkv.billing.usage_folder import head_of
+from radixkv.billing.usage_record import Counts
+from radixkv.billing.usage_sums import UsageSums
+from radixkv.errors import ConfigError
+from radixkv.signing import key_id
+from tests.billing.support import HOUR, KEY, appending, checked, found, log_files, record, written
+
+OTHER = b"another key of 32 bytes, for you"
+
+
+def test_a_whole_log_is_intact(tmp_path: Path) -> None:
+    written(tmp_path / "log", range(5))
+    written(tmp_path / "log", range(5, 8))
+    check = checked(tmp_path / "log")
+    assert check.verdict == "intact" and check.is_ended and check.problems == []
+    assert (check.num_files, check.num_records) == (2, 8)
+    assert [each.counts.read for each in found(tmp_path / "log")] == list(range(8))
+
+
+def test_a_log_that_is_being_written_is_intact_and_not_ended(tmp_path: Path) -> None:
+    with appending(tmp_path / "log") as appender:
+        appender.append([record()], HOUR)
+        check = checked(tmp_path / "log")
+    assert check.verdict == "intact" and not check.is_ended and check.num_records == 1
+
+
+def test_a_cut_line_is_torn_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    with appending(tmp_path / "log") as appender:
+        appender.append([record(1)], HOUR)
+        appender.synced(appender.positions())
+        appender.append([record(2)], HOUR)
+        (path,) = log_files(tmp_path / "log")
+        content = path.read_bytes()
+    path.write_bytes(content[:-7])
+    (tmp_path / "log" / "head").write_bytes(_head_before(tmp_path / "log", content))
+    assert checked(tmp_path / "log").verdict == "torn"
+    written(tmp_path / "log", [3])
+    check = checked(tmp_path / "log")
+    assert check.verdict == "torn" and check.num_records == 2 and check.is_ended
+
+
+def _head_before(folder: Path, content: bytes) -> bytes:
+    """The head as it was when the first record had been waited for."""
+    line = parsed(content.splitlines(keepends=True)[1])
+    return head_of(KEY, key_id(KEY).hex(), Link(line.n, line.mac))
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_each_changed_line_is_found(tmp_path: Path, at: int) -> None:
+    written(tmp_path / "log", range(4))
+    (path,) = log_files(tmp_path / "log")
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 7, "a header, four records, their sum and an end"
+    lines[at] = lines[at].replace(b'"n":', b'"n": ')
+    path.write_bytes(b"".join(lines))
+    check = checked(tmp_path / "log")
+    assert check.verdict == "tampered" and check.num_tampered == 1, check.problems
+    assert check.problems[0].startswith(f"{path.name}:{at + 1}: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [*lines[:2], *lines[3:]],
+        lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
+        lambda lines: [*lines[:3], lines[2], *lines[3:]],
+        lambda lines: lines[1:],
+        lambda lines: [lines[0], *lines],
+        lambda lines: [*lines, b"{}\n"],
+        lambda lines: [*lines, b"\xff" * (MAX_LINE_BYTES + 5)],
+        lambda lines: [*lines, b"[" * 10_000 + b"\n"],
+        lambda lines: [*lines, b'{"n":' + b"[" * 5_000 + b',"mac":"' + b"0" * 64 + b'"}\n'],
+        lambda lines: [*lines, b'{"n":' + b"9" * 5_000 + b',"mac":"' + b"0" * 64 + b'"}\n'],
+        lambda lines: [*lines, b'{"n":true,"mac":"' + b"0" * 64 + b'"}\n'],
+    ],
+    ids=[
+        "removed",
+        "moved",
+        "repeated",
+        "headless",
+        "two-headed",
+        "foreign",
+        "long",
+        "deep",
+        "deep-mac",
+        "huge-number",
+        "bool",
+    ],
+)
+def test_lines_that_are_removed_moved_repeated_or_foreign_are_found(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    written(tmp_path / "log", range(4))
+    (path,) = log_files(tmp_path / "log")
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    assert checked(tmp_path / "log").verdict == "tampered"
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_a_cut_off_end_is_truncation_not_tampering(tmp_path: Path, kept: int) -> None:
+    written(tmp_path / "log", range(4))
+    (path,) = log_files(tmp_path / "log")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:kept]))
+    check = checked(tmp_path / "log")
+    assert check.verdict == "truncated" and check.num_missing == 7 - kept, check.problems
+    written(tmp_path / "log", [9])
+    check = checked(tmp_path / "log")
+    assert check.verdict == "truncated" and check.num_missing == 7 - kept, "the next process writes it down"
+
+
+def test_removed_files_are_found_except_the_oldest(tmp_path: Path) -> None:
+    for number in range(4):
+        written(tmp_path / "log", [number])
+    first, second, third, last = log_files(tmp_path / "log")
+    first.unlink()
+    assert checked(tmp_path / "log").verdict == "intact", "old files may be removed"
+    content = third.read_bytes()
+    third.unlink()
+    assert checked(tmp_path / "log").verdict == "tampered"
+    third.write_bytes(content)
+    last.unlink()
+    assert checked(tmp_path / "log").verdict == "truncated"
+    (tmp_path / "log" / "head").unlink()
+    assert checked(tmp_path / "log").verdict == "truncated", "the head is gone too"
+    assert second.exists()
+
+
+def test_another_key_and_an_old_head_prove_nothing(tmp_path: Path) -> None:
+    written(tmp_path / "log", range(3))
+    assert checked(tmp_path / "log", OTHER).verdict == "tampered"
+    head = tmp_path / "log" / "head"
+    document = json.loads(head.read_bytes())
+    head.write_bytes(head.read_bytes().replace(b'"n":%d' % document["n"], b'"n":%d' % (document["n"] + 9)))
+    assert checked(tmp_path / "log").verdict == "truncated", "a forged head counts as none"
+
+
+def test_a_log_goes_on_under_a_new_key(tmp_path: Path) -> None:
+    written(tmp_path / "log", [1])
+    written(tmp_path / "log", [2], key=OTHER)
+    assert checked(tmp_path / "log", KEY, OTHER).verdict == "intact"
+    assert checked(tmp_path / "log", OTHER).verdict == "tampered", "nobody knows the first file's key"
+
+
+def test_the_folder_has_a_key_if_no_secret_was_given(tmp_path: Path) -> None:
+    written(tmp_path / "log", [1, 2], key=None)
+    check = verify(tmp_path / "log", [])
+    assert check.verdict == "intact" and check.num_records == 2
+    (tmp_path / "log" / "key").write_text("no key")
+    with pytest.raises(ConfigError, match="64 hex digits"):
+        verify(tmp_path / "log", [])
+    (tmp_path / "log" / "key").unlink()
+    with pytest.raises(ConfigError, match="no key"):
+        verify(tmp_path / "log", [])
+
+
+def test_links_and_pipes_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "log", [1])
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        checked(tmp_path / "link")
+    (path,) = log_files(tmp_path / "log")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        checked(tmp_path / "log")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="regular"):
+        checked(tmp_path / "log")
+
+
+def test_few_problems_are_told_of_many(tmp_path: Path) -> None:
+    written(tmp_path / "log", range(2))
+    (path,) = log_files(tmp_path / "log")
+    with path.open("ab") as file:
+        file.write(b"x\n" * 500)
+    check = checked(tmp_path / "log")
+    assert check.num_tampered == 500 and len(check.problems) == MOST_PROBLEMS
+
+
+def test_ended_files_are_read_by_their_sums_alone(tmp_path: Path) -> None:
+    with appending(tmp_path / "log", max_bytes=100_000) as appender:
+        for number in range(1_000):
+            appender.append([record(number, "acme" if number % 3 else "globex")], HOUR + number)
+    with appending(tmp_path / "log") as appender:
+        appender.append([record(1_000)], HOUR + 1_000)
+        whole, told = UsageSums(10**12), UsageSums(10**12)
+        read = list(sums(tmp_path / "log", 0, pytest.fail))
+        for each in read:
+            told.add(each)
+        for each in found(tmp_path / "log"):
+            whole.add(each)
+    assert told.all(None, 0, 10**12) == whole.all(None, 0, 10**12) and len(whole.all(None, 0, 10**12)) == 2
+    assert len(read) == 2 * (len(log_files(tmp_path / "log")) - 1) + 1 < 20
+    assert list(sums(tmp_path / "log", HOUR + 3_600, pytest.fail)) == []
+
+
+def test_sums_that_are_not_those_of_the_records_are_found(tmp_path: Path) -> None:
+    with appending(tmp_path / "log") as appender:
+        appender.append([record(5)], HOUR)
+        (row,) = appender._sums
+        appender._sums[row] = Counts(requests=1)
+    check = checked(tmp_path / "log")
+    assert check.verdict == "tampered" and "sums" in check.problems[0]
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"{}\n", b'{"n":1,"end":"closed","sums_at":%s,"mac":"' + b"0" * 64 + b'"}\n']
+)
+@pytest.mark.parametrize("at", [b"-1", b"9" * 30, b'"x"', b"null", b"true", b"3"])
+def test_a_foreign_end_does_no_harm(tmp_path: Path, line: bytes, at: bytes) -> None:
+    written(tmp_path / "log", range(2))
+    (path,) = log_files(tmp_path / "log")
+    with path.open("ab") as file:
+        file.write(line.replace(b"%s", at))
+    problems: list[str] = []
+    assert len(list(sums(tmp_path / "log", 0, problems.append))) <= 3
+
+
+def _is_proven(content: bytes) -> bool:
+    try:
+        return parsed(content).follows(START.mac, KEY)
+    except ValueError:
+        return False
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_no_other_bytes_are_taken_for_a_line(content: bytes, at: int) -> None:
+    line, _ = sealed(KEY, START, {"end": "closed"})
+    assert _is_proven(line)
+    for each in (content, content + b"\n", line[:at] + content + line[at:], line[:at] + content):
+        assert _is_proven(each) == (each == line)
+
+
+def test_a_head_is_no_line_of_the_chain(tmp_path: Path) -> None:
+    written(tmp_path / "log", range(2))
+    (path,) = log_files(tmp_path / "log")
+    with path.open("ab") as file:
+        file.write((tmp_path / "log" / "head").read_bytes())
+    assert checked(tmp_path / "log").verdict == "tampered"

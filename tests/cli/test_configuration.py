@@ -1,0 +1,104 @@
+"""``radixkv config show`` and ``config check``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from radixkv.cli.main import commands
+from radixkv.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [each for each in os.environ if each.startswith("RADIXKV_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "radixkv.yaml"
+    path.write_text("port: 8401\nburst: 7\nmax-queued: 3\n")
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, ["config", *arguments])
+
+
+def shown(*arguments: str) -> dict[str, dict[str, Any]]:
+    done = run("show", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return {each["setting"]: each for each in json.loads(done.stdout)}
+
+
+def test_show_says_where_each_value_comes_from(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_BURST", "8")
+    found = shown("serve", "--config", str(file), "--port", "9000")
+    assert found["port"] | {"value": "9000", "source": "flag", "place": "--port"} == found["port"]
+    assert (
+        found["burst"] | {"value": "8", "source": "environment", "place": "RADIXKV_BURST"} == found["burst"]
+    )
+    assert found["max-queued"] | {"value": "3", "source": "file", "place": f"{file}:3"} == found["max-queued"]
+    assert found["threads"] | {"value": "0", "source": "default", "place": None} == found["threads"]
+    assert found["keys"] | {"value": None, "unset": "demo keys"} == found["keys"]
+    text = run("show", "--config", str(file)).output.splitlines()
+    assert any(line.split() == ["max-queued", "3", "file", f"{file}:3", "SIGHUP"] for line in text)
+    assert any(line.split()[:2] == ["host", "127.0.0.1"] and line.endswith("restart") for line in text)
+
+
+def test_show_takes_the_command_and_the_file_from_the_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RADIXKV_CONFIG", str(file))
+    assert shown()["port"]["value"] == "8401"
+    assert shown("route", "--cost", "lmetric")["cost"]["source"] == "flag"
+
+
+def test_show_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_REDIS", "redis://me:pa55word@host/0")
+    monkeypatch.setenv("RADIXKV_FLEET_SECRET", "a-secret-in-place-of-a-path")
+    done = run("show")
+    assert done.exit_code == 0 and "redis://…@host/0" in done.output
+    assert "pa55word" not in done.output and "a-secret-in" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stats"], "command='stats'"),
+        (["serve", "--colour", "red"], "No such option"),
+        (["serve", "--config", "/nowhere.yaml"], "a file that can be read"),
+    ],
+)
+def test_show_refuses(arguments: list[str], words: str) -> None:
+    done = run("show", *arguments)
+    said = done.output + (str(done.exception) if isinstance(done.exception, ConfigError) else "")
+    assert done.exit_code != 0 and words in said
+
+
+def test_check_accepts_a_valid_file_and_names_what_is_wrong(file: Path, tmp_path: Path) -> None:
+    assert run("check", str(file)).stdout == f"{file} is valid for `radixkv serve`\n"
+    refused = run("check", str(file), "--command", "route")
+    assert isinstance(refused.exception, ConfigError) and "but of `radixkv serve`" not in str(
+        refused.exception
+    )
+    for line, words in (
+        ("port: 99999", ":1: port='99999' is not allowed; allowed: an integer from 0 to 65535"),
+        ("model: nowhere", ":1: model='nowhere' is not allowed; allowed: an existing directory"),
+        ("events-topic: kv", "--events is not set; allowed: an endpoint, because"),
+        ("num-block: 8", "the nearest is num-blocks"),
+    ):
+        file.write_text(line)
+        error = run("check", str(file)).exception
+        assert isinstance(error, ConfigError) and words in str(error)
+
+
+def test_the_environment_does_not_change_a_check(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_PORT", "not a port")
+    assert run("check", str(file)).exit_code == 0

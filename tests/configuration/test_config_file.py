@@ -1,0 +1,209 @@
+"""The configuration file: what it may hold, and what happens to everything else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from radixkv.configuration import config_file
+from radixkv.configuration.config_file import MAX_BYTES, FileValue
+from radixkv.configuration.definitions import COMMANDS, displayed
+from radixkv.configuration.precedence import Sources
+from radixkv.coordination.routing.costs import COSTS, MAX_TEMPERATURE
+from radixkv.errors import ConfigError
+from radixkv.service.options import RouteSettings, ServeSettings
+
+
+def load(folder: Path, text: str | bytes, command: str = "serve") -> dict[str, str]:
+    path = folder / "radixkv.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return {name: value.text for name, value in config_file.load(str(path), command).items()}
+
+
+def refusal(folder: Path, text: str | bytes, command: str = "serve") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, command)
+    message = str(caught.value).replace(f"{folder}/", "")
+    assert message.startswith(("radixkv.yaml", "config=")), message
+    return message
+
+
+def test_values_are_texts_with_their_lines(tmp_path: Path) -> None:
+    text = "# a comment\nport: 8401\n\nmodel: models/llama\nreplica: '7'\ntimeout-s: 1e2\nlease-s: 2.5\n"
+    assert load(tmp_path, text) == {
+        "port": "8401",
+        "model": "models/llama",
+        "replica": "7",
+        "timeout-s": "1e2",
+        "lease-s": "2.5",
+    }
+    path = str(tmp_path / "radixkv.yaml")
+    assert config_file.load(path, "serve")["model"] == FileValue("models/llama", f"{path}:4")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "{}", "---\n# nothing\n...\n", "\ufeff{}"])
+def test_a_file_may_be_empty(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, text) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("num-bloks", "num-blocks"),
+        ("num_blocks", "num-blocks"),
+        ("PORT", "port"),
+        ("max_body_byte", "max-body-bytes"),
+        ("fleet-secrets", "fleet-secret"),
+        ("x" * 100_000, ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path, wrong: str, nearest: str) -> None:
+    message = refusal(tmp_path, f"host: 127.0.0.1\n{wrong}: 1\n" if nearest else f'? "{wrong}"\n: 1\n')
+    assert "is not a setting of `radixkv serve`; the nearest is " + nearest in message
+    assert message.startswith("radixkv.yaml:2: '" if nearest else "radixkv.yaml:1: '") and len(message) < 300
+
+
+def test_a_setting_of_the_other_command_is_named(tmp_path: Path) -> None:
+    assert "not a setting of `radixkv route`, but of `radixkv serve`" in refusal(
+        tmp_path, "num-blocks: 8", "route"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: 1\nport: 2", "radixkv.yaml:2 sets port a second time"),
+        ('port: 1\n"port": 1', "radixkv.yaml:2 sets port a second time"),
+        ("port: &a 1", "has an anchor"),
+        ("&a port: 1", "has an anchor"),
+        ("&a {port: 1}", "has an anchor"),
+        ("port: *a", "has an alias"),
+        ("*a : 1", "has an alias"),
+        ("port: !!int 1", "has a tag"),
+        ("port: !!python/object/apply:os.system [id]", "has a tag"),
+        ("!!python/object:radixkv.Cache {}", "has a tag"),
+        ("<<: {port: 1}", "'<<' is not a setting"),
+        ("port: 1\n---\nport: 2", "radixkv.yaml:2 begins a second document"),
+        ("port: [1]", "port is a list"),
+        ("port: {a: 1}", "port is a map"),
+        ("? [port]\n: 1", "has a list or a map as a name"),
+        ("- port: 1", "is not a map of settings"),
+        ("port", "is not a map of settings"),
+        ("port: 1\n\tburst: 2", "is not YAML"),
+        ("port: 1\n}", "is not YAML"),
+        ("port: '1'", "an integer from 0 to 65535, without quotes"),
+        ("replica: 7", "YAML reads as int"),
+        ("replica: 1.5", "YAML reads as float"),
+        ("log-level: off", "YAML reads as bool"),
+        ("events-topic: 2026-01-01", "YAML reads as timestamp"),
+        ("keys: null", "YAML reads as null"),
+        ("keys:", "keys has no value"),
+        ("model: ~", "YAML reads as null"),
+        ("port: 1\x00", "is not YAML"),
+        (b"port: \xff", "text in UTF-8; byte 6 is not"),
+        ("port: 1".encode("utf-16"), "text in UTF-8"),
+        (b"#" * (MAX_BYTES + 1), f"at most {MAX_BYTES} bytes"),
+    ],
+)
+def test_other_content_is_refused_by_name(tmp_path: Path, text: str | bytes, words: str) -> None:
+    assert words in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "port: " + "[" * (MAX_BYTES - 10),
+        "? " * (MAX_BYTES // 2 - 10),
+        "port: " + "{a: " * (MAX_BYTES // 4 - 10),
+        "- " * (MAX_BYTES // 2 - 10),
+        "".join(f"unknown-{number}: 1\n" for number in range(50_000)),
+        "port: &a [" + "*a," * 300_000,
+        "host: '" + "a\n\n" * 300_000 + "'",
+    ],
+    ids=["lists", "names", "maps", "items", "unknown", "aliases", "folds"],
+)
+def test_a_hostile_file_costs_little(tmp_path: Path, text: str) -> None:
+    began = time.process_time()
+    try:
+        load(tmp_path, text)
+    except ConfigError as error:
+        assert len(str(error)) < 1_000
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("setting", ["redis", "advertise"])
+@pytest.mark.parametrize(
+    "url", ["redis://:pa55word@host/0", "redis://me:pa55word@host", "redis://host?password=pa55word"]
+)
+def test_a_url_in_the_file_has_no_password(tmp_path: Path, setting: str, url: str) -> None:
+    message = refusal(tmp_path, f"{setting}: {url}")
+    assert "pa55word" not in message and "a URL without a password" in message
+    variable = COMMANDS["serve"][setting].variable
+    assert variable in message, "it says where the password may be"
+
+
+@pytest.mark.parametrize("setting", ["fleet-secret", "keys", "tls-key", "redis-password"])
+def test_an_inline_secret_is_refused_and_not_shown(tmp_path: Path, setting: str) -> None:
+    secret = "bG9uZyBlbm91Z2ggdG8gYmUgYSBzZWNyZXQ="
+    path = tmp_path / "radixkv.yaml"
+    path.write_text(f"{setting}: {secret}\ntls-cert: {path}\n")
+    values = Sources("serve", {}, {}, str(path)).resolve()
+    assert secret not in values[setting].displayed
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse(
+            {name: value.text for name, value in values.items()},
+            {name: value.name for name, value in values.items()},
+        )
+    assert secret not in str(caught.value) and f"radixkv.yaml:1: {setting}=" in str(caught.value)
+    assert displayed(COMMANDS["serve"][setting], str(path)) == str(path), "a path is no secret"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "missing", "device", "nul"])
+def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "other"
+    if kind == "folder":
+        path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    name = {"device": "/dev/zero", "nul": "a\0b"}.get(kind, str(path))
+    with pytest.raises(ConfigError, match="a file that can be read"):
+        config_file.load(name, "serve")
+
+
+def test_flags_win_over_the_environment_then_the_file_then_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "radixkv.yaml"
+    path.write_text("port: 1\nburst: 1\nmax-queued: 1\n")
+    values = Sources("serve", {"port": "3"}, {"port": "2", "burst": "2"}, str(path)).resolve()
+    found = {
+        name: (values[name].text, values[name].source) for name in ("port", "burst", "max-queued", "threads")
+    }
+    assert found == {
+        "port": ("3", "flag"),
+        "burst": ("2", "environment"),
+        "max-queued": ("1", "file"),
+        "threads": ("0", "default"),
+    }
+    assert [values[name].name for name in found] == [
+        "--port",
+        "RADIXKV_BURST",
+        f"{path}:3: max-queued",
+        "--threads",
+    ]
+
+
+def test_the_definitions_say_what_is_checked() -> None:
+    """Every default is within its own bounds, and bounds that other modules have too are the same."""
+    assert (
+        ServeSettings.parse({}).limits
+        == RouteSettings.parse({"redis": "redis://h", "fleet-secret": __file__}).limits
+    )
+    assert COMMANDS["route"]["temperature"].high == MAX_TEMPERATURE
+    assert all(name in COMMANDS["route"]["cost"].text for name in COSTS)
+    for command in COMMANDS.values():
+        for setting in command.values():
+            assert (setting.default is None) == bool(setting.unset), setting.name
+            if setting.kind in ("integer", "number"):
+                assert setting.low <= float(setting.default or "nan") <= setting.high, setting.name

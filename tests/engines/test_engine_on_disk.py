@@ -1,0 +1,313 @@
+"""A disk below the embedded engine: what it computed comes back after a restart, and a bad disk only costs hits."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.config import CacheConfig, Tenant
+from radixkv.engines import lower_tiers
+from radixkv.engines.hf import HFEngine, layout_of
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.engines.tier_settings import DiskOptions, TierSettings
+from radixkv.engines.tiered_cache import TieredCache
+from radixkv.errors import ConfigError, TierError
+from radixkv.index.tokens import encode
+from radixkv.tiers.files import Files
+from tests.engines.support import model_of, prompt_of, stock
+from tests.engines.test_lower_tiers import SIZE, ask, evict_all, host_bytes
+from tests.tiers.support import FaultyFiles, failing
+
+SECRET = b"a secret of the fleet"
+DISK_BYTES = 4 << 20
+PROMPT = prompt_of(41)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for the disk as long as a busy machine needs."""
+    for name in ("LEARNING_S", "LEAST_WAIT_S"):
+        monkeypatch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
+
+
+@contextmanager
+def on_disk(
+    folder: Path,
+    *,
+    host_blocks: int = 64,
+    files: Files | None = None,
+    secret: bytes = SECRET,
+    awaits: bool = False,
+) -> Iterator[HFEngine]:
+    """An engine with host memory and a disk. It is closed afterwards."""
+    model = model_of()
+    cache = TieredCache(CacheConfig(32, SIZE, layout_of(model)))
+    disk = DiskOptions(folder, DISK_BYTES, secret, awaits, files)
+    engine = HFEngine(model, cache, chunk_tokens=16, tiers=TierSettings(host_bytes(host_blocks), disk))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def disk_counts(engine: HFEngine) -> Any:
+    assert isinstance(engine.cache, TieredCache)
+    return engine.cache.tier_counts()["disk"]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    ends_at = time.monotonic() + 60
+    while not condition() and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    return condition()
+
+
+def filled(folder: Path, tenant: str = "a") -> list[list[int]]:
+    """Serve the prompt once, so that the folder has its KV. Returns the answer."""
+    with on_disk(folder) as engine:
+        answer, cached = ask(engine, PROMPT, tenant)
+        assert cached == 0
+    return answer
+
+
+def test_a_restart_finds_what_was_computed(tmp_path: Path) -> None:
+    answer = filled(tmp_path / "disk")
+    assert answer == stock(model_of(), [PROMPT], 6, eos=None)
+    with on_disk(tmp_path / "disk") as engine:
+        assert disk_counts(engine)["resident_blocks"] >= 10
+        assert ask(engine, PROMPT) == (answer, 40)
+        assert disk_counts(engine)["hit_blocks"] == 10 and 0 < disk_counts(engine)["load_seconds"] < 60
+        evict_all(engine)
+        assert ask(engine, PROMPT) == (answer, 40)
+        assert disk_counts(engine)["hit_blocks"] == 10, "it is in host memory again"
+
+
+def test_a_generation_says_what_came_from_where(tmp_path: Path) -> None:
+    filled(tmp_path / "disk")
+    with on_disk(tmp_path / "disk") as engine:
+        name = engine.namespace("a")
+
+        def loaded() -> tuple[int, int, bool]:
+            made = engine.generate(name, PROMPT, 2, eos_token_id=-1).loaded
+            assert made is not None
+            return made.host_tokens, made.disk_tokens, made.seconds > 0
+
+        assert loaded() == (0, 40, True)
+        assert loaded()[:2] == (0, 0), "resident"
+        evict_all(engine)
+        assert loaded() == (40, 0, True)
+
+
+def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
+    prompts = [prompt_of(41, seed) for seed in range(6)]
+    with on_disk(tmp_path / "disk", host_blocks=24) as engine:
+        answers = []
+        for each in prompts:  # what host memory evicts before the disk has it is not stored
+            answers.append(ask(engine, each)[0])
+            assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 11 * len(answers))
+        evict_all(engine)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert ask(engine, prompt) == (answer, 40)
+
+
+def test_tenants_share_nothing_on_disk(tmp_path: Path) -> None:
+    answer = filled(tmp_path / "disk", "a")
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT, "b") == (answer, 0)
+        assert engine.generate(
+            engine.namespace("a", salt="x"), PROMPT, 1, eos_token_id=-1
+        ).num_cached_tokens == [0]
+        assert ask(engine, PROMPT, "a") == (answer, 40)
+
+
+@pytest.mark.parametrize("forget", ["purge", "clear"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_forgotten_stays_forgotten_after_a_restart(tmp_path: Path, forget: str, when: str) -> None:
+    """Before the restart, or after it, while the folder still has it."""
+    with on_disk(tmp_path / "disk") as engine:
+        answer, _ = ask(engine, PROMPT)
+        ask(engine, PROMPT, "b")
+        assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 20)
+        if when == "before":
+            forget_it(engine, forget)
+            assert ask(engine, prompt_of(5, 77), "a")[1] == 0
+    with on_disk(tmp_path / "disk") as engine:
+        if when == "after":
+            forget_it(engine, forget)
+        assert ask(engine, PROMPT) == (answer, 0)
+        assert ask(engine, PROMPT, "b") == (answer, 40), "another tenant's stays"
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT) == (answer, 40), "what was computed after it is kept"
+
+
+def forget_it(engine: HFEngine, how: str) -> None:
+    assert isinstance(engine.cache, TieredCache)
+    if how == "purge":
+        engine.cache.purge("a")
+    else:
+        engine.cache.clear(engine.namespace("a"))
+    assert not engine.cache.unforgotten("a")
+
+
+def test_a_purge_that_skips_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.tiers.disk_tier.DiskTier.purge", lambda self, tenant: 0)
+    with pytest.raises(AssertionError):
+        test_what_was_forgotten_stays_forgotten_after_a_restart(tmp_path, "purge", "before")
+
+
+@pytest.mark.parametrize("forget", ["purge", "clear"])
+def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
+    tmp_path: Path, forget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is emptied early, and what host memory still has is stored once more before it is emptied too."""
+    with on_disk(tmp_path / "disk") as engine:
+        cache = engine.cache
+        assert isinstance(cache, TieredCache) and cache.lower is not None and cache.lower.disk is not None
+        disk, name, original = cache.lower.disk, engine.namespace("a"), getattr(LowerTiers, forget)
+        answer, _ = ask(engine, PROMPT)
+        assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
+
+        def late(self: LowerTiers, what: Any) -> int:
+            with engine._gate:
+                disk._pays_at = 0.0
+                disk._pay_if_due()
+            assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
+            assert eventually(lambda: not disk.owed)
+            with engine._gate:
+                disk.note_saved(name, 0, encode(PROMPT), 0, 10)
+            assert eventually(lambda: disk.tier.counts()["sealed"] == 10)
+            found: int = original(self, what)
+            return found
+
+        monkeypatch.setattr(LowerTiers, forget, late)
+        forget_it(engine, forget)
+        assert disk.tier.counts()["sealed"] == 0
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT) == (answer, 0)
+
+
+def test_new_weights_forget_all(tmp_path: Path) -> None:
+    answer = filled(tmp_path / "disk")
+    with on_disk(tmp_path / "disk") as engine:
+        engine.weights_changed(3)
+        assert ask(engine, PROMPT) == (answer, 0)
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT) == (answer, 0), (
+            "these are the weights of version 0 again, whose KV was forgotten"
+        )
+
+
+def test_a_strict_tenant_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk") as engine:
+        engine.cache.add_tenant(Tenant("a", guaranteed_blocks=16, max_blocks=16, mode="strict"))
+        ask(engine, PROMPT)
+        ask(engine, PROMPT, "b")
+        assert eventually(lambda: disk_counts(engine)["resident_blocks"] == 11)
+
+
+def test_the_folder_waits_for_the_fleets_purges(tmp_path: Path) -> None:
+    """Nothing is served until all purges of the fleet are known; then nothing of an older generation is."""
+    answer = filled(tmp_path / "disk")
+    filled(tmp_path / "disk", "b")
+    known = threading.Event()
+    with on_disk(tmp_path / "disk", awaits=True) as engine:
+        assert isinstance(engine.cache, TieredCache)
+        engine.cache.follow_generations(lambda tenant: 5 if tenant == "a" else 0, known.is_set)
+        assert disk_counts(engine)["open"] == 0
+        assert ask(engine, prompt_of(9, 77))[1] == 0
+        known.set()
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        assert ask(engine, PROMPT, "a") == (answer, 0), "purged while this replica was down"
+        assert ask(engine, PROMPT, "b") == (answer, 40)
+
+
+@pytest.mark.parametrize("calls", ["read", "write", "sync", "read write sync rename remove"])
+def test_errors_of_the_disk_cost_hits_only(tmp_path: Path, calls: str) -> None:
+    answer = filled(tmp_path / "disk")
+    files = FaultyFiles()
+    with on_disk(tmp_path / "disk", files=files) as engine:
+        files.before = failing(calls, errno.EIO)
+        found, cached = ask(engine, PROMPT)
+        assert found == answer and cached == (0 if "read" in calls else 40)
+        assert ask(engine, prompt_of(41, 9))[1] == 0
+        files.before = lambda call: None
+
+
+class HangingDisk:
+    """Blocks every thread of the tier in these calls until ``is_over``."""
+
+    def __init__(self, calls: str) -> None:
+        self.calls, self.is_armed, self.is_over = calls.split(), False, threading.Event()
+
+    def __call__(self, call: str) -> None:
+        if self.is_armed and call in self.calls:
+            assert self.is_over.wait(120)
+
+
+@pytest.mark.parametrize("calls", ["read", "write", "read write sync rename remove"])
+def test_a_disk_that_never_answers_holds_nobody_up(
+    tmp_path: Path, calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_level.CLOSING_S", 0.2)
+    monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
+    answer = filled(tmp_path / "disk")
+    hang = HangingDisk(calls)
+    with on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine:
+        cache = engine.cache
+        assert isinstance(cache, TieredCache)
+        ask(engine, prompt_of(9, 77))  # the tenant's generation is known
+        hang.is_armed = True
+        begun = time.monotonic()
+        assert ask(engine, PROMPT)[0] == answer
+        for seed in range(5):
+            ask(engine, prompt_of(41, seed + 20))
+        cache.purge("a")
+        assert ask(engine, PROMPT)[0] == answer
+        assert time.monotonic() - begun < 30
+        if calls != "read":
+            assert cache.unforgotten("a"), "shown until it is done"
+        hang.is_armed = False
+        hang.is_over.set()
+        assert eventually(lambda: not cache.unforgotten("a"))
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT)[0] == answer
+
+
+@pytest.mark.parametrize("wrong", ["secret", "foreign", "size", "taken"])
+def test_folders_that_are_refused(tmp_path: Path, wrong: str) -> None:
+    folder = tmp_path / "disk"
+    if wrong == "foreign":
+        folder.mkdir(mode=0o700)
+        (folder / "letters.txt").write_text("mine")
+        with pytest.raises((ConfigError, TierError), match=r"letters|empty|ours"), on_disk(folder):
+            pass
+        assert (folder / "letters.txt").read_text() == "mine"
+        return
+    filled(folder)
+    if wrong == "secret":
+        with (
+            pytest.raises((ConfigError, TierError), match="secret"),
+            on_disk(folder, secret=b"another secret!!"),
+        ):
+            pass
+    elif wrong == "size":
+        model = model_of()
+        with pytest.raises(ConfigError):
+            HFEngine(
+                model,
+                TieredCache(CacheConfig(32, SIZE, layout_of(model))),
+                tiers=TierSettings(host_bytes(8), DiskOptions(tmp_path / "small", 10, SECRET)),
+            )
+    else:
+        with on_disk(folder), pytest.raises((ConfigError, TierError)), on_disk(folder):
+            pass
+    with on_disk(folder) as engine:
+        assert ask(engine, PROMPT)[1] == 40, "a refusal changes nothing"

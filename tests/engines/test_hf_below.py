@@ -1,0 +1,164 @@
+"""The embedded engine on a cache that has host memory, or a disk, below it by itself: ``host_blocks``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import CacheConfig, audit
+from radixkv.engines.hf import HFEngine, layout_of
+from radixkv.engines.tier_loading import TierLoading
+from radixkv.engines.tier_settings import DiskOptions
+from radixkv.engines.tiered_cache import TieredCache
+from tests.engines import test_lower_tiers as own_tiers
+from tests.engines.support import model_of, prompt_of, stock
+from tests.engines.test_loading_from_disk import Reads, eventually
+from tests.engines.test_loading_from_disk import patience as patience
+from tests.engines.test_lower_tiers import (
+    SIZE,
+    ask,
+    evict_all,
+    hits,
+    purged_again_and_again,
+    wrong_answers,
+)
+from tests.tiers.support import FaultyFiles
+
+PROMPT = prompt_of(41)
+
+
+@contextmanager
+def tiered(
+    num_blocks: int = 32, host_blocks: int = 256, model: Any = None, disk: Any = None, **settings: Any
+) -> Iterator[HFEngine]:
+    """An engine on a cache with few blocks and much below. Afterwards nothing is open, in either."""
+    model = model or model_of()
+    config = CacheConfig(num_blocks, SIZE, layout_of(model), host_blocks=host_blocks, **settings)
+    cache = TieredCache(config, disk=disk, fingerprint="tiny")
+    engine = HFEngine(model, cache, chunk_tokens=16)
+    try:
+        yield engine
+        below = cache.lower
+        assert below is not None and below.counts()["host"]["errors"] == 0
+        for each in (cache, below.level.cache):
+            assert each.stats().num_sequences == 0
+            audit.check(each)
+    finally:
+        engine.close()
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("evicted_kv_comes_back_with_the_same_tokens", ()),
+        ("the_next_turn_finds_the_answer", ()),
+        ("a_part_is_resident_and_a_part_below", ()),
+        ("samples_and_beams_load_their_prompt", ({"num_beams": 3},)),
+        (
+            "samples_and_beams_load_their_prompt",
+            ({"num_return_sequences": 3, "do_sample": True, "seed": 5},),
+        ),
+        ("prefill_and_published_bases_load", ()),
+        ("tenants_share_nothing_below", ()),
+        ("what_was_forgotten_does_not_come_back", ("purge",)),
+        ("what_was_forgotten_does_not_come_back", ("clear",)),
+        ("what_was_forgotten_does_not_come_back", ("weights",)),
+        ("purges_while_requests_run", ()),
+    ],
+)
+def test_it_is_like_the_engines_own_tiers(
+    name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_tiers, "tiered", tiered)
+    getattr(own_tiers, f"test_{name}")(*arguments)
+
+
+def test_a_model_whose_requests_run_one_after_the_other_finds_host_memory() -> None:
+    model = model_of("falcon")
+    with tiered(model=model) as engine:
+        first, cached = ask(engine, PROMPT)
+        evict_all(engine)
+        assert (ask(engine, PROMPT), cached) == ((first, 40), 0)
+        evict_all(engine)
+        assert engine.prefill(engine.namespace("a"), PROMPT).num_cached_tokens == 40
+
+
+def options(folder: Path, reads: Reads | None = None) -> DiskOptions:
+    files = None if reads is None else FaultyFiles(reads)
+    return DiskOptions(folder, 4 << 20, b"a secret of the fleet", files=files)
+
+
+def filled(folder: Path) -> Any:
+    """Serve the prompt once, so that the folder has its KV. Returns the answer."""
+    with tiered(disk=options(folder)) as engine:
+        answer, cached = ask(engine, PROMPT)
+        assert cached == 0 and isinstance(engine.cache, TieredCache)
+        counts = engine.cache.tier_counts
+        assert eventually(lambda: counts()["disk"]["resident_blocks"] >= 10)
+    return answer
+
+
+def test_the_engine_computes_from_the_front_while_the_disk_reads_from_the_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = filled(tmp_path / "disk")
+    assert answer == stock(model_of(), [PROMPT], 6, eos=None)
+    reads, claims = Reads(), list[int]()
+    with tiered(disk=options(tmp_path / "disk", reads)) as engine:
+        assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
+        below = engine.cache.lower
+        with below.gate:  # type: ignore[attr-defined]
+            assert eventually(lambda: below.disk is not None and below.disk.is_known("a"))
+        reads.is_armed = True
+        claim = TierLoading.claim
+
+        def claimed(self: TierLoading, num_tokens: int) -> int:
+            if len(claims) == 1:  # the first chunk is computed, and four records have come
+                assert eventually(lambda: sum(each.job.is_done for each in self._flights) == 4)
+            elif not claims:
+                reads.allow(4)
+            claims.append(stop := claim(self, num_tokens))
+            return stop
+
+        monkeypatch.setattr(TierLoading, "claim", claimed)
+        assert ask(engine, PROMPT)[0] == answer
+        assert claims[0] == 16 < claims[1] < 41 == claims[-1], "it stops before what was loaded meanwhile"
+        assert engine.cache.tier_counts()["disk"]["hit_blocks"] == 4
+        reads.open()
+
+
+def test_a_generation_says_what_came_from_where(tmp_path: Path) -> None:
+    filled(tmp_path / "disk")
+    with tiered(disk=options(tmp_path / "disk")) as engine:
+        name = engine.namespace("a")
+        made = engine.generate(name, PROMPT, 2, eos_token_id=-1)
+        assert made.loaded is not None and made.loaded.seconds > 0
+        assert made.loaded.host_tokens == 0 and made.loaded.disk_tokens == made.num_cached_tokens[0] <= 40
+        evict_all(engine)
+        made = engine.generate(name, PROMPT, 2, eos_token_id=-1)
+        assert made.loaded is not None and made.num_cached_tokens == [40]
+        assert (made.loaded.host_tokens, made.loaded.disk_tokens) == (40, 0)
+
+
+def test_a_disk_that_hangs_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = filled(tmp_path / "disk")
+    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", 0.1)
+    reads = Reads()
+    with tiered(disk=options(tmp_path / "disk", reads)) as engine:
+        reads.is_armed = True
+        assert ask(engine, PROMPT) == (answer, 0)
+        assert ask(engine, PROMPT) == (answer, 40)
+        reads.open()
+
+
+def test_requests_side_by_side_over_a_small_cache(tmp_path: Path) -> None:
+    """Preempted, purged and evicted while their KV comes from below: the right tokens."""
+    with tiered(num_blocks=24, disk=options(tmp_path / "disk")) as engine:
+        with purged_again_and_again(engine, "c"):
+            assert not wrong_answers(engine, "abca")
+        assert hits(engine) > 0

@@ -1,0 +1,113 @@
+"""Random lives of a cache with host memory below it: what comes back was committed there, and reads right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from radixkv import PrefixCache
+from radixkv.audit import invariants, properties
+from radixkv.audit.properties.material import Mirror
+from radixkv.config import Namespace
+from radixkv.engines.cache_tiers import CacheTiers
+from radixkv.engines.second_level import SecondLevel
+from radixkv.index.cache import PrefixCache as Index
+from tests.engines.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
+from tests.isolation.test_tier_machine import a_clear_that_skips_the_tier, a_purge_that_skips_the_tier
+
+EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 60)
+
+
+class Counted(properties.LoadingMachine):
+    """Counts what comes back in all lives. Host memory works, and its index keeps the laws."""
+
+    loaded: ClassVar[int] = 0
+
+    def laws(self) -> None:
+        super().laws()
+        below = self.cache._below
+        assert isinstance(below, CacheTiers)
+        assert below.counts()["host"]["open"], "host memory failed"
+        invariants.check(below.level.cache)
+
+    def _came(self, run: Mirror) -> None:
+        before = run.num_committed
+        super()._came(run)
+        Counted.loaded += run.num_committed - before
+
+
+def report(examples: int, seed: int = 0) -> properties.PropertyReport:
+    return properties.run(PrefixCache, examples, 50, seed, machine=Counted, with_storage=[True], shrink=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_lives_find_nothing() -> None:
+    Counted.loaded = 0
+    found = report(EXAMPLES)
+    assert found.ok, found.failure
+    assert Counted.loaded > EXAMPLES, "host memory brought something back"
+
+
+# --- planted bugs
+
+
+def a_salt_lost_below(patch: pytest.MonkeyPatch) -> None:
+    _blended(patch, lambda namespace: namespace._replace(salt=""))
+
+
+def a_tenant_lost_below(patch: pytest.MonkeyPatch) -> None:
+    _blended(patch, lambda namespace: namespace._replace(tenant="everybody"))
+
+
+def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace]) -> None:
+    """Host memory is searched, and filled, at another place."""
+    save = SecondLevel.save_key
+    patch.setattr(SecondLevel, "save_key", lambda self, at, *more: save(self, place(at), *more))
+
+    class Blended(Index):
+        """The index of host memory."""
+
+        def match(self, namespace: Namespace, *more: Any, **named: Any) -> Any:
+            return super().match(place(namespace), *more, **named)
+
+        def match_and_lease(self, namespace: Namespace, *more: Any, **named: Any) -> Any:
+            return super().match_and_lease(place(namespace), *more, **named)
+
+    patch.setattr("radixkv.engines.second_level.PrefixCache", Blended)
+
+
+def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    save = SecondLevel.save_key
+    patch.setattr(
+        SecondLevel,
+        "save_key",
+        lambda self, at, generation, key, blocks, holds: save(
+            self, at, generation, key, lambda: blocks()[::-1], holds
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        a_salt_lost_below,
+        a_tenant_lost_below,
+        a_purge_that_skips_the_tier,
+        a_clear_that_skips_the_tier,
+        blocks_kept_in_another_order,
+        a_failed_load_counted_as_loaded,
+        a_load_that_survives_a_cut,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert not report(400).ok

@@ -1,0 +1,177 @@
+"""``radixkv serve`` with host memory and a disk: what was evicted comes back, and outlives a restart."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.index.cache import PrefixCache
+from radixkv.service.options import ServeSettings
+from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+
+PROMPT = "".join(f"Rule {number}: answer politely, and name page {7 * number}.\n" for number in range(20))
+
+
+def ask(acme: httpx.Client, prompt: str = PROMPT) -> tuple[str, int]:
+    """Return an answer, and the cached tokens of its prompt."""
+    answer = acme.post("/v1/chat/completions", json={
+        "messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "temperature": 0,
+    })  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    cached: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    loaded = body["timings"]["loaded"]
+    assert 0 <= loaded["host_tokens"] + loaded["disk_tokens"] <= cached and loaded["seconds"] >= 0
+    return body["choices"][0]["message"]["content"], cached
+
+
+def loaded_of(acme: httpx.Client) -> tuple[int, int]:
+    """Return the tokens of a completion that came from host memory and from the disk, in a stream too."""
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    found = acme.post("/v1/completions", json=body).json()["timings"]["loaded"]
+    with acme.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        lines = [line for line in stream.iter_lines() if '"timings"' in line]
+    assert json.loads(lines[-1].removeprefix("data: "))["timings"]["loaded"]["host_tokens"] == 0, (
+        "resident now"
+    )
+    assert found["seconds"] > 0 or not found["host_tokens"] + found["disk_tokens"]
+    return found["host_tokens"], found["disk_tokens"]
+
+
+def metric(operator: httpx.Client, name: str, tier: str) -> float:
+    found = re.search(rf'^radixkv_tier_{name}{{tier="{tier}"}} (\S+)$', operator.get("/metrics").text, re.M)
+    assert found is not None, name
+    return float(found[1])
+
+
+def evict_all(live: Running) -> None:
+    cache = live.service.engine.cache
+    assert isinstance(cache, PrefixCache)
+    cache.evict(1_000_000)
+
+
+def test_host_memory_below_a_service() -> None:
+    with service_in_thread(**{"host-memory": "16MiB"}) as live:
+        first, cached = ask(live.acme)
+        assert cached == 0
+        evict_all(live)
+        again, cached = ask(live.acme)
+        assert again == first and cached > 100
+        assert metric(live.operator, "hit_blocks_total", "host") == cached // 16
+        assert metric(live.operator, "open", "host") == 1
+        assert metric(live.operator, "errors_total", "host") == 0
+        assert (
+            0
+            < metric(live.operator, "resident_blocks", "host")
+            < metric(live.operator, "capacity_blocks", "host")
+        )
+        assert loaded_of(live.acme) == (0, 0), "computed, as another prompt"
+        evict_all(live)
+        host_tokens, disk_tokens = loaded_of(live.acme)
+        assert host_tokens > 100 and disk_tokens == 0
+        evict_all(live)
+        assert ask(live.globex) == (first, 0), "another tenant"
+        live.operator.post("/v1/tenants/acme/purge").raise_for_status()
+        assert ask(live.acme) == (first, 0), "purged"
+
+
+def test_without_tiers_nothing_is_said_of_them(live: Running) -> None:
+    assert "radixkv_tier_" not in live.operator.get("/metrics").text
+    done = live.acme.post("/v1/completions", json={"prompt": "A", "max_tokens": 1}).json()
+    assert "loaded" not in done["timings"]
+
+
+@pytest.mark.slow
+def test_a_disk_survives_the_process(tmp_path: Path) -> None:
+    secret = tmp_path / "fleet.secret"
+    secret.write_text("s" * 40)
+    secret.chmod(0o600)
+    options = (
+        *("--host-memory", "16MiB", "--disk", str(tmp_path / "kv"), "--disk-size", "64MiB"),
+        *("--fleet-secret", str(secret), "--disk-writes", "100GB/s"),
+    )
+    with served(tmp_path / "first.log", *options) as process:
+        with client(process.url, KEYS["acme"]) as acme:
+            first, cached = ask(acme)
+            assert cached == 0 and loaded_of(acme) == (0, 0)
+        assert process.stop() == 0, process.output
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    with (
+        served(tmp_path / "second.log", *options) as process,
+        client(process.url, KEYS["acme"]) as acme,
+        client(process.url, KEYS["globex"]) as globex,
+        client(process.url, KEYS["operator"]) as operator,
+    ):
+        assert metric(operator, "open", "disk") == 1
+        host_tokens, disk_tokens = loaded_of(acme)
+        assert disk_tokens > 100 and host_tokens == 0
+        again, cached = ask(acme)
+        assert again == first and cached > 100
+        assert metric(operator, "hit_blocks_total", "disk") == (cached + disk_tokens) // 16
+        assert metric(operator, "load_seconds_total", "disk") > 0
+        assert ask(globex) == (first, 0)
+        eventually(lambda: metric(operator, "resident_blocks", "disk") > cached // 16)
+        operator.post("/v1/tenants/acme/purge").raise_for_status()
+        assert (
+            metric(operator, "owed_purges", "disk") == metric(operator, "unchosen_blocks_total", "disk") == 0
+        )
+        assert metric(operator, "budget_bytes", "disk") > 0
+        assert ask(acme) == (first, 0)
+
+
+WHOLE = {"disk": "kv", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("2TB/day", 2e12 / 86_400), ("1.5 GiB/hour", 1.5 * 2**30 / 3_600), ("20MB/s", 2e7)],
+)
+def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s" * 40)
+    given = WHOLE | {"disk": str(tmp_path / "kv"), "fleet-secret": str(tmp_path / "secret")}
+    tiers = ServeSettings.parse({**given, "disk-writes": text}).tiers
+    assert tiers is not None and tiers.disk is not None and tiers.disk.bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"host-memory": "8GB"}, "--host-memory"),
+        ({"host-memory": ""}, "--host-memory"),
+        ({"disk": "kv"}, "--host-memory"),
+        ({"disk-size": "1GiB", "host-memory": "1GiB"}, "--disk"),
+        ({"disk": "kv", "host-memory": "1GiB"}, "--disk-size"),
+        ({"disk": "kv", "host-memory": "1GiB", "disk-size": "1GiB"}, "--fleet-secret"),
+        ({"disk": "no/kv", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}, "--disk"),
+        ({"disk": "secret", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}, "--disk"),
+        ({"disk": "kv", "host-memory": "1GiB", "disk-size": "lots", "fleet-secret": "secret"}, "--disk-size"),
+        ({**WHOLE, "disk-writes": "2TB"}, "--disk-writes"),
+        ({**WHOLE, "disk-writes": "0TB/day"}, "--disk-writes"),
+        ({**WHOLE, "disk-writes": "-2TB/day"}, "--disk-writes"),
+        ({"disk-writes": "2TB/day", "host-memory": "1GiB"}, "--disk"),
+    ],
+)
+def test_settings_that_are_refused(given: dict[str, str], named: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s" * 40)
+    values = {
+        name: str(tmp_path / text) if name in ("disk", "fleet-secret") else text
+        for name, text in given.items()
+    }
+    with pytest.raises(ConfigError) as found:
+        ServeSettings.parse(values)
+    assert found.value.setting == named
+    assert not (tmp_path / "kv").exists()
+
+
+def test_memory_that_the_machine_has_not() -> None:
+    with (
+        pytest.raises(ConfigError, match="what the machine has"),
+        service_in_thread(**{"host-memory": "900TiB"}),
+    ):
+        pass

@@ -1,0 +1,166 @@
+"""Kills processes at steps of a disk tier's write path: ``python -m tests.tiers.crash_driver FOLDER KILLS SEED``.
+
+Each life is a fork of this process, which has imported everything. It opens the folder that the lives before it left,
+works at random, reports over a pipe what has to be found later, and kills itself with SIGKILL at a chosen system call:
+before it, after it, or with half of a write done. Then this process opens the folder and checks everything. It prints
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NoReturn
+
+from radixkv.tiers.files import Files
+from tests.tiers.support import NAMESPACES, NUM_PROMPTS, FaultyFiles, held, kv, load, prompt, store, tier_in
+
+KILLING = ("write", "sync", "rename", "sync_folder", "remove", "allocate")
+NEW_FOLDER_EVERY = 20
+
+
+class KillingFiles(FaultyFiles):
+    """Files that kill the process at the ``at``-th call that changes something."""
+
+    def __init__(self, at: int, how: str, pipe: int) -> None:
+        super().__init__(self._count)
+        self._left, self._how, self._pipe = at, how, pipe
+        self._is_due = False
+
+    def _count(self, name: str) -> None:
+        if name in KILLING:
+            self._left -= 1
+            self._is_due = self._left <= 0  # also the next call, if this one fails
+            if self._is_due and (self._how == "before" or (self._how == "half" and name != "write")):
+                self._kill(name)
+
+    def _kill(self, name: str) -> NoReturn:
+        tell(self._pipe, ["killed", name])
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("not reached")
+
+    def write(self, descriptor: int, content: memoryview, offset: int) -> int:
+        self._call("write")
+        if self._is_due and self._how == "half":
+            Files.write(self, descriptor, content[: len(content) // 2], offset)
+            self._kill("write")
+        return self._after("write", Files.write(self, descriptor, content, offset))
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self._after("sync", 0)
+
+    def sync_folder(self, folder: int) -> None:
+        super().sync_folder(folder)
+        self._after("sync_folder", 0)
+
+    def allocate(self, descriptor: int, num_bytes: int) -> None:
+        super().allocate(descriptor, num_bytes)
+        self._after("allocate", 0)
+
+    def rename(self, old: str, new: str, folder: int) -> None:
+        super().rename(old, new, folder)
+        self._after("rename", 0)
+
+    def remove(self, name: str, folder: int) -> None:
+        super().remove(name, folder)
+        self._after("remove", 0)
+
+    def _after(self, name: str, result: int) -> int:
+        if self._is_due:
+            self._kill(name)
+        return result
+
+
+def tell(pipe: int, message: list[object]) -> None:
+    os.write(pipe, json.dumps(message).encode() + b"\n")
+
+
+def live(folder: Path, pipe: int, chance: random.Random) -> None:
+    """Work until the kill."""
+    files = KillingFiles(
+        int(chance.expovariate(1 / 25)) + 1, chance.choice(["before", "half", "after"]), pipe
+    )
+    with tier_in(folder, files=files, direct=False, num_threads=1) as tier:
+        while True:
+            tenant, number = chance.choice(list(NAMESPACES)), chance.randrange(NUM_PROMPTS)
+            deed = chance.random()
+            if deed < 0.7:
+                tell(pipe, ["storing", tenant, number])
+                assert store(tier, NAMESPACES[tenant], prompt(number))
+            elif deed < 0.93:
+                tier.sync()
+                tell(pipe, ["synced", held(tier)])
+            else:
+                tell(pipe, ["purging", tenant])
+                tier.purge(tenant)
+                tell(pipe, ["purged", tenant])
+
+
+def messages_of_a_life(folder: Path, seed: int) -> list[list[object]]:
+    """Fork a process that works and is killed; return what it reported."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            live(folder, writing, random.Random(seed))
+        finally:
+            os._exit(3)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        messages = [json.loads(line) for line in lines]
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (status, messages[-3:])
+    return messages
+
+
+def main(root: Path, kills: int, seed: int) -> dict[str, object]:
+    """Do all lives; return the counts."""
+    counts: Counter[str] = Counter(wrong=0, lost=0, purged_found=0, kept=0)
+    by_call: Counter[str] = Counter()
+    synced: list[tuple[str, int]] = []
+    gone: set[tuple[str, int]] = set()
+    stored_since = 0
+    folder = root / "none"
+    for number in range(kills):
+        if number % NEW_FOLDER_EVERY == 0:
+            folder, synced, gone, stored_since = root / f"t{number}", [], set(), 0
+        for kind, *facts in messages_of_a_life(folder, seed * 1_000_003 + number):
+            if kind == "synced":
+                synced, stored_since = [(each[0], each[1]) for each in facts[0]], 0  # type: ignore[attr-defined]
+            elif kind == "storing":
+                stored_since += 1
+                gone.discard((str(facts[0]), int(str(facts[1]))))
+            elif kind == "purging":
+                synced = [each for each in synced if each[0] != facts[0]]
+            elif kind == "purged":
+                gone |= {(str(facts[0]), each) for each in range(NUM_PROMPTS)}
+            else:
+                by_call[str(facts[0])] += 1
+        with tier_in(folder, files=FaultyFiles(), direct=False, num_threads=1) as tier:
+            there, order = (
+                set(),
+                held(tier),
+            )  # as the next life finds it: loads change the order in memory only
+            for tenant, namespace in NAMESPACES.items():
+                for each in range(NUM_PROMPTS):
+                    found = load(tier, namespace, prompt(each))
+                    counts["wrong"] += found not in (None, kv(namespace, prompt(each)))
+                    counts["purged_found"] += found is not None and (tenant, each) in gone
+                    there |= {(tenant, each)} if found is not None else set()
+            must = synced[stored_since:]
+            synced, stored_since = [each for each in order if each in there], 0
+            counts["lost"] += len(set(must) - there)
+            counts["kept"] += len(must)
+            tier._table.check()
+    return {"kills": kills, **counts, "kills_by_call": dict(by_call)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

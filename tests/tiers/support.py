@@ -1,0 +1,176 @@
+"""Small disk tiers for tests, prompts and payloads for them, and files that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixkv.config import Namespace
+from radixkv.tiers.disk_tier import DiskSettings, DiskTier
+from radixkv.tiers.files import Files
+from radixkv.tiers.record_identity import fingerprint_of
+
+SECRET = b"a secret of the fleet, for tests"
+SEGMENT_TOKENS = 4
+RECORD_BYTES = 600
+NUM_SLOTS = 16
+WAIT_S = 30.0
+ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
+"""How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
+
+ACME = Namespace("acme", "model", salt="s")
+GLOBEX = Namespace("globex", "model", salt="s")
+
+
+def settings(folder: Path, **others: Any) -> DiskSettings:
+    """Settings of a tier with NUM_SLOTS slots."""
+    given: dict[str, Any] = {
+        "disk_bytes": 2 * 4096 + NUM_SLOTS * (4096 + 128),
+        "record_bytes": RECORD_BYTES,
+        "segment_tokens": SEGMENT_TOKENS,
+        "fingerprint": fingerprint_of(weights=b"w", layout="2x2x8"),
+        "num_threads": 2,
+    }
+    return DiskSettings(folder, **{**given, **others})
+
+
+@contextmanager
+def tier_in(
+    folder: Path, *, files: Files | None = None, secrets: tuple[bytes, ...] = (SECRET,), **others: Any
+) -> Iterator[DiskTier]:
+    """An opened tier, closed afterwards."""
+    tier = DiskTier(settings(folder, **others), secrets, files=files)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def prompt(number: int, segments: int = 1) -> bytes:
+    """The key bytes of a prompt of its own."""
+    ids = np.arange(segments * SEGMENT_TOKENS, dtype="<u4") + np.uint32(1000 * number)
+    return ids.tobytes()
+
+
+def kv(namespace: Namespace, key: bytes, segment: int = 0, size: int = RECORD_BYTES) -> bytes:
+    """The KV of a segment: other bytes for every namespace, prefix and segment."""
+    seed = repr((tuple(namespace), key[: (segment + 1) * 4 * SEGMENT_TOKENS], segment))
+    return random.Random(seed).randbytes(size)
+
+
+def store(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
+    """Store the KV of a segment, and wait for it."""
+    job = tier.store(namespace, key, segment, memoryview(kv(namespace, key, segment)))
+    return job is not None and job.wait(WAIT_S)
+
+
+def load(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bytes | None:
+    """Load a segment and wait for it. None for a miss, after which nothing may be left in the memory."""
+    into = bytearray(RECORD_BYTES)
+    job = tier.load(namespace, key, segment, memoryview(into))
+    if job is not None and job.wait(WAIT_S):
+        return bytes(into)
+    assert not any(into), "a failed load left bytes behind"
+    return None
+
+
+def right_or_missing(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
+    """Whether a segment is there. Fails if other bytes are."""
+    found = load(tier, namespace, key, segment)
+    assert found is None or found == kv(namespace, key, segment), "WRONG KV"
+    return found is not None
+
+
+class FaultyFiles(Files):
+    """Files that call ``before`` with the name of a system call before each, which may raise or block.
+
+    ``most``: bytes that one read or write handles at most. ``calls``: names so far. They don't really sync: the page
+    cache outlives a process, and the tests have no power failure but the one that ``LossyFiles`` plays.
+    """
+
+    def __init__(self, before: Callable[[str], None] | None = None, most: int | None = None) -> None:
+        self.before = before or (lambda call: None)
+        self.most = most
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        self.before(name)
+
+    def open(self, name: str, flags: int, folder: int | None) -> int:
+        self._call("open")
+        return super().open(name, flags, folder)
+
+    def read(self, descriptor: int, into: memoryview, offset: int) -> int:
+        self._call("read")
+        return super().read(descriptor, into[: self.most], offset)
+
+    def write(self, descriptor: int, content: memoryview, offset: int) -> int:
+        self._call("write")
+        return super().write(descriptor, content[: self.most], offset)
+
+    def allocate(self, descriptor: int, num_bytes: int) -> None:
+        self._call("allocate")
+        super().allocate(descriptor, num_bytes)
+
+    def sync(self, descriptor: int) -> None:
+        self._call("sync")
+
+    def sync_folder(self, folder: int) -> None:
+        self._call("sync_folder")
+
+    def rename(self, old: str, new: str, folder: int) -> None:
+        self._call("rename")
+        super().rename(old, new, folder)
+
+    def remove(self, name: str, folder: int) -> None:
+        self._call("remove")
+        super().remove(name, folder)
+
+
+def failing(
+    calls: str, code: int = errno.EIO, *, times: int = 10**9, after: int = 0
+) -> Callable[[str], None]:
+    """A function for FaultyFiles: these calls fail with an error, so many times, after so many that work."""
+    left = [after, times]
+
+    def before(name: str) -> None:
+        if name not in calls.split():
+            return
+        if left[0]:
+            left[0] -= 1
+        elif left[1]:
+            left[1] -= 1
+            raise OSError(code, os.strerror(code))
+
+    return before
+
+
+def counted(tier: DiskTier, expected: Mapping[str, int]) -> bool:
+    """Whether these counts of the tier are as expected."""
+    counts = tier.counts()
+    return {name: counts.get(name, 0) for name in expected} == dict(expected)
+
+
+NAMESPACES = {each.tenant: each for each in (ACME, GLOBEX)}
+NUM_PROMPTS = 24
+Record = tuple[str, int]
+"""The tenant and the number of a prompt of a crash test."""
+
+
+def held(tier: DiskTier) -> list[Record]:
+    """The sealed records of crash tests, the least recently used first."""
+    found = {}
+    for tenant, namespace in NAMESPACES.items():
+        keys = tier._folder.keys(tenant)
+        if keys is not None:
+            for number in range(NUM_PROMPTS):
+                found[tier._locator(keys, namespace, prompt(number))] = tenant, number
+    return [found[locator] for locator in tier._table._shared.order]

@@ -1,0 +1,384 @@
+"""The folder: who may open it, secrets and their rotation, and a purge that holds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import ConfigError, TierError
+from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.folder import TierFolder
+from radixkv.tiers.private_folder import KEYS
+from tests.tiers.support import (
+    ACME,
+    ATTACKS,
+    GLOBEX,
+    SECRET,
+    WAIT_S,
+    FaultyFiles,
+    counted,
+    failing,
+    kv,
+    load,
+    prompt,
+    right_or_missing,
+    store,
+    tier_in,
+)
+
+NEW = b"the fleet's next secret, longer"
+
+
+def refused(folder: Path, message: str, **others: object) -> None:
+    with pytest.raises(ConfigError, match=message), tier_in(folder, **others):
+        pass
+
+
+def flipped(file: Path) -> bytes:
+    """The content of a file with one bit changed."""
+    content = file.read_bytes()
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+# --- who may open it
+
+
+def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    refused(tmp_path, "an empty folder, or one of a disk tier; it has 'thesis.tex'")
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_of_ours_with_other_files_is_refused(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t"):
+        pass
+    (tmp_path / "t" / "notes.txt").touch()
+    refused(tmp_path / "t", "a disk tier's files alone; it has 'notes.txt'")
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir(mode=0o755)
+    refused(tmp_path / "t", "a folder of mode 0700")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir(mode=0o700)
+    os.chown(tmp_path / "t", 12345, 12345)
+    refused(tmp_path / "t", "a folder of this user")
+
+
+@pytest.mark.parametrize("name", ["", "slab", "lock", "master", "keys"])
+def test_symbolic_links_are_not_followed(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    path = tmp_path / "t" / name if name else tmp_path / "t"
+    shutil.move(path, victim)
+    before = victim.read_bytes() if victim.is_file() else b""
+    path.symlink_to(victim)
+    with pytest.raises((ConfigError, OSError)), tier_in(tmp_path / "t"):
+        pass
+    assert (victim.read_bytes() if victim.is_file() else b"") == before
+
+
+def test_a_missing_parent_and_a_file_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "no" / "t", "a folder that can be made or opened")
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", "Not a directory")
+
+
+def test_two_openings_exclude_each_other(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        refused(tmp_path / "t", "a folder that no other process uses")
+        assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+    with tier_in(tmp_path / "t") as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+@pytest.mark.slow
+def test_two_processes_exclude_each_other(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.tiers.support import tier_in; from pathlib import Path\n"
+        "with tier_in(Path(sys.argv[1])): print('opened', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "t")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "opened\n"
+        refused(tmp_path / "t", "a folder that no other process uses")
+        other.communicate("")
+    with tier_in(tmp_path / "t"):
+        pass
+
+
+def test_a_process_that_was_overtaken_where_flock_does_nothing_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.tiers.private_folder.fcntl.flock", lambda *_: None)
+    with tier_in(tmp_path / "t") as first:
+        assert store(first, ACME, prompt(1))
+        with tier_in(tmp_path / "t"):
+            with pytest.raises(TierError, match="another process opened"):
+                first.sync()
+            assert first.state == "fenced" and load(first, ACME, prompt(1)) is None
+            assert first.locate(ACME, prompt(1), 0) == 0 and counted(first, {"closed": 1})
+
+
+def test_an_unfinished_folder_is_made_again(tmp_path: Path) -> None:
+    """A first opening that ended anywhere before its last step."""
+    calls = FaultyFiles()
+    with tier_in(tmp_path / "whole", files=calls):
+        pass
+    for after in range(1, calls.calls.count("write") + calls.calls.count("rename")):
+        folder = tmp_path / f"t{after}"
+        with (
+            pytest.raises(OSError, match="Input/output error"),
+            tier_in(folder, files=FaultyFiles(failing("write rename", after=after))),
+        ):
+            pass
+        with tier_in(folder) as tier:
+            assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+
+
+def test_no_space_for_the_slab_is_a_clear_refusal(tmp_path: Path) -> None:
+    files = FaultyFiles(failing("allocate", errno.ENOSPC))
+    refused(tmp_path / "t", "disk_size=.* a size for which .* has space", files=files)
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+
+
+# --- secrets
+
+
+def test_the_secret_rotates_and_the_old_one_opens_nothing_then(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    refused(tmp_path / "t", "fleet_secret doesn't open .*previous secret", secrets=(NEW,))
+    with tier_in(tmp_path / "t", secrets=(NEW, SECRET)) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+    with tier_in(tmp_path / "t", secrets=(NEW,)) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+    refused(tmp_path / "t", "fleet_secret doesn't open", secrets=(SECRET,))
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10, b"radixkv tier 1\0\0" + bytes(80), bytes(5000)])
+def test_a_damaged_master_is_refused_and_never_read_whole(tmp_path: Path, content: bytes) -> None:
+    with tier_in(tmp_path / "t"):
+        pass
+    (tmp_path / "t" / "master").write_bytes(content)
+    refused(tmp_path / "t", "fleet_secret doesn't open")
+
+
+# --- purge
+
+
+def test_after_a_purge_nothing_is_found_also_after_a_restart(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        for number in range(3):
+            assert store(tier, ACME, prompt(number)) and store(tier, GLOBEX, prompt(number))
+        assert tier.purge("acme") == 3 and tier.purge("nobody") == 0
+        assert tier.locate(ACME, prompt(1), 0) == 0 and load(tier, ACME, prompt(1)) is None
+        assert all(right_or_missing(tier, GLOBEX, prompt(number)) for number in range(3))
+        assert len(tier) == 3
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) is None and tier._folder.generation("acme") == 1
+        assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+
+
+def test_an_older_slab_with_all_keys_that_are_left_cannot_be_decrypted(tmp_path: Path) -> None:
+    """The slab as it was before the purge is put back, and the purged tenant's prompts are known."""
+    folder, copy = tmp_path / "t", tmp_path / "copy"
+    for round_ in range(max(ATTACKS // 10, 2)):
+        with tier_in(folder) as tier:
+            assert store(tier, ACME, prompt(round_)) and store(tier, GLOBEX, prompt(round_))
+        shutil.copy(folder / "slab", copy)
+        with tier_in(folder) as tier:
+            tier.purge("acme")
+        shutil.copy(copy, folder / "slab")
+        with tier_in(folder) as tier:
+            assert load(tier, ACME, prompt(round_)) is None and tier.counts()["orphaned"] == 1
+            assert right_or_missing(tier, GLOBEX, prompt(round_))
+            for keys in tier._folder._keys.values():  # every key that is left, on every record
+                for header in tier._slab.headers[tier._slab.headers["magic"] != 0]:
+                    assert header["key_id"].tobytes() == keys.key_id
+
+
+def test_an_older_folder_put_back_is_detected_with_the_generations_of_the_fleet(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+    shutil.copytree(folder, tmp_path / "old")
+    with tier_in(folder) as tier:
+        assert tier.apply_generations({"acme": 7}) == 1 and tier.apply_generations({"acme": 7}) == 0
+    shutil.rmtree(folder)
+    (tmp_path / "old").rename(folder)
+    with tier_in(folder, awaits_generations=True) as tier:
+        assert tier.state == "awaiting-generations"
+        assert load(tier, ACME, prompt(1)) is None and tier.locate(ACME, prompt(1), 0) == 0
+        assert not store(tier, ACME, prompt(2))
+        assert tier.apply_generations({"acme": 7, "globex": 0}) == 1 and tier.state == "open"
+        assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
+
+
+def test_a_local_purge_does_not_hide_a_later_one_of_the_fleet(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        for _ in range(3):
+            tier.purge("acme")
+        assert store(tier, ACME, prompt(1)) and tier.apply_generations({"acme": 1}) == 1
+        assert load(tier, ACME, prompt(1)) is None
+
+
+@pytest.mark.parametrize("deed", ["load", "store"])
+def test_a_purge_during_a_load_or_a_store_wins(tmp_path: Path, deed: str) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(call: str) -> None:
+        if threading.current_thread().name.startswith("radixkv-tier") and call == deed_calls and armed:
+            reached.set()
+            assert go_on.wait(WAIT_S)
+
+    armed: list[bool] = []
+    deed_calls = {"load": "read", "store": "write"}[deed]
+    with tier_in(tmp_path / "t", files=FaultyFiles(before)) as tier:
+        assert store(tier, ACME, prompt(1))
+        armed.append(True)
+        into = bytearray(kv(ACME, prompt(1)))
+        if deed == "load":
+            job = tier.load(ACME, prompt(1), 0, memoryview(into))
+        else:
+            job = tier.store(ACME, prompt(2), 0, memoryview(bytes(10)))
+        assert job is not None and reached.wait(WAIT_S)
+        armed.clear()
+        tier.purge("acme")
+        go_on.set()
+        assert not job.wait(WAIT_S) and counted(tier, {"stale": 1, "sealed": 0})
+        assert deed == "store" or not any(into), "what was decrypted after a purge is zeroed"
+        assert load(tier, ACME, prompt(2)) is None
+        tier._table.check()
+    with tier_in(tmp_path / "t") as tier:
+        assert len(tier) == 0
+
+
+def test_a_record_that_takes_a_purged_slot_at_once_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_slot = {"disk_bytes": 2 * 4096 + 4096 + 128}
+    with tier_in(tmp_path / "t", **one_slot) as tier:
+        assert store(tier, ACME, prompt(1))
+        raised = tier._folder.raise_generation
+
+        def slow(tenant: str, fleet: int | None = None) -> bool:
+            done = raised(tenant, fleet)
+            assert store(tier, GLOBEX, prompt(1))
+            return done
+
+        monkeypatch.setattr(tier._folder, "raise_generation", slow)
+        assert tier.purge("acme") == 1 and right_or_missing(tier, GLOBEX, prompt(1))
+    with tier_in(tmp_path / "t", **one_slot) as tier:
+        assert right_or_missing(tier, GLOBEX, prompt(1))
+
+
+def test_a_purge_that_the_disk_interrupts_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
+    """Whether it is repeated in the process, or the folder opened again after a crash in between."""
+    calls = FaultyFiles()
+    with tier_in(tmp_path / "count", files=calls) as tier:
+        assert store(tier, ACME, prompt(1))
+        calls.calls.clear()
+        tier.purge("acme")
+        most = len(
+            [each for each in calls.calls if each in ("write", "sync", "rename", "sync_folder", "remove")]
+        )
+    assert most >= 8
+    for after in range(most - 1):
+        for again in (True, False):
+            folder = tmp_path / f"t{after}{again}"
+            files = FaultyFiles()
+            with tier_in(folder, files=files) as tier:
+                assert store(tier, ACME, prompt(1))
+                keys = sorted(each.name for each in (folder / KEYS).iterdir())
+                files.before = failing("write sync rename sync_folder remove", after=after, times=1)
+                with pytest.raises(OSError, match="Input/output error"):
+                    tier.purge("acme")
+                assert load(tier, ACME, prompt(1)) is None, "not served before it is repeated"
+                if again:
+                    tier.purge("acme")
+                    assert not {each.name for each in (folder / KEYS).iterdir()} & set(keys)
+            with tier_in(folder) as tier:
+                if tier._folder.generation("acme"):  # the purge holds from the moment that this is durable
+                    assert load(tier, ACME, prompt(1)) is None
+                    assert not {each.name for each in (folder / KEYS).iterdir()} & set(keys)
+                else:
+                    assert not again
+
+
+def test_a_damaged_generation_serves_nothing_until_a_purge(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        tier.purge("acme")
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+    (file,) = (tmp_path / "t" / "generations").iterdir()
+    file.write_bytes(flipped(file))
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) is None and not store(tier, ACME, prompt(1))
+        assert counted(tier, {"damaged": 1}) and right_or_missing(tier, GLOBEX, prompt(1))
+        tier.purge("acme")
+        assert load(tier, ACME, prompt(1)) is None and store(tier, ACME, prompt(1))
+        assert right_or_missing(tier, ACME, prompt(1))
+        assert len(list((tmp_path / "t" / KEYS).iterdir())) == 2
+
+
+@pytest.mark.parametrize("change", ["flip", "empty", "other tenant's", "removed"])
+def test_a_damaged_key_loses_its_records_alone(tmp_path: Path, change: str) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        keys = tier._folder.keys("acme"), tier._folder.keys("globex")
+    mine, other = (tmp_path / "t" / KEYS / each.key_id.hex() for each in keys if each is not None)
+    if change == "removed":
+        mine.unlink()
+    else:
+        content = {"flip": flipped(mine), "empty": b"", "other tenant's": other.read_bytes()}
+        mine.write_bytes(content[change])
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
+        assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+
+
+def test_a_record_under_a_key_of_another_generation_is_refused(tmp_path: Path) -> None:
+    """The generation's file is removed: the folder counts from 0 again, with a new random key."""
+    with tier_in(tmp_path / "t") as tier:
+        tier.purge("acme")
+        assert store(tier, ACME, prompt(1))
+    (file,) = (tmp_path / "t" / "generations").iterdir()
+    file.unlink()
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) is None and store(tier, ACME, prompt(1))
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_unknown_names_in_the_folders_of_keys_are_left_alone(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t"):
+        pass
+    (tmp_path / "t" / KEYS / "notes").write_text("mine")
+    (tmp_path / "t" / "generations" / ("0" * 32)).mkdir()
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    assert (tmp_path / "t" / KEYS / "notes").read_text() == "mine"
+
+
+def test_a_folder_that_was_never_used_is_not_made_to_look_at_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a folder that a disk tier has used"):
+        TierFolder(tmp_path / "t", [SECRET])
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        tier.close()
+        assert tier.state == "closed" and load(tier, ACME, prompt(1)) is None
+        assert isinstance(tier, DiskTier)
