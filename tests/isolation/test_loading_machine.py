@@ -18,7 +18,7 @@ from radixkv.index.cache import PrefixCache as Index
 from tests.engines.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
 from tests.isolation.test_tier_machine import a_clear_that_skips_the_tier, a_purge_that_skips_the_tier
 
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 60)
+EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 120)
 
 
 class Counted(properties.LoadingMachine):
@@ -49,7 +49,7 @@ def test_random_lives_find_nothing() -> None:
     Counted.loaded = 0
     found = report(EXAMPLES)
     assert found.ok, found.failure
-    assert Counted.loaded > EXAMPLES, "host memory brought something back"
+    assert Counted.loaded > EXAMPLES // 2, "host memory brought something back"
 
 
 # --- planted bugs

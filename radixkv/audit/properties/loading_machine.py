@@ -31,7 +31,11 @@ class LoadingMachine(CacheMachine):
 
     @rule(where=where_to, prompt=prompts)
     def serve(self, where: int, prompt: tuple[int, ...]) -> None:
-        """A whole request, after which all that nobody uses is evicted."""
+        """A whole request is evicted, and comes again."""
+        self._serve_and_evict(where, prompt)
+        super().serve(where, prompt)
+
+    def _serve_and_evict(self, where: int, prompt: tuple[int, ...]) -> None:
         super().serve(where, prompt)
         self.cache.evict(self.cache.evictable_blocks)
 
@@ -57,8 +61,8 @@ class LoadingMachine(CacheMachine):
         self, where: int, prompt: tuple[int, ...], between: str, how: str, by: int, ids: tuple[int, ...]
     ) -> None:
         """A long prompt is served and evicted, and comes again. Before it takes what comes, something happens."""
-        prompt = prompt * 4
-        self.serve(where, prompt)
+        prompt = (prompt * 4)[: self.block_size * self.cache.config.num_blocks // 2]
+        self._serve_and_evict(where, prompt)
         run = super()._open(where, prompt)
         if run is None:
             return
