@@ -37,6 +37,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
+from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
@@ -45,12 +46,13 @@ from radixkv.storage.device import BlockStorage, physical_bytes
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
-    from radixkv.index.below import Loading, Part, Target
+    from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.index.sequence import Sequence
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
 _TICK_S: Final = 0.2
+_BUSY_TICK_S: Final = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +132,13 @@ class LowerTiers:
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
         )
-        num_staging = 0 if settings.disk is None else max(min(self.num_slots // 4, MAX_STAGED_BLOCKS), 1)
-        self.memory = HostBlocks(self.num_slots, tensors, storage.num_blocks, num_staging=num_staging)
+        num_rows, num_ahead = (
+            0 if settings.disk is None else max(min(self.num_slots // 4, most), 1)
+            for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
+        )
+        self.memory = HostBlocks(
+            self.num_slots, tensors, storage.num_blocks, num_staging=num_rows + num_ahead
+        )
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
         self._unkept: set[str] = set()
@@ -143,8 +150,14 @@ class LowerTiers:
         self._knows: Callable[[], bool] = lambda: False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._prefetch: Prefetch | None = None
         if settings.disk is not None:
-            self._open_disk(settings, storage, fingerprint)
+            disk = self._open_disk(settings, storage, fingerprint, num_ahead)
+            self._prefetch = Prefetch(
+                disk,
+                lambda namespace: self.keeps(namespace) and self.has(namespace),
+                self.level.cache.generation,
+            )
 
     # --- rows, within the gate
 
@@ -209,6 +222,11 @@ class LowerTiers:
         """See ``RowBelow.forget``."""
         with self._guarded():
             self.level.forget(request_id)
+
+    def expect(self, expected: Expected) -> None:
+        """See ``Below``. What the disk has comes into host memory. Any thread."""
+        if self._prefetch is not None:
+            self._prefetch.add(expected)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
@@ -311,7 +329,7 @@ class LowerTiers:
             return
 
         def run() -> None:
-            while not self._stop.wait(_TICK_S):
+            while not self._stop.wait(_BUSY_TICK_S if self._prefetch and self._prefetch.is_busy else _TICK_S):
                 with self._gate:
                     self.tick()
 
@@ -325,6 +343,8 @@ class LowerTiers:
             disk.know_generations()
         if not self._is_off:
             with self._guarded():
+                if self._prefetch is not None:
+                    self._prefetch.go_on()
                 self._run()
 
     def weights_changed(self, version: int) -> None:
@@ -392,7 +412,9 @@ class LowerTiers:
 
     # --- inside
 
-    def _open_disk(self, settings: TierSettings, storage: BlockStorage, fingerprint: str) -> None:
+    def _open_disk(
+        self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
+    ) -> DiskLevel:
         from radixkv.engines.disk_level import DiskLevel
         from radixkv.tiers.disk_tier import DiskSettings, DiskTier
         from radixkv.tiers.record_identity import fingerprint_of
@@ -416,7 +438,7 @@ class LowerTiers:
             [disk.secret],
             files=disk.files,
         )
-        self.level.disk = DiskLevel(
+        self.level.disk = level = DiskLevel(
             tier,
             self.level.cache,
             self.memory,
@@ -424,8 +446,10 @@ class LowerTiers:
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
             serves=lambda tenant: tenant not in self._strict,
             bytes_per_s=disk.bytes_per_s,
+            num_ahead_rows=num_ahead_rows,
             clock=self._clock,
         )
+        return level
 
     @property
     def disk(self) -> DiskLevel | None:
