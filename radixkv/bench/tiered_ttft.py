@@ -5,6 +5,8 @@ above a tier is evicted before. Then another engine, over a folder that has the 
 times slower, or never answers: its requests are computed. Wall times end with the first token. CPU times are the
 process's, with the threads of the disk. Results are medians over rounds without the first, and the worst of all: the
 first request to a bad disk waits for it, later ones leave it alone.
+
+A miss is ``Sequence.loading`` of a prompt of which nothing lies in host memory: the median of many, each measured once.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from typing import Any, Final
 import numpy as np
 
 from radixkv.bench.measure import columns, heading, surroundings
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, KVLayout, Namespace
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
+from radixkv.index.cache import PrefixCache
 from radixkv.tiers.files import Files
 
 BLOCK_SIZE: Final = 16
@@ -35,6 +38,8 @@ SLOWER: Final = 100
 WAYS: Final = ("cold", "cache", "host", "disk")
 FAULTS: Final = ("slow", "hung")
 _SECRET: Final = b"the secret of a benchmark"
+_MISSES: Final = 2_000
+MISS_REACH_US: Final = 3.0
 
 
 class _BadFiles(Files):
@@ -59,7 +64,7 @@ def run(
     """Measure ``rounds`` rounds of prompts of ``tokens`` tokens. Returns a dict that JSON can encode.
 
     By way: ``seconds``, ``worst_seconds``, ``cpu_seconds`` and ``cached_tokens``. ``same_tokens``: whether all ways
-    answered alike.
+    answered alike. ``miss_us``: what a miss costs with host memory below.
     Writes up to some MiB a round to a temporary folder. Raises ConfigError for counts out of range.
     """
     for name, value, low, high in (("--tokens", tokens, 64, 2_000), ("--rounds", rounds, 1, 1_000)):
@@ -101,6 +106,7 @@ def run(
         "tokens": tokens,
         "rounds": rounds,
         "same_tokens": all(len(each) == 1 for each in answers),
+        "miss_us": _miss_us(tokens, dice),
         "ways": {way: _figures(found) for way, found in measured.items()},
     }
 
@@ -137,6 +143,19 @@ def _ask(engine: HFEngine, prompt: Any) -> tuple[tuple[float, float, int], tuple
 
     done = engine.generate(engine.namespace("bench"), prompt, 4, eos_token_id=-1, on_step=on_step)
     return (done.time_to_first_token_s, cpu[0], done.num_cached_tokens[0]), tuple(done.token_ids[0])
+
+
+def _miss_us(tokens: int, dice: np.random.Generator) -> float:
+    num_blocks = -(-tokens // BLOCK_SIZE)
+    cache = PrefixCache(CacheConfig(num_blocks, BLOCK_SIZE, KVLayout(1, 1, 8), host_blocks=2 * num_blocks))
+    namespace, found = Namespace("bench", "toy"), []
+    for _ in range(_MISSES):
+        with cache.open(namespace, dice.integers(3, VOCAB, tokens, dtype=np.uint32)) as sequence:
+            began = time.perf_counter_ns()
+            below = sequence.loading
+            found.append(time.perf_counter_ns() - began)
+            assert below is None
+    return median(found) / 1_000
 
 
 @contextmanager
@@ -183,5 +202,6 @@ def table(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     return (
         f"prompts of {result['tokens']:,} tokens, {result['rounds']} rounds; answers "
-        f"{'equal' if result['same_tokens'] else 'DIFFER'}\n{heading(result)}\n\n{columns(rows)}"
+        f"{'equal' if result['same_tokens'] else 'DIFFER'}\n{heading(result)}\n\n{columns(rows)}\n\n"
+        f"a miss with host memory below: {result['miss_us']:.1f} µs (at most {MISS_REACH_US:.0f})"
     )
