@@ -149,8 +149,8 @@ def _miss_us(tokens: int, dice: np.random.Generator) -> float:
     num_blocks = -(-tokens // BLOCK_SIZE)
     cache = PrefixCache(CacheConfig(num_blocks, BLOCK_SIZE, KVLayout(1, 1, 8), host_blocks=2 * num_blocks))
     namespace, found = Namespace("bench", "toy"), []
-    for _ in range(_MISSES):
-        with cache.open(namespace, dice.integers(3, VOCAB, tokens, dtype=np.uint32)) as sequence:
+    for prompt in dice.integers(3, VOCAB, (_MISSES, tokens), dtype=np.uint32):
+        with cache.open(namespace, prompt) as sequence:
             began = time.perf_counter_ns()
             below = sequence.loading
             found.append(time.perf_counter_ns() - began)

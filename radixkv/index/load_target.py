@@ -85,7 +85,9 @@ class LoadTarget:
 
 def _first_own(cache: CacheState, state: SequenceState) -> int:
     """Return the first block that only this sequence has, and that neither was nor is being computed."""
-    computed = max([state._num_committed, *(each.end for each in state._ahead or ())])
+    computed = state._num_committed
+    for each in state._ahead or ():
+        computed = max(computed, each.end)
     return max(-(-computed // cache._block_size), state._own)
 
 
