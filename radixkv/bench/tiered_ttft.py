@@ -7,7 +7,7 @@ process's, with the threads of the disk. Results are medians over rounds without
 first request to a bad disk waits for it, later ones leave it alone.
 
 A miss is ``Sequence.loading`` of a prompt of which nothing lies in host memory: the median of many, each measured once.
-An eviction frees nodes whose blocks lie in host memory too, beside one of a cache without it: the best of some, in turn.
+An eviction frees nodes whose blocks lie in host memory too, beside one of a cache without it: the best of some in turn.
 """
 
 from __future__ import annotations
