@@ -40,7 +40,7 @@ help:
 	  'make run           set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
 	  'make quick         lint, the fast tests on the build that is there, 100 random lives: for every edit' \
 	  'make test          compile, and run the whole test suite once (PYTEST="…" for options)' \
-	  'make test-all      test, test-pure, lives, docs, test-browser, faults: what .ci/run runs after lint' \
+	  'make test-all      test, test-pure, 2,000 random lives, docs, test-browser, faults: before a merge' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
 	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
 	  'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \

@@ -56,6 +56,8 @@ from radixkv.tiers.write_budget import Kind, Point, WriteBudget, kind_of, point_
 PATIENCE: Final = 0.5
 """Share of the time that computing would take, for which a request waits for the disk."""
 LEAST_WAIT_S: Final = 0.1
+AHEAD_S: Final = 2.0
+"""The longest time for a part of what comes before anybody waits for it."""
 REST_S: Final = 30.0
 MOST_REST_S: Final = 960.0
 CLOSING_S: Final = 10.0
@@ -101,6 +103,7 @@ class _Promotion(NamedTuple):
     jobs: list[Job]
     began_at: float
     ends_at: float
+    is_ahead: bool
 
 
 class _Saved(NamedTuple):
@@ -133,6 +136,7 @@ class DiskLevel:
     - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown.
     - ``serves``: whether a tenant's blocks may be on the disk.
     - ``bytes_per_s``: the most that is written on average; None for no bound.
+    - ``num_ahead_rows``: rows of the memory for what comes before anybody waits for it.
 
     It closes the tier. Raises nothing that the disk does.
     """
@@ -147,13 +151,16 @@ class DiskLevel:
         fleet_generation: Callable[[str], int] = lambda tenant: 0,
         serves: Callable[[str], bool] = lambda tenant: True,
         bytes_per_s: float | None = None,
+        num_ahead_rows: int = 0,
         clock: Clock = monotonic,
     ) -> None:
         self.tier = tier
         self._cache, self._memory, self._fill, self._clock = cache, memory, fill, clock
         self._fleet_generation, self._serves = fleet_generation, serves
         self._size, self._record_bytes = cache.config.block_size, tier.settings.record_bytes
-        self._free_rows = list(range(memory.num_staging))
+        self._num_rows = memory.num_staging - num_ahead_rows
+        self._free_rows = list(range(self._num_rows))
+        self._free_ahead = list(range(self._num_rows, memory.num_staging))
         self._filling: dict[int, list[int]] = {}
         self._filled_now: list[int] = []
         self._promotions: dict[str, _Promotion] = {}
@@ -194,11 +201,19 @@ class DiskLevel:
     # --- requests
 
     def is_waiting(
-        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
+        self,
+        request_id: str,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        num_local: int,
+        *,
+        is_ahead: bool = False,
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts.
+        One that needs more rows of staging memory than are free comes in parts. ``is_ahead``: the request is to come,
+        and takes neither rows nor threads from those that wait.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -226,10 +241,10 @@ class DiskLevel:
         first = self._cache.match(namespace, key).num_blocks
         if self._budget is not None and is_new:
             self._tell_budget(self._budget, namespace, generation, key, first)
-        if self._is_queued(request_id, namespace, key, first):
+        if not self._free_ahead if is_ahead else self._is_queued(request_id, namespace, key, first):
             return True
         self._asked.add(request_id)
-        return self._begin(request_id, namespace, generation, key, first, num_local)
+        return self._begin(request_id, namespace, generation, key, first, num_local, is_ahead)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
@@ -279,12 +294,17 @@ class DiskLevel:
     def give_row(self, row: int) -> None:
         """Zero a row, and take it back."""
         self._memory.staging_bytes(row)[:] = bytes(len(self._memory.staging_bytes(row)))
-        self._free_rows.append(row)
+        self._take_back([row])
 
     @property
     def num_free_rows(self) -> int:
-        """Free rows of staging memory."""
+        """Free rows of staging memory, for what somebody waits for."""
         return len(self._free_rows)
+
+    @property
+    def num_used_rows(self) -> int:
+        """Rows of staging memory that aren't free."""
+        return self._memory.num_staging - len(self._free_rows) - len(self._free_ahead)
 
     def patience_s(self, num_tokens: int) -> float:
         """Return for how long a request may wait for so many tokens."""
@@ -341,7 +361,11 @@ class DiskLevel:
     def filled(self, steps: Iterable[int]) -> None:
         """Take that the worker has filled the slots of these steps."""
         for step in steps:
-            self._free_rows += self._filling.pop(step, ())
+            self._take_back(self._filling.pop(step, ()))
+
+    def _take_back(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            (self._free_rows if row < self._num_rows else self._free_ahead).append(row)
 
     def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
         """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
@@ -440,10 +464,17 @@ class DiskLevel:
         return self._clock() < self._queued.setdefault(request_id, self._clock() + LEAST_WAIT_S)
 
     def _begin(
-        self, request_id: str, namespace: Namespace, generation: int, key: bytes, first: int, num_local: int
+        self,
+        request_id: str,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        first: int,
+        num_local: int,
+        is_ahead: bool,
     ) -> bool:
-        on_disk = self._on_disk(namespace)
-        num = self.tier.locate(on_disk, key, first, len(self._free_rows))
+        on_disk, free = self._on_disk(namespace), self._free_ahead if is_ahead else self._free_rows
+        num = self.tier.locate(on_disk, key, first, len(free))
         if (first + num) * self._size <= max(num_local, first * self._size):
             return False
         stop = first + num
@@ -454,18 +485,21 @@ class DiskLevel:
             return False
         start, rows, jobs = sequence.num_cached_tokens // self._size, list[int](), list[Job]()
         for block in range(start, stop):
-            if not self._free_rows:
+            if not free:
                 break
-            row = self._free_rows.pop()
-            job = self.tier.load(on_disk, key, block, self._memory.staging_bytes(row))
+            row = free.pop()
+            memory = self._memory.staging_bytes(row)
+            job = self.tier.load(on_disk, key, block, memory, is_awaited=not is_ahead)
             if job is None:
-                self._free_rows.append(row)
+                free.append(row)
                 break
             rows.append(row)
             jobs.append(job)
         now = self._clock()
-        ends_at = now + self.patience_s(len(jobs) * self._size)
-        promotion = _Promotion(namespace, generation, key, sequence, start, rows, jobs, now, ends_at)
+        ends_at = now + (AHEAD_S if is_ahead else self.patience_s(len(jobs) * self._size))
+        promotion = _Promotion(
+            namespace, generation, key, sequence, start, rows, jobs, now, ends_at, is_ahead
+        )
         if not jobs:
             self._drop(promotion)
             return False
@@ -475,10 +509,10 @@ class DiskLevel:
     def _end(self, request_id: str, promotion: _Promotion) -> int:
         """Use the leading records that are proven. Returns the position behind them if that is all; else 0."""
         self.load_ended(self._clock() - promotion.began_at)
-        if not all(job.is_done for job in promotion.jobs):
-            self._rest()
-        else:
+        if all(job.is_done for job in promotion.jobs):
             self._rest_s = REST_S
+        elif not promotion.is_ahead:
+            self._rest()
         num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
         self.counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
         is_current = self._cache.generation(promotion.namespace.tenant) == promotion.generation
@@ -504,7 +538,8 @@ class DiskLevel:
         """Release a promotion. No job touches its memory any more."""
         for job in promotion.jobs:
             job.cancel()
-        self._free_rows += promotion.rows
+        for row in promotion.rows:
+            self.give_row(row)
         promotion.sequence.release()
 
     # --- stores

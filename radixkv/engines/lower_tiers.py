@@ -38,6 +38,7 @@ from radixkv.config import Namespace, Tenant
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
+from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
@@ -47,12 +48,13 @@ from radixkv.storage.lossy_codec import LossyCodec
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
-    from radixkv.index.below import Loading, Part, Target
+    from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.index.sequence import Sequence
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
 _TICK_S: Final = 0.2
+_BUSY_TICK_S: Final = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class LowerTiers:
         clock: Clock = monotonic,
     ) -> None:
         self.numbers, self._gate, self._dtype = count(1), gate or Gate(), settings.dtype
-        self.memory = _memory(storage, settings)
+        self.memory, num_ahead = _memory(storage, settings)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
         self.level = SecondLevel(
@@ -146,8 +148,14 @@ class LowerTiers:
         self._knows: Callable[[], bool] = lambda: False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._prefetch: Prefetch | None = None
         if settings.disk is not None:
-            self._open_disk(settings, storage, fingerprint)
+            disk = self._open_disk(settings, storage, fingerprint, num_ahead)
+            self._prefetch = Prefetch(
+                disk,
+                lambda namespace: self.keeps(namespace) and self.has(namespace),
+                self.level.cache.generation,
+            )
 
     # --- rows, within the gate
 
@@ -217,6 +225,11 @@ class LowerTiers:
         """See ``RowBelow.forget``."""
         with self._guarded():
             self.level.forget(request_id)
+
+    def expect(self, expected: Expected) -> None:
+        """See ``Below``. What the disk has comes into host memory. Any thread."""
+        if self._prefetch is not None:
+            self._prefetch.add(expected)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
@@ -342,7 +355,7 @@ class LowerTiers:
             return
 
         def run() -> None:
-            while not self._stop.wait(_TICK_S):
+            while not self._stop.wait(_BUSY_TICK_S if self._prefetch and self._prefetch.is_busy else _TICK_S):
                 with self._gate:
                     self.tick()
 
@@ -356,6 +369,8 @@ class LowerTiers:
             disk.know_generations()
         if not self._is_off:
             with self._guarded():
+                if self._prefetch is not None:
+                    self._prefetch.go_on()
                 self._run()
 
     def weights_changed(self, version: int) -> None:
@@ -423,7 +438,9 @@ class LowerTiers:
 
     # --- inside
 
-    def _open_disk(self, settings: TierSettings, storage: BlockStorage, fingerprint: str) -> None:
+    def _open_disk(
+        self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
+    ) -> DiskLevel:
         from radixkv.engines.disk_level import DiskLevel
         from radixkv.tiers.disk_tier import DiskSettings, DiskTier
         from radixkv.tiers.record_identity import fingerprint_of
@@ -448,7 +465,7 @@ class LowerTiers:
             [disk.secret],
             files=disk.files,
         )
-        self.level.disk = DiskLevel(
+        self.level.disk = level = DiskLevel(
             tier,
             self.level.cache,
             self.memory,
@@ -456,8 +473,10 @@ class LowerTiers:
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
             serves=lambda tenant: tenant not in self._strict,
             bytes_per_s=disk.bytes_per_s,
+            num_ahead_rows=num_ahead_rows,
             clock=self._clock,
         )
+        return level
 
     @property
     def disk(self) -> DiskLevel | None:
@@ -544,18 +563,23 @@ class LowerTiers:
                 self.level.abandon()
 
 
-def _memory(storage: BlockStorage, settings: TierSettings) -> HostBlocks:
-    """Return the host memory for a storage's blocks."""
+def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:
+    """Return the host memory for a storage's blocks, and its rows for what comes before anybody waits for it."""
     codec, tensors = None, _tensors_of(storage)
     block_bytes = sum(bytes_of_row(each[0]) for each in tensors.values())
     if settings.dtype != "exact":
         codec = LossyCodec(storage.pool, settings.dtype)
         block_bytes = codec.record_bytes
     num_slots = _num_slots(settings, block_bytes)
-    num_staging = 0 if settings.disk is None else max(min(num_slots // 4, MAX_STAGED_BLOCKS), 1)
-    if codec is not None:
-        return LossyBlocks(num_slots, codec, storage.num_blocks, num_staging=num_staging)
-    return HostBlocks(num_slots, tensors, storage.num_blocks, num_staging=num_staging)
+    num_rows, num_ahead = (
+        0 if settings.disk is None else max(min(num_slots // 4, most), 1)
+        for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
+    )
+    if codec is None:
+        memory = HostBlocks(num_slots, tensors, storage.num_blocks, num_staging=num_rows + num_ahead)
+    else:
+        memory = LossyBlocks(num_slots, codec, storage.num_blocks, num_staging=num_rows + num_ahead)
+    return memory, num_ahead
 
 
 def _num_slots(settings: TierSettings, block_bytes: int) -> int:

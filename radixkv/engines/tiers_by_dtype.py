@@ -25,7 +25,7 @@ from radixkv.errors import ConfigError
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
     from radixkv.engines.tier_settings import Disks
-    from radixkv.index.below import Loading, Part, Target
+    from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
 
 DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
@@ -111,6 +111,12 @@ class TiersByDtype:
         """See ``Below``."""
         tiers = self._of(target.namespace.tenant)
         return None if tiers is None else tiers.begin(target)
+
+    def expect(self, expected: Expected) -> None:
+        """See ``Below``."""
+        tiers = self._of(expected.namespace.tenant)
+        if tiers is not None:
+            tiers.expect(expected)
 
     @contextmanager
     def _all(self, contexts: list[AbstractContextManager[None]]) -> Iterator[None]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from radixkv.config import Namespace
+    from radixkv.index.below import Below
     from radixkv_policies import RequestHints
 
 
@@ -94,7 +95,12 @@ class Announcement(Claim):
 
 
 def announce(
-    cache: CacheState, namespace: Namespace, key: bytes, hints: RequestHints | None, ttl_s: float
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    hints: RequestHints | None,
+    ttl_s: float,
+    below: Below | None,
 ) -> Announcement:
     """See PrefixCache.announce."""
     if cache._clock is monotonic:
@@ -109,6 +115,8 @@ def announce(
             claim = Announcement(cache, namespace, key, hints, until, claims.last_number)
             _hook(cache, waiting, claim)
             waiting.add(claim)
+            if below is not None:
+                below.expect(claim)
             return claim
         except BaseException as error:
             if claim is not None:

@@ -2,6 +2,7 @@
 
     commit                       Below.keep         copies the new blocks below
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
+    announce                     Below.expect       brings what is slow to come
     purge, clear, forget         Below.forgotten    forgets it there too
     add_tenant, remove_tenant    Below.follow       takes the tenant's settings
 
@@ -32,6 +33,26 @@ class Part(NamedTuple):
     key: bytes
     block_ids: BlockIds
     release: Callable[[], None]
+
+
+class Expected(Protocol):
+    """An announced prompt."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """Its namespace."""
+
+    @property
+    def key(self) -> bytes:
+        """Its key, while ``is_open``."""
+
+    @property
+    def resident_tokens(self) -> int:
+        """What the cache has of it."""
+
+    @property
+    def is_open(self) -> bool:
+        """False for ever after it was withdrawn, opened or purged, or its time is over."""
 
 
 class Target(Protocol):
@@ -124,6 +145,9 @@ class Below(Protocol):
 
     def begin(self, target: Target) -> Loading | None:
         """Begin to load what lies below of a sequence; None if there is nothing."""
+
+    def expect(self, expected: Expected) -> None:
+        """Bring near what lies far below of a prompt, before it is opened. O(1); the cache's lock is held."""
 
     def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
         """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""

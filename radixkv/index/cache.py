@@ -211,14 +211,14 @@ class PrefixCache(CacheState):
 
         The announcement shows at any time how much of the prompt is resident. The tenant's policy may evict the blocks
         of idle prompts first. It ends by ``open(announcement=…)``, ``withdraw`` or after ``ttl_s`` seconds, at most a
-        year. ``hints``: facts that the policy may use, also at ``open``.
+        year. ``hints``: facts that the policy may use, also at ``open``. What a disk has of it comes into host memory.
 
         A tenant has at most ``CacheConfig.max_announcements``. Each keeps its ids, 4 bytes a token. Raises TokenError,
         NamespaceError, ArgumentError, AnnouncementLimitExceeded, and then changes nothing. O(nodes on the path).
         """
         require_namespace(namespace)
         require_hints(hints)
-        return announcements.announce(self, namespace, encode(ids), hints, require_ttl(ttl_s))
+        return announcements.announce(self, namespace, encode(ids), hints, require_ttl(ttl_s), self._below)
 
     def changed_announcements(self) -> list[Announcement]:
         """Return the open announcements of all tenants whose residency has changed since the last call.

@@ -248,8 +248,12 @@ class DiskTier:
 
     # --- work
 
-    def load(self, namespace: Namespace, key: bytes, segment: int, into: memoryview) -> Job | None:
+    def load(
+        self, namespace: Namespace, key: bytes, segment: int, into: memoryview, *, is_awaited: bool = True
+    ) -> Job | None:
         """Begin to load a segment's record into ``into``, exactly as many bytes as were stored.
+
+        ``is_awaited``: somebody waits for it. Other loads go behind all that are.
 
         The job's result says whether all bytes are there and proven. Otherwise nothing of them may be used. Returns
         None, a miss, if the tier is not open or too busy. Raises ArgumentError for a segment outside of ``key``, or
@@ -267,7 +271,7 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._load(job, memory, namespace, prefix, segment, target)
 
-        return self._submit(work, is_load=True)
+        return self._submit(work, is_load=is_awaited)
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""

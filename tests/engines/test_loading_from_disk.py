@@ -25,7 +25,7 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
 from radixkv.index.below import Loading
 from radixkv.tiers.io_threads import Job
-from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Life, Owner, changed, loading_of
+from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
 from tests.tiers.support import FaultyFiles, failing
 
 SECRET = b"a secret of the fleet"
@@ -83,8 +83,7 @@ class DiskOwner(Owner):
     def is_idle(self) -> bool:
         """Whether no record is on its way, and all staging memory is free and zero."""
         rows, memory = range(self.below.memory.num_staging), self.below.memory
-        is_free = self.disk.num_free_rows == len(rows)
-        return is_free and not any(any(memory.staging_bytes(row)) for row in rows)
+        return not self.disk.num_used_rows and not any(any(memory.staging_bytes(row)) for row in rows)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -290,7 +289,13 @@ def test_a_disk_needs_host_memory() -> None:
 
 
 class SlowLife(Life):
-    """A life whose disk takes its time, and whose load is polled at random."""
+    """A life whose disk takes its time, and whose load is polled at random. Some prompts are announced."""
+
+    def begin(self) -> None:
+        """Announce another prompt, and open a request."""
+        if self.chance.random() < 0.5:
+            self.owner.cache.announce(self.chance.choice([NS, OTHER]), self.chance.choice(STEMS), ttl_s=0.05)
+        super().begin()
 
     def check(self) -> None:
         """The disk's own threads hold some of it for a moment."""

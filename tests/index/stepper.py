@@ -1,7 +1,8 @@
 """Raise an exception at the k-th step of a call.
 
-A step is a line, a call, a return, or the call or return of a C function, in code of ``radixkv`` and
-``radixkv_policies`` that the call runs. With ``opcodes``, each bytecode instruction is a step too. ``sys.settrace`` and
+A step is a line, a return, or the return of a C function, in code of ``radixkv`` and ``radixkv_policies`` that the
+call runs. Between a call and the step before it nothing changes, so calls are steps only if ``INTERRUPT_ALL`` is set.
+With ``opcodes``, each bytecode instruction is a step too. ``sys.settrace`` and
 ``sys.setprofile`` report the steps. An exception that they raise comes out of the traced code at that place. Python
 then switches both off, so code that handles the exception runs untouched.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import linecache
 import opcode
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -31,6 +33,8 @@ import radixkv
 import radixkv_policies
 from radixkv.index.locking import SourceLock
 
+ALL = os.environ.get("INTERRUPT_ALL") == "1"
+"""Interrupt each call at each step under each policy. By default, one of two policies gets only some steps."""
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
 _WITH_LOCK = re.compile(r"with \S*\b_lock(, Mending\(\w+\))?:")
@@ -103,7 +107,8 @@ class Stepper:
         if lines is None:
             return None
         frame.f_trace_opcodes = self._opcodes
-        self._step(lines, frame, event)
+        if ALL:
+            self._step(lines, frame, event)
         return self._local
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -118,7 +123,7 @@ class Stepper:
         return self._local
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_call" or event == "c_return":
+        if event == "c_return" or (ALL and event == "c_call"):
             lines = _FUNCTIONS[frame.f_code]
             if lines is not None and self._is_locked():
                 self._step(lines, frame, event, arg)

@@ -32,7 +32,7 @@ from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
-from tests.index.stepper import Interrupted, Stepper
+from tests.index.stepper import ALL, Interrupted, Stepper
 from tests.index.support import Declining
 from tests.index.test_changes import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
@@ -46,9 +46,6 @@ OPCODES = os.environ.get("INTERRUPT_OPCODES") == "1"
 
 This takes minutes instead of seconds.
 """
-
-ALL = os.environ.get("INTERRUPT_ALL") == "1"
-"""Interrupt each call at each step under each policy. By default, one of the two policies gets only some steps."""
 
 
 @dataclass

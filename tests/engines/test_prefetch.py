@@ -1,0 +1,185 @@
+"""What the disk has of announced prompts comes into host memory before anybody waits for it, and costs nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import Namespace, Tenant
+from radixkv.engines import lower_tiers, prefetch
+from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, loading_of
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk, patience
+from tests.tiers.support import FaultyFiles
+
+__all__ = ["folder", "patience"]  # fixtures
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's thread does nothing: the test calls ``ticks``."""
+    for name in ("_TICK_S", "_BUSY_TICK_S"):
+        monkeypatch.setattr(lower_tiers, name, 3_600.0)
+
+
+def ticks(owner: DiskOwner, until: Callable[[], bool]) -> bool:
+    """Tick until this is so."""
+
+    def tick() -> bool:
+        with owner.below.gate:  # type: ignore[attr-defined]
+            owner.below.tick()
+        return until()
+
+    return eventually(tick)
+
+
+def in_host(owner: DiskOwner, namespace: Namespace = NS) -> int:
+    """Tokens of the prompt in host memory."""
+    return int(owner.below.level.cache.match(namespace, PROMPT).num_tokens)
+
+
+def test_an_announced_prompt_waits_in_host_memory(folder: Path) -> None:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        reads.allow(100)
+        announcement = owner.cache.announce(NS, PROMPT)
+        assert eventually(lambda: in_host(owner) == 40), "in parts, if it must be"
+        with owner.cache.open(NS, PROMPT, announcement=announcement) as sequence:
+            loading = loading_of(sequence)
+            assert (loading.num_tokens, loading.num_host_tokens) == (40, 40)
+            assert loading.wait() and owner.is_right(sequence)
+        assert reads.num == 10, "each record was read once"
+        assert in_host(owner, OTHER) == 0
+
+
+def test_a_prompt_that_is_not_there_ends_at_once(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.known()
+        for first in range(100, 140):
+            owner.cache.announce(NS, [first, *PROMPT])
+        busy = owner.below._prefetch
+        assert busy is not None and eventually(lambda: not busy.is_busy)
+
+
+@pytest.mark.parametrize("change", ["withdraw", "purge", "clear", "open"])
+def test_what_ends_the_announcement_ends_the_way(folder: Path, change: str) -> None:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        announcement = owner.cache.announce(NS, PROMPT)
+        assert eventually(lambda: owner.disk.num_running == 1)
+        if change == "withdraw":
+            announcement.withdraw()
+        elif change == "open":
+            with owner.cache.open(NS, PROMPT, announcement=announcement) as sequence:
+                owner.compute(sequence, 41)
+        else:
+            owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
+        reads.open()
+        assert eventually(owner.is_idle)
+        if change in ("purge", "clear"):
+            assert in_host(owner) == 0, "nothing comes back"
+
+
+def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that a request waits for are read before those of announced prompts, into rows of their own."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        num_rows = owner.disk.num_free_rows
+        reads.is_armed = True
+        owner.cache.announce(OTHER, PROMPT)
+        assert ticks(owner, lambda: owner.disk.num_running == 1)
+        assert owner.disk.num_free_rows == num_rows
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            assert loading.num_tokens == 40
+            reads.allow(10 + owner.disk.tier.settings.num_threads)  # those that had begun
+            assert loading.wait() and owner.is_right(sequence)
+        reads.open()
+        assert ticks(owner, lambda: in_host(owner, OTHER) == 40)
+
+
+def test_tenants_take_turns(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with many long prompts doesn't keep another's from coming."""
+    monkeypatch.setattr(lower_tiers, "AHEAD_ROWS", 2)
+    with on_disk(folder) as owner:
+        owner.known()
+        for length in range(41, 9, -1):
+            owner.cache.announce(NS, PROMPT[:length])
+        owner.cache.announce(OTHER, PROMPT)
+        assert ticks(owner, lambda: in_host(owner, OTHER) >= 8)
+        assert in_host(owner) <= 16
+        assert ticks(owner, lambda: in_host(owner) == in_host(owner, OTHER) == 40)
+
+
+def test_a_flood_is_bounded(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "MAX_PROMPTS", 5)
+    monkeypatch.setattr(prefetch, "MAX_TENANTS", 3)
+    with on_disk(folder) as owner:
+        for at in range(200):
+            owner.cache.announce(Namespace(f"tenant {at % 10}", "m"), PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and len(held._arrived) == 200 < prefetch.MAX_ARRIVED
+        monkeypatch.setattr(prefetch, "_AT_ONCE", 0)
+        ticks(owner, lambda: True)
+        assert [len(each) for each in held._waiting.values()] == [5, 5, 5]
+        assert not held._arrived
+
+
+def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict"))
+        reads.is_armed = True
+        owner.cache.announce(NS, PROMPT)
+        owner.cache.announce(Namespace("b", "m", salt="uncached-1"), PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and eventually(lambda: not held.is_busy)
+        assert reads.num == 0 and in_host(owner) == 0
+        reads.open()
+
+
+def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waited: requests may still ask the disk."""
+    monkeypatch.setattr("radixkv.engines.disk_level.AHEAD_S", 0.05)
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        owner.cache.announce(NS, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and eventually(lambda: owner.disk.num_running == 1)
+        assert eventually(lambda: not held.is_busy)
+        assert owner.disk.place_of(NS) is not None
+        reads.open()
+
+
+def a_promotion_that_a_purge_does_not_stop(patch: pytest.MonkeyPatch) -> None:
+    """The generation is that of the moment, and the announcement counts as open."""
+    patch.setattr(prefetch.Prefetch, "_is_coming", _regardless(prefetch.Prefetch._is_coming))
+
+
+def _regardless(original: Callable[..., bool]) -> Callable[..., bool]:
+    class Open:
+        is_open, resident_tokens = True, 0
+
+        def __init__(self, namespace: Namespace) -> None:
+            self.namespace = namespace
+
+    def is_coming(self: Any, prompt: Any) -> bool:
+        return original(self, prompt._replace(expected=Open(prompt.expected.namespace)))
+
+    return is_coming
+
+
+def test_a_purge_reaches_it_even_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the announcement stayed open, the promotion itself belongs to a generation."""
+    a_promotion_that_a_purge_does_not_stop(monkeypatch)
+    test_what_ends_the_announcement_ends_the_way(folder, "purge")
