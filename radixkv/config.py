@@ -100,7 +100,7 @@ Mode = Literal["burst", "strict"]
 TierDtype = Literal["exact", "fp8", "int8"]
 """How the tiers below a cache keep KV."""
 
-LOSSY_DTYPES: Final = ("fp8", "int8")
+LOSSY_DTYPES: Final[tuple[TierDtype, ...]] = ("fp8", "int8")
 QUANTIZABLE: Final = ("float32", "float16", "bfloat16")
 """Element types of KV that can be kept with a lossy ``tier_dtype``."""
 

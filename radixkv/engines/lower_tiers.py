@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
+_NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
 
@@ -302,12 +303,9 @@ class LowerTiers:
         return self.level.disk is not None and tenant in self.level.disk.owed
 
     def require(self, tenant: Tenant) -> None:
-        """Raise ConfigError for a tenant whose KV can't be kept as it wants."""
+        """See ``Below``."""
         if tenant.tier_dtype != self._dtype:
-            allowed = (
-                f"{self._dtype!r}, because there is no memory for others below the cache (lossy_host_blocks)"
-            )
-            raise ConfigError("tier_dtype", tenant.tier_dtype, allowed)
+            raise ArgumentError("tier_dtype", tenant.tier_dtype, f"{self._dtype!r}: {_NO_LOSSY}")
 
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """See ``Below``."""

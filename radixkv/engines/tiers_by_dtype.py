@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from radixkv.config import CacheConfig, Namespace, Tenant, TierDtype
+from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lower_tiers import LowerTiers, RowBelow
+from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +60,21 @@ def _made(
     config: CacheConfig, storage: BlockStorage, disks: Disks, fingerprint: str, dtype: TierDtype
 ) -> CacheTiers:
     return CacheTiers(config, storage, disks.get(dtype), fingerprint, dtype)
+
+
+def tiers_of(
+    settings: TierSettings, make: Callable[[TierSettings], LowerTiers], default: TierDtype
+) -> LowerTiers | TiersByDtype:
+    """Return tiers with these settings; ``make`` makes those of one dtype. ``default``: see TiersByDtype.
+
+    A disk is for exact KV. Raises what ``make`` raises.
+    """
+    if not settings.lossy_host_bytes:
+        return make(settings)
+    lossy = {dtype: TierSettings(settings.lossy_host_bytes, dtype=dtype) for dtype in LOSSY_DTYPES}
+    of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if settings.host_bytes else {}
+    of_dtype |= lossy
+    return TiersByDtype(list(of_dtype), lambda dtype: make(of_dtype[dtype]), default)
 
 
 def default_dtype(config: CacheConfig) -> TierDtype:
@@ -130,9 +146,7 @@ class TiersByDtype:
         return self._all([each.forgotten(tenant, namespace) for each in self.tiers.values()])
 
     def require(self, tenant: Tenant) -> None:
-        """Raise ConfigError for a tenant whose ``tier_dtype`` is lossy, if there is no memory for it."""
-        if tenant.tier_dtype != "exact" and tenant.tier_dtype not in self.tiers:
-            raise ConfigError("tier_dtype", tenant.tier_dtype, "'exact' without lossy_host_blocks")
+        """See ``Below``. An exact tenant needs no memory: without it, nothing of it is kept."""
 
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """See ``Below``. The last caller's settings count."""

@@ -153,7 +153,7 @@ class Below(Protocol):
         """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""
 
     def require(self, tenant: Tenant) -> None:
-        """Raise ConfigError for a tenant with a ``tier_dtype`` that can't be had. Called under the cache's lock."""
+        """Raise ArgumentError for a ``tier_dtype`` that can't be had. Called under the cache's lock."""
 
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """Follow a tenant's settings, which ``settings`` reads as they are now. Calls come one after the other."""

@@ -490,13 +490,13 @@ class PrefixCache(CacheState):
         """Set a tenant's guarantee and limit from now on, or change those of a tenant that was added before.
 
         Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
-        in the order of the old policy. With another ``tier_dtype`` all that it has is forgotten, as ``clear`` does.
+        in the order of the old policy. With another ``tier_dtype``, and tiers below, all its namespaces are cleared.
 
-        Raises ConfigError for a strict tenant if the cache can't zero its blocks, and for a lossy ``tier_dtype`` if the
-        tiers below have no memory for it. Without tiers a dtype changes nothing. Raises ArgumentError in these cases:
+        Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in these cases:
 
         - The guarantees of all tenants would exceed the pool.
         - Running sequences and pins hold too much of the pool to meet it, or the tenant's own hold more than the limit.
+        - The tiers below have no memory for a lossy ``tier_dtype``.
 
         After an error nothing has changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
         """

@@ -340,7 +340,7 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
 def test_a_lossy_tenant_without_memory_for_it_is_refused() -> None:
     owner = Owner()
     owner.evicted(PROMPT)
-    with pytest.raises(ConfigError, match=r"tier_dtype.*fp8.*lossy_host_blocks"):
+    with pytest.raises(ArgumentError, match=r"tier_dtype.*fp8.*lossy_host_blocks"):
         owner.cache.add_tenant(Tenant("a", weight=3.0, tier_dtype="fp8"))
     settings = owner.cache.tenant("a")
     assert settings is not None and (settings.weight, settings.tier_dtype) == (1.0, "exact")
