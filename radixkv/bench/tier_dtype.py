@@ -52,9 +52,9 @@ class _Sums(NamedTuple):
 def run(
     *,
     model: Path | None = None,
-    steps: int = 400,
-    prompts: int = 16,
-    tokens: int = 512,
+    steps: int = 600,
+    prompts: int = 64,
+    tokens: int = 256,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:

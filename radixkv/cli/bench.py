@@ -518,7 +518,7 @@ def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     "tier-dtype",
     short_help="Measure the errors of lossy tiers.",
     epilog=examples(
-        "radixkv bench tier-dtype", "radixkv bench tier-dtype --model /models/small --prompts 32"
+        "radixkv bench tier-dtype", "radixkv bench tier-dtype --model /models/small --tokens 1000"
     ),
 )
 @click.option(
@@ -527,13 +527,13 @@ def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     help="Folder of a model and its tokenizer.  [trains a small model of bytes]",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 10**5), default=400, show_default=True, help="Steps of training."
+    "--steps", type=click.IntRange(1, 10**5), default=600, show_default=True, help="Steps of training."
 )
 @click.option(
-    "--prompts", type=click.IntRange(1, 1000), default=16, show_default=True, help="Prompts to measure."
+    "--prompts", type=click.IntRange(1, 1000), default=64, show_default=True, help="Prompts to measure."
 )
 @click.option(
-    "--tokens", type=click.IntRange(17, 8000), default=512, show_default=True, help="Tokens in a prompt."
+    "--tokens", type=click.IntRange(17, 8000), default=256, show_default=True, help="Tokens in a prompt."
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
