@@ -47,7 +47,7 @@ _VOLATILE_HEADERS = frozenset(
 _VOLATILE_FIELDS = frozenset({"id", "created", "timings", "seconds"})
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 _EVICTION_COUNTS = re.compile(
-    r'"(?:(?:used|resident|evictable|evicted)_blocks|(?:hit|missed|read|uncached)_tokens|held_token_s|num_namespaces)"'
+    r'"(?:(?:used|resident|evictable|evicted)_blocks|(?:hit|missed|read|read_host|read_disk|uncached)_tokens|held_token_s|num_namespaces)"'
     r":\s*\d+(?:\.\d+)?,?"
 )
 _COUNTED = ("/v1/stats", "/v1/usage")

@@ -5,6 +5,9 @@ above a tier is evicted before. Then another engine, over a folder that has the 
 times slower, or never answers: its requests are computed. Wall times end with the first token. CPU times are the
 process's, with the threads of the disk. Results are medians over rounds without the first, and the worst of all: the
 first request to a bad disk waits for it, later ones leave it alone.
+
+A miss is ``Sequence.loading`` of a prompt of which nothing lies in host memory: the median of many, each measured once.
+An eviction frees nodes whose blocks lie in host memory too, beside one of a cache without it: the best of some in turn.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from typing import Any, Final
 import numpy as np
 
 from radixkv.bench.measure import columns, heading, surroundings
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, KVLayout, Namespace
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
+from radixkv.index.cache import PrefixCache
 from radixkv.tiers.files import Files
 
 BLOCK_SIZE: Final = 16
@@ -36,6 +40,11 @@ SLOWER: Final = 100
 WAYS: Final = ("cold", "cache", "host", "disk")
 FAULTS: Final = ("slow", "hung")
 _SECRET: Final = b"the secret of a benchmark"
+_MISSES: Final = 2_000
+MISS_REACH_US: Final = 3.0
+_NODES: Final = 2_000
+_EVICTIONS: Final = 5
+EVICT_REACH_US: Final = 0.5
 
 
 class _BadFiles(Files):
@@ -60,7 +69,8 @@ def run(
     """Measure ``rounds`` rounds of prompts of ``tokens`` tokens. Returns a dict that JSON can encode.
 
     By way: ``seconds``, ``worst_seconds``, ``cpu_seconds`` and ``cached_tokens``. ``same_tokens``: whether all ways
-    answered alike.
+    answered alike. ``miss_us``: what a miss costs with host memory below. ``evict_us``,
+    ``evict_below_us``: CPU time of an eviction a node, without and with it.
     Writes up to some MiB a round to a temporary folder. Raises ConfigError for counts out of range.
     """
     for name, value, low, high in (("--tokens", tokens, 64, 2_000), ("--rounds", rounds, 1, 1_000)):
@@ -102,6 +112,8 @@ def run(
         "tokens": tokens,
         "rounds": rounds,
         "same_tokens": all(len(each) == 1 for each in answers),
+        "miss_us": _miss_us(tokens, dice),
+        **_evictions_us(),
         "ways": {way: _figures(found) for way, found in measured.items()},
     }
 
@@ -138,6 +150,38 @@ def _ask(engine: HFEngine, prompt: Any) -> tuple[tuple[float, float, int], tuple
 
     done = engine.generate(engine.namespace("bench"), prompt, 4, eos_token_id=-1, on_step=on_step)
     return (done.time_to_first_token_s, cpu[0], done.num_cached_tokens[0]), tuple(done.token_ids[0])
+
+
+def _miss_us(tokens: int, dice: np.random.Generator) -> float:
+    num_blocks = -(-tokens // BLOCK_SIZE)
+    cache = PrefixCache(CacheConfig(num_blocks, BLOCK_SIZE, KVLayout(1, 1, 8), host_blocks=2 * num_blocks))
+    namespace, found = Namespace("bench", "toy"), []
+    for prompt in dice.integers(3, VOCAB, (_MISSES, tokens), dtype=np.uint32):
+        with cache.open(namespace, prompt) as sequence:
+            began = time.perf_counter_ns()
+            below = sequence.loading
+            found.append(time.perf_counter_ns() - began)
+            assert below is None
+    return median(found) / 1_000
+
+
+def _evictions_us() -> dict[str, float]:
+    best = {"evict_us": float("inf"), "evict_below_us": float("inf")}
+    for _ in range(_EVICTIONS):
+        for name, host_blocks in (("evict_us", 0), ("evict_below_us", 8 * _NODES)):
+            best[name] = min(best[name], _evict_us(host_blocks))
+    return best
+
+
+def _evict_us(host_blocks: int) -> float:
+    """Return the CPU time of an eviction of ``_NODES`` prompts of four blocks, a node."""
+    cache = PrefixCache(CacheConfig(4 * _NODES, BLOCK_SIZE, KVLayout(1, 1, 8), host_blocks=host_blocks))
+    for first in range(_NODES):
+        with cache.open(Namespace("bench", "toy"), np.full(4 * BLOCK_SIZE, first, np.uint32)) as sequence:
+            sequence.commit(4 * BLOCK_SIZE)
+    began = time.process_time_ns()
+    cache.evict(4 * _NODES)
+    return (time.process_time_ns() - began) / 1_000 / _NODES
 
 
 @contextmanager
@@ -184,5 +228,8 @@ def table(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     return (
         f"prompts of {result['tokens']:,} tokens, {result['rounds']} rounds; answers "
-        f"{'equal' if result['same_tokens'] else 'DIFFER'}\n{heading(result)}\n\n{columns(rows)}"
+        f"{'equal' if result['same_tokens'] else 'DIFFER'}\n{heading(result)}\n\n{columns(rows)}\n\n"
+        f"a miss with host memory below: {result['miss_us']:.1f} µs (at most {MISS_REACH_US:.0f})\n"
+        f"an eviction, a node: {result['evict_us']:.2f} µs, with host memory below {result['evict_below_us']:.2f} µs "
+        f"(at most {EVICT_REACH_US} more)"
     )

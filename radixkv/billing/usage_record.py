@@ -35,7 +35,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tokens, and tokens times milliseconds. ``written``: TTL in seconds → tokens."""
+    """Tokens, and tokens times milliseconds. ``written``: TTL in seconds → tokens.
+
+    ``read_host``, ``read_disk``: of ``read``, those that came back from host memory and from a disk.
+    """
 
     requests: int = 0
     read: int = 0
@@ -44,6 +47,8 @@ class Counts:
     generated: int = 0
     held_token_ms: int = 0
     pinned_token_ms: int = 0
+    read_host: int = 0
+    read_disk: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         """Return the sum."""
@@ -56,6 +61,8 @@ class Counts:
             self.generated + other.generated,
             self.held_token_ms + other.held_token_ms,
             self.pinned_token_ms + other.pinned_token_ms,
+            self.read_host + other.read_host,
+            self.read_disk + other.read_disk,
         )
 
 

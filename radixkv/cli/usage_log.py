@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from radixkv.billing.usage_record import Counts, Row
 
 Command = Callable[..., Any]
-_COLUMNS: Final = ("requests", "read", "written", "uncached", "generated", "held token-s", "pinned token-s")
+_COLUMNS: Final = (
+    "requests",
+    "read",
+    "from host",
+    "from disk",
+    "written",
+    "uncached",
+    "generated",
+    "held token-s",
+    "pinned token-s",
+)
 BY: Final = ("hour", "tenant", "key", "model", "kind")
 _SAID: Final = {
     "intact": "intact: every line follows from the one before",
@@ -147,6 +157,8 @@ def _counts(counts: Counts) -> dict[str, int]:
     values = (
         counts.requests,
         counts.read,
+        counts.read_host,
+        counts.read_disk,
         sum(counts.written.values()),
         counts.uncached,
         counts.generated,

@@ -29,6 +29,7 @@ from radixkv.engines.tier_loading import Put, TierLoading
 from radixkv.engines.tier_settings import UNCACHED_SALT, DiskOptions, TierSettings
 from radixkv.errors import CapacityError
 from radixkv.index.below import Part, Target
+from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
@@ -96,6 +97,16 @@ class CacheTiers(LowerTiers):
             lambda: self.mark(namespace.tenant) == mark,
         )
         self._run()
+
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """See ``Below``. O(nodes on the path), and with a disk a hash of the key."""
+        if self.level.cache.match(namespace, key).num_tokens * TOKEN_BYTES == len(key):
+            return True
+        disk = self.disk
+        if disk is not None:
+            with self.gate, self._guarded():
+                return disk.may_have(namespace, key)
+        return False
 
     def begin(self, target: Target) -> TierLoading | None:
         """See ``Below``. O(tokens)."""

@@ -283,6 +283,15 @@ class DiskLevel:
             self._tell_budget(self._budget, namespace, self._cache.generation(namespace.tenant), key, first)
         return self.tier.locate(self._on_disk(namespace), key, first)
 
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether the last block of a key may be found. True if that isn't known, or a budget must hear of it."""
+        place = self.place_of(namespace)
+        if place is None:
+            return False
+        if self._budget is not None or not self.is_known(namespace.tenant):
+            return True
+        return self.tier.locate(place, key, len(key) // (self._size * TOKEN_BYTES) - 1, 1) > 0
+
     def read(self, place: Namespace, key: bytes, block: int, row: int) -> Job | None:
         """Begin to read a record into a row of staging memory. None if the disk refuses."""
         return self.tier.load(place, key, block, self._memory.staging_bytes(row))

@@ -66,23 +66,27 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """The result of ``Engine.prefill``: tokens of the prompt, cached and computed ones, blocks, and seconds."""
-
-    num_tokens: int
-    num_cached_tokens: int
-    num_computed_tokens: int
-    num_blocks: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """What came back from the tiers below the cache: cached tokens by tier, and the seconds spent on it."""
 
     host_tokens: int
     disk_tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The result of ``Engine.prefill``: tokens of the prompt, cached and computed ones, blocks, and seconds.
+
+    ``loaded``: see ``Generation``.
+    """
+
+    num_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    seconds: float
+    loaded: Loaded | None = None
 
 
 @dataclass(frozen=True, slots=True)

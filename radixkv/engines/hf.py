@@ -81,6 +81,7 @@ NUM_TOGETHER: Final = 32
 """Requests of one tenant that are in the batch at the same time, running or waiting for room."""
 
 R = TypeVar("R")
+Made = TypeVar("Made", Generation, Prefill)
 
 
 class HFEngine(StockLoop):
@@ -331,7 +332,8 @@ class HFEngine(StockLoop):
                         if on_chunk is not None:
                             on_chunk(done, total)
         cached, num_blocks = member.num_cached[0], -(-total // self.cache.config.block_size)
-        return Prefill(total, cached, total - cached, num_blocks, self._clock() - started)
+        made = Prefill(total, cached, total - cached, num_blocks, self._clock() - started)
+        return self._with_loaded(made, member)
 
     # Generation -----------------------------------------------------------------------------------------------
 
@@ -465,7 +467,7 @@ class HFEngine(StockLoop):
         made = _generation(request, rows, member.num_cached, first_token_at, started, seconds, begun)
         return self._with_loaded(made, member)
 
-    def _with_loaded(self, made: Generation, member: BatchRequest) -> Generation:
+    def _with_loaded(self, made: Made, member: BatchRequest) -> Made:
         if self._tiers is None and not self.cache.config.has_tiers:
             return made
         return replace(

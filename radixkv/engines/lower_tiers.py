@@ -342,6 +342,10 @@ class LowerTiers:
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """Do nothing: the engine saves."""
 
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """Return False: the engine loads."""
+        return False
+
     def begin(self, target: Target) -> Loading | None:
         """Return None: the engine loads."""
 

@@ -123,6 +123,11 @@ class TiersByDtype:
         if tiers is not None:
             tiers.keep(tenant, take)
 
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """See ``Below``."""
+        tiers = self._of(namespace.tenant)
+        return tiers is not None and tiers.may_have(namespace, key)
+
     def begin(self, target: Target) -> Loading | None:
         """See ``Below``."""
         tiers = self._of(target.namespace.tenant)

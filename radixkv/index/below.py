@@ -143,6 +143,9 @@ class Below(Protocol):
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """Copy what ``take`` returns."""
 
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether the last block of a key may lie below. False if it surely doesn't; fast then."""
+
     def begin(self, target: Target) -> Loading | None:
         """Begin to load what lies below of a sequence; None if there is nothing."""
 

@@ -86,7 +86,9 @@ class LoadTarget:
 
 def _first_own(cache: CacheState, state: SequenceState) -> int:
     """Return the first block that only this sequence has, and that neither was nor is being computed."""
-    computed = max([state._num_committed, *(each.end for each in state._ahead or ())])
+    computed = state._num_committed
+    for each in state._ahead or ():
+        computed = max(computed, each.end)
     return max(-(-computed // cache._block_size), state._own)
 
 
@@ -95,11 +97,18 @@ def loading_of(cache: CacheState, state: SequenceState) -> Loading | None:
     below = cache._below
     if below is None or not below.keeps_commits:
         return None
+    size = cache._block_bytes
     with cache._lock:
-        stop = max(state._size - 1, 0) // cache._block_bytes
-        if not state._is_open or _first_own(cache, state) >= stop:
+        start, stop = _first_own(cache, state), max(state._size - 1, 0) // size
+        if not state._is_open or start >= stop:
             return None
-        state._loading = target = LoadTarget(cache, state, state.key_between(0, stop * cache._block_bytes))
+        head = state.key_between(0, (start + 1) * size)
+    if not below.may_have(state._tree.namespace, head):
+        return None
+    with cache._lock:
+        if not state._is_open:
+            return None
+        state._loading = target = LoadTarget(cache, state, state.key_between(0, stop * size))
     return below.begin(target)
 
 

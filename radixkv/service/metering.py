@@ -116,7 +116,15 @@ class Meter:
         for ttl_s, tokens in usage.written.items():
             ttl_class = TTL_CLASSES[min(bisect_left(TTL_CLASSES, ttl_s), len(TTL_CLASSES) - 1)]
             written[ttl_class] = written.get(ttl_class, 0) + tokens
-        counts = Counts(1, usage.read, written, usage.uncached, usage.generated)
+        counts = Counts(
+            1,
+            usage.read,
+            written,
+            usage.uncached,
+            usage.generated,
+            read_host=usage.read_host,
+            read_disk=usage.read_disk,
+        )
         return self._record(kind, payer, counts)
 
     async def settled(self, written: Written | None) -> None:

@@ -290,6 +290,8 @@ _SERVED = {
 _COUNTS = {
     "requests": 3,
     "read_tokens": 128,
+    "read_host_tokens": 64,
+    "read_disk_tokens": 0,
     "written_tokens": {"300": 64},
     "uncached_tokens": 9,
     "generated_tokens": 24,

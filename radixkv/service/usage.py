@@ -3,6 +3,7 @@
     prompt   [0 ──── read ──── cached)[cached ── written, by TTL ── end of the last promise)[── uncached ── n)
 
 - **Read**: tokens that the engine really took from the cache. Whole blocks, so the number is rounded down to blocks.
+  Of these, some came back from host memory or the disk below the cache.
 - **Written**: computed tokens inside a promise (``Promise``) that was granted. Each token counts once, for the longest
   TTL that covers it.
 - **Uncached**: all other tokens of the prompt. They may be found again, but nothing was promised.
@@ -13,10 +14,13 @@ The three always add up to the prompt. The shapes of all providers and the recor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from radixkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from radixkv.engines.engine_protocol import Loaded
 
 TTL_5M: Final = 300
 TTL_30M: Final = 1_800
@@ -34,12 +38,17 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """Tokens of one request. ``written``: TTL in seconds → tokens, only TTLs with tokens."""
+    """Tokens of one request. ``written``: TTL in seconds → tokens, only TTLs with tokens.
+
+    ``read_host``, ``read_disk``: of ``read``, those that came back from these tiers.
+    """
 
     read: int = 0
     written: Mapping[int, int] = field(default_factory=dict)
     uncached: int = 0
     generated: int = 0
+    read_host: int = 0
+    read_disk: int = 0
 
     @property
     def num_written(self) -> int:
@@ -60,7 +69,15 @@ class RequestUsage:
             written,
             self.uncached + other.uncached,
             self.generated + other.generated,
+            self.read_host + other.read_host,
+            self.read_disk + other.read_disk,
         )
+
+    def loaded(self, loaded: Loaded | None) -> RequestUsage:
+        """Return the same, with what the tiers below brought back. None: nothing is known of them."""
+        if loaded is None:
+            return self
+        return replace(self, read_host=loaded.host_tokens, read_disk=loaded.disk_tokens)
 
 
 def usage_of(

@@ -34,6 +34,7 @@ from radixkv.service.worker import Cancelled, ModelWorker, Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import Engine
+    from radixkv.engines.engine_protocol import Loaded
 
 
 class ClearedMeanwhile(LeaseError):
@@ -49,11 +50,12 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A resident prefix: ``num_tokens`` of it, of which ``num_cached`` were resident before."""
+    """A resident prefix: ``num_tokens`` of it, of which ``num_cached`` were resident before, or below (``loaded``)."""
 
     num_tokens: int
     num_cached: int
     num_blocks: int
+    loaded: Loaded | None = None
 
     @property
     def num_computed(self) -> int:
@@ -119,6 +121,7 @@ class Share:
         is_first = self.warming.shares[:1] == [self] and self.warming.pay()
         cached = warmed.num_cached if is_first else warmed.num_tokens
         usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
+        usage = usage.loaded(warmed.loaded) if is_first else usage
         await self._meter.settled(self.bill(usage))
         return usage
 
@@ -134,7 +137,7 @@ class Share:
         shares.remove(self)
         warmed = warming.done()
         if was_first and warmed is not None and warming.pay():
-            self.bill(usage_of(warmed.num_tokens, warmed.num_cached))
+            self.bill(usage_of(warmed.num_tokens, warmed.num_cached).loaded(warmed.loaded))
 
 
 class Warmer:
@@ -231,11 +234,12 @@ class Warmer:
         match = cache.match(namespace, prompt_key)
         num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
+        loaded: Loaded | None = None
         if match.num_tokens < num_tokens:
             computed = self._engine.prefill(
                 namespace, prompt_key, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
             )
-            num_cached = min(computed.num_cached_tokens, num_tokens)
+            num_cached, loaded = min(computed.num_cached_tokens, num_tokens), computed.loaded
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile
         elif cache.touch(namespace, prompt_key) < num_tokens:
@@ -243,7 +247,7 @@ class Warmer:
         warming.num_ready = num_tokens
         if self._recorder is not None:
             self._recorder.record(namespace, prompt_key, (), monotonic() - began_at, _HINTS)
-        return Warmed(num_tokens, num_cached, num_tokens // self._engine.limits.block_size)
+        return Warmed(num_tokens, num_cached, num_tokens // self._engine.limits.block_size, loaded)
 
 
 def _bill_abandoned(warming: Warming, future: Future[Warmed]) -> None:

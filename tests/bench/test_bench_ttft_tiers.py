@@ -15,7 +15,7 @@ from tests.forked import small_demo_model
 def test_each_way_finds_its_tokens() -> None:
     with small_demo_model():
         result = tiered_ttft.run(tokens=150, rounds=2)
-    assert result["same_tokens"]
+    assert result["same_tokens"] and min(result["miss_us"], result["evict_us"], result["evict_below_us"]) > 0
     assert {way: each["cached_tokens"] for way, each in result["ways"].items()} == {
         "cold": 0, "cache": 144, "host": 144, "disk": 144, "slow": 0, "hung": 0,
     }  # fmt: skip

@@ -135,6 +135,15 @@ def test_a_restart_finds_what_was_computed(folder: Path) -> None:
         assert counts["disk"]["load_seconds"] > 0 and counts["host"]["load_seconds"] > 0
 
 
+def test_a_miss_asks_no_more_than_the_first_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(folder) as owner:
+        owner.known()
+        monkeypatch.setattr(TierLoading, "begin", lambda self: pytest.fail("there is nothing"))
+        for ids, namespace in (([7, *PROMPT], NS), (PROMPT, NS._replace(salt="x")), (PROMPT[:4], NS)):
+            with owner.cache.open(namespace, ids) as sequence:
+                assert sequence.loading is None
+
+
 def test_the_engine_and_the_disk_meet(folder: Path) -> None:
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:

@@ -44,6 +44,13 @@ def loaded_of(acme: httpx.Client) -> tuple[int, int]:
     return found["host_tokens"], found["disk_tokens"]
 
 
+def billed(acme: httpx.Client, kind: str = "completion") -> tuple[int, int]:
+    """Return the tokens of all requests of a kind that came from host memory and from the disk."""
+    rows = [row for row in acme.get("/v1/usage").json()["rows"] if row["kind"] == kind]
+    assert all(row["read_host_tokens"] + row["read_disk_tokens"] <= row["read_tokens"] for row in rows)
+    return sum(row["read_host_tokens"] for row in rows), sum(row["read_disk_tokens"] for row in rows)
+
+
 def metric(operator: httpx.Client, name: str, tier: str) -> float:
     found = re.search(rf'^radixkv_tier_{name}{{tier="{tier}"}} (\S+)$', operator.get("/metrics").text, re.M)
     assert found is not None, name
@@ -63,6 +70,7 @@ def test_host_memory_below_a_service() -> None:
         evict_all(live)
         again, cached = ask(live.acme)
         assert again == first and cached > 100
+        assert billed(live.acme) == (cached, 0)
         assert metric(live.operator, "hit_blocks_total", "host") == cached // 16
         assert metric(live.operator, "open", "host") == 1
         assert metric(live.operator, "errors_total", "host") == 0
@@ -75,6 +83,11 @@ def test_host_memory_below_a_service() -> None:
         evict_all(live)
         host_tokens, disk_tokens = loaded_of(live.acme)
         assert host_tokens > 100 and disk_tokens == 0
+        assert billed(live.acme) == (cached + host_tokens, 0)
+        evict_all(live)
+        warmed = live.acme.post("/v1/warm", json={"prompt": PROMPT}).json()
+        assert warmed["computed"] < 32
+        assert billed(live.acme, "warm") == (host_tokens - warmed["computed"], 0)
         evict_all(live)
         assert ask(live.globex) == (first, 0), "another tenant"
         live.operator.post("/v1/tenants/acme/purge").raise_for_status()
@@ -152,7 +165,7 @@ def test_a_disk_survives_the_process(tmp_path: Path) -> None:
     ):
         assert metric(operator, "open", "disk") == 1
         host_tokens, disk_tokens = loaded_of(acme)
-        assert disk_tokens > 100 and host_tokens == 0
+        assert disk_tokens > 100 and host_tokens == 0 and billed(acme) == (0, disk_tokens)
         again, cached = ask(acme)
         assert again == first and cached > 100
         assert metric(operator, "hit_blocks_total", "disk") == (cached + disk_tokens) // 16

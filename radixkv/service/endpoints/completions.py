@@ -374,7 +374,7 @@ class Run:
         usage = RequestUsage(generated=generated)
         for prompt, cached in zip(self.prompts, generation.num_cached_tokens, strict=True):
             usage += usage_of(prompt.num_tokens, cached, granted)
-        return usage
+        return usage.loaded(generation.loaded)
 
     def note_calls(self) -> None:
         """Tell the eviction policy that a tool's answer continues the conversation of the first prompt."""

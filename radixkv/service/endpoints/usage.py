@@ -110,6 +110,8 @@ def _counts(counts: Counts) -> dict[str, Any]:
     return {
         "requests": counts.requests,
         "read_tokens": counts.read,
+        "read_host_tokens": counts.read_host,
+        "read_disk_tokens": counts.read_disk,
         "written_tokens": {str(ttl_s): tokens for ttl_s, tokens in counts.written.items()},
         "uncached_tokens": counts.uncached,
         "generated_tokens": counts.generated,

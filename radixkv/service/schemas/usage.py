@@ -14,6 +14,8 @@ class UsageCounts(ReplyBody):
 
     requests: int
     read_tokens: int = Field(description="prompt tokens that were read from the cache")
+    read_host_tokens: int = Field(description="those of read_tokens that came back from host memory")
+    read_disk_tokens: int = Field(description="those of read_tokens that came back from the disk")
     written_tokens: dict[str, int] = Field(
         description="by TTL in seconds: prompt tokens that were computed, and promised to stay that long"
     )
