@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -406,21 +407,30 @@ def a_tenant_served_by_tiers_of_another_dtype(patch: pytest.MonkeyPatch) -> None
     patch.setattr(TiersByDtype, "_is_of", lambda self, dtype, tenant: True)
 
 
-def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for plant, run in (
-        (lossy_served_to_an_exact_tenant, lambda: test_what_was_evicted_comes_back_with_small_errors("int8")),
+@pytest.mark.parametrize(
+    ("plant", "run"),
+    [
         (
+            lossy_served_to_an_exact_tenant,
+            lambda: test_what_was_evicted_comes_back_with_small_errors("int8"),
+        ),
+        pytest.param(
             a_change_that_leaves_what_is_resident,
             lambda: test_a_change_forgets_all_that_the_tenant_has("fp8", "exact"),
+            marks=pytest.mark.pure,
         ),
         (a_purge_that_skips_lossy_tiers, lambda: test_what_was_forgotten_does_not_come_back("purge", NS)),
-        (a_tenant_served_by_tiers_of_another_dtype, lambda: test_only_lossy_tenants_may_have_tiers()),
-    ):
+        (a_tenant_served_by_tiers_of_another_dtype, test_only_lossy_tenants_may_have_tiers),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
         run()
-        with monkeypatch.context() as patch:
-            plant(patch)
-            with pytest.raises(AssertionError):
-                run()
 
 
 def test_the_wrong_tiers_alone_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

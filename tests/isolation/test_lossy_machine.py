@@ -79,7 +79,7 @@ def a_change_that_only_the_cache_hears_of(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         lossy_served_to_an_exact_tenant,
-        a_change_that_leaves_what_is_resident,
+        pytest.param(a_change_that_leaves_what_is_resident, marks=pytest.mark.pure),
         a_purge_that_skips_lossy_tiers,
         scales_of_another_vector,
         a_change_that_only_the_cache_hears_of,
