@@ -97,6 +97,13 @@ MAX_PINS: Final = 1_024
 
 Mode = Literal["burst", "strict"]
 
+TierDtype = Literal["exact", "fp8", "int8"]
+"""How the tiers below a cache keep KV."""
+
+LOSSY_DTYPES: Final[tuple[TierDtype, ...]] = ("fp8", "int8")
+QUANTIZABLE: Final = ("float32", "float16", "bfloat16")
+"""Element types of KV that can be kept with a lossy ``tier_dtype``."""
+
 
 class _Fields(NamedTuple):
     tenant: str
@@ -208,6 +215,9 @@ class Tenant:
       used blocks, and are borrowed above the guarantee.
     - ``max_pins``: the most pins at a time, ≥ 0; 1,024 by default. A pin of blocks that another pin or a base holds
       already uses nothing of ``max_pinned_blocks``, but about 2 KiB of memory.
+    - ``tier_dtype``: how the tiers below keep its KV. ``"exact"``: bit for bit. ``"fp8"``, ``"int8"``: with 8 bits a
+      value, in ``CacheConfig.lossy_host_blocks``. What comes back has small errors then, in this tenant alone. It can't
+      publish bases. A change forgets what the tenant has.
     - ``policy``: the name of its eviction policy, as in ``CacheConfig.policy``, or a function that makes one, called
       like a ``radixkv_policies.Policy``. None: the cache's.
 
@@ -222,9 +232,12 @@ class Tenant:
     max_pinned_blocks: int | None = None
     policy: str | Callable[..., Any] | None = None
     max_pins: int = MAX_PINS
+    tier_dtype: TierDtype = "exact"
 
     def __post_init__(self) -> None:
         _check_tenant_id(self.id)
+        if not isinstance(self.tier_dtype, str) or self.tier_dtype not in ("exact", *LOSSY_DTYPES):
+            raise ArgumentError("tier_dtype", self.tier_dtype, "'exact', 'fp8' or 'int8'")
         weight: object = self.weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
@@ -302,6 +315,8 @@ class CacheConfig:
       its ids, 4 bytes a token.
     - ``host_blocks``: blocks of host memory below the pool, 0 or at least 2, in which committed KV are kept. What was
       evicted comes back by ``Sequence.loading``. Needs a layout or a storage.
+    - ``lossy_host_blocks``: the same for tenants with a lossy ``tier_dtype``, whose blocks are smaller there. So many
+      for each of the dtypes that are used. Needs KV of float32, float16 or bfloat16.
     """
 
     num_blocks: int
@@ -317,6 +332,12 @@ class CacheConfig:
     writes_before_reads: bool = False
     max_announcements: int = MAX_ANNOUNCEMENTS
     host_blocks: int = 0
+    lossy_host_blocks: int = 0
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the cache itself makes tiers below it."""
+        return bool(self.host_blocks or self.lossy_host_blocks)
 
     @property
     def segment_blocks(self) -> int:
@@ -329,11 +350,10 @@ class CacheConfig:
         _require_int("seed", self.seed, 0, 2**63 - 1)
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
         _require_int("max_announcements", self.max_announcements, 0, 2**20)
-        _require_int("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
-        if self.host_blocks and self.blocks == "engine":
-            raise ConfigError(
-                "host_blocks", self.host_blocks, "0 with blocks='engine': there are no sequences"
-            )
+        for name in ("host_blocks", "lossy_host_blocks"):
+            _require_int(name, getattr(self, name), 0, MAX_BLOCKS)
+            if getattr(self, name) and self.blocks == "engine":
+                raise ConfigError(name, getattr(self, name), "0 with blocks='engine': there are no sequences")
         if self.scrub not in ("cross-tenant", "always", "never"):
             raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
         if self.blocks not in ("cache", "engine"):
@@ -345,6 +365,12 @@ class CacheConfig:
             raise ConfigError("default_tenant", default, "a burst Tenant without a guarantee, or None")
         if self.layout is not None and not isinstance(self.layout, KVLayout):
             raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
+        dtype = "exact" if self.default_tenant is None else self.default_tenant.tier_dtype
+        if dtype != "exact" and self.host_blocks and not self.lossy_host_blocks:
+            raise ConfigError("default_tenant.tier_dtype", dtype, "'exact' without lossy_host_blocks")
+        if self.lossy_host_blocks and self.layout and self.layout.dtype not in QUANTIZABLE:
+            allowed = f"0 with KV of {self.layout.dtype}: only {', '.join(QUANTIZABLE)} can be quantised"
+            raise ConfigError("lossy_host_blocks", self.lossy_host_blocks, allowed)
         object.__setattr__(self, "device", str(self.device))
         resolve("policy", self.policy)
         own = None if self.default_tenant is None else self.default_tenant.policy

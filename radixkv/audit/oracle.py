@@ -161,10 +161,10 @@ def cache_with_engine(
 class Engine:
     """A deterministic engine over a cache's blocks, ``rows[block, key or value, row]``.
 
-    With a layout, the engine writes into the cache's own storage (float64, one layer, one head, head size 1, on the
-    CPU), and the cache executes its copies. Without one, the engine owns the rows, and executes ``flush()`` before
-    it touches them. It executes the last copy first: copies of a plan must not depend on each other, and this tests
-    it.
+    With a layout, the engine writes into the cache's own storage (float64 or float32, one layer, one head, head size 1,
+    on the CPU), and the cache executes its copies. Without one, the engine owns the rows, and executes ``flush()``
+    before it touches them. It executes the last copy first: copies of a plan must not depend on each other, and this
+    tests it.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -173,7 +173,7 @@ class Engine:
         config = cache.config
         shape = (config.num_blocks, 2, config.block_size)
         if self._owned:
-            self._rows: NDArray[np.float64] = np.zeros(shape, dtype=np.float64)
+            self._rows: NDArray[Any] = np.zeros(shape, dtype=np.float64)
         else:
             self._rows = cache.storage.data.numpy().reshape(shape)
         self._copied_when_settled = 0
@@ -199,16 +199,20 @@ class Engine:
         blocks, rows = self._where(block_table, start, start + len(states))
         self._rows[blocks, :, rows] = rows_of(states).T
 
-    def holds(self, block_table: NDArray[np.int32], states: Sequence[int]) -> bool:
+    def holds(self, block_table: NDArray[np.int32], states: Sequence[int], within: float = 0.0) -> bool:
         """Whether the first ``len(states)`` rows under ``block_table`` are those of ``states``, bit for bit.
 
-        It doesn't execute waiting copies, so the blocks must be settled.
+        ``within``: the relative error that is allowed, in place of equal bits. It doesn't execute waiting copies, so
+        the blocks must be settled.
         """
         blocks, rows = self._where(block_table, 0, len(states))
-        return bool(np.array_equal(self._rows[blocks, :, rows], rows_of(states).T))
+        found, wanted = self._rows[blocks, :, rows], rows_of(states).T.astype(self._rows.dtype)
+        if within:
+            return bool((np.abs(found - wanted) <= within * np.abs(wanted)).all())
+        return bool(np.array_equal(found, wanted))
 
-    def read(self, block_ids: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return a copy of whole blocks: float64 ``[len(block_ids), 2, block_size]``.
+    def read(self, block_ids: NDArray[np.int32]) -> NDArray[Any]:
+        """Return a copy of whole blocks, ``[len(block_ids), 2, block_size]``.
 
         As in ``holds``, they must be settled.
         """

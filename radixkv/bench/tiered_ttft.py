@@ -27,6 +27,7 @@ import numpy as np
 from radixkv.bench.measure import columns, heading, surroundings
 from radixkv.config import CacheConfig, KVLayout, Namespace
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
@@ -122,7 +123,7 @@ def _round(
 ) -> set[tuple[int, ...]]:
     """Ask cold, then by the other ways, in an order that alternates. Returns the answers."""
     cache, answers = engine.cache, set()
-    assert isinstance(cache, TieredCache) and cache.lower is not None
+    assert isinstance(cache, TieredCache) and isinstance(cache.lower, LowerTiers)
     disk = cache.lower.disk
     assert disk is not None
     for way in ("cold", *(WAYS[1:] if at % 2 else WAYS[:0:-1])):

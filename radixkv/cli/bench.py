@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import click
@@ -511,6 +512,42 @@ def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     with progress_bar(3 * (rounds + 1), "measuring") as advance:
         result = tiered_ttft.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
     print_result(result, tiered_ttft.table, as_json)
+
+
+@bench.command(
+    "tier-dtype",
+    short_help="Measure the errors of lossy tiers.",
+    epilog=examples(
+        "radixkv bench tier-dtype", "radixkv bench tier-dtype --model /models/small --tokens 1000"
+    ),
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of a model and its tokenizer.  [trains a small model of bytes]",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 10**5), default=600, show_default=True, help="Steps of training."
+)
+@click.option(
+    "--prompts", type=click.IntRange(1, 1000), default=64, show_default=True, help="Prompts to measure."
+)
+@click.option(
+    "--tokens", type=click.IntRange(17, 8000), default=256, show_default=True, help="Tokens in a prompt."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
+@json_option
+@needs_extra("hf")
+def bench_tier_dtype(model: str | None, steps: int, prompts: int, as_json: bool, **options: Any) -> None:
+    """Compare what a model says over KV that came back from host memory: exact, fp8 and int8."""
+    from radixkv.bench import tier_dtype
+
+    folder = None if model is None else Path(model)
+    with progress_bar(prompts + (steps if model is None else 0), "measuring") as advance:
+        result = tier_dtype.run(model=folder, steps=steps, prompts=prompts, progress=advance, **options)
+    print_result(result, tier_dtype.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:

@@ -186,6 +186,12 @@ SERVE: Final = (
         unset="none",
     ),
     Setting(
+        "lossy-host-memory",
+        "The same for tenants whose tier_dtype is fp8 or int8, with 8 bits a value; so much for each of the two.",
+        "text",
+        unset="none",
+    ),
+    Setting(
         "disk",
         "Keep KV in this folder too, sealed, also across restarts; needs --host-memory and --fleet-secret.",
         "new folder",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.engines.tiers_by_dtype import TiersByDtype
 
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
@@ -78,7 +79,7 @@ class Batch:
         gate: Gate,
         after_step: Callable[[], object],
         clock: Clock,
-        tiers: LowerTiers | None = None,
+        tiers: LowerTiers | TiersByDtype | None = None,
     ) -> None:
         self._cache, self._forward, self._chunk_tokens, self._tiers = cache, forward, chunk_tokens, tiers
         self._gate, self._after_step, self._clock = gate, after_step, clock

@@ -20,14 +20,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from radixkv.config import CacheConfig, Namespace
+from radixkv.config import CacheConfig, Namespace, TierDtype
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.record_reader import RecordReader
 from radixkv.engines.tier_loading import Put, TierLoading
 from radixkv.engines.tier_settings import UNCACHED_SALT, DiskOptions, TierSettings
-from radixkv.errors import CapacityError, ConfigError
+from radixkv.errors import CapacityError
 from radixkv.index.below import Part, Target
 from radixkv.index.tokens import TOKEN_BYTES
 
@@ -40,9 +40,9 @@ LOCKED_BYTES: Final = 1 << 20
 
 
 class CacheTiers(LowerTiers):
-    """The tiers below a cache with this configuration and storage. ``fingerprint``: of what computes the KV.
+    """The tiers below a cache with this configuration and storage, for tenants with one ``tier_dtype``.
 
-    Any thread may use it. Raises ConfigError without a storage, and as LowerTiers.
+    ``fingerprint``: of what computes the KV. Any thread may use it. Raises ConfigError as LowerTiers.
     """
 
     keeps_commits = True
@@ -50,17 +50,16 @@ class CacheTiers(LowerTiers):
     def __init__(
         self,
         config: CacheConfig,
-        storage: BlockStorage | None,
+        storage: BlockStorage,
         disk: DiskOptions | None = None,
         fingerprint: str = "",
+        dtype: TierDtype = "exact",
     ) -> None:
-        if storage is None:
-            allowed = "0 without a layout or a storage: the cache must copy the blocks"
-            raise ConfigError("host_blocks", config.host_blocks, allowed)
         self.gate = Gate()
+        num_slots = config.host_blocks if dtype == "exact" else config.lossy_host_blocks
         super().__init__(
             storage,
-            TierSettings(0, disk, config.host_blocks),
+            TierSettings(0, disk, num_slots, dtype),
             fingerprint,
             self.gate,
             policy=config.policy,
@@ -153,7 +152,7 @@ class CacheTiers(LowerTiers):
         return partial(self.memory.put, self.memory.stage_row(row))
 
     def _load(self, slots: Slots, start: int, put: Put) -> None:
-        step, num_loaded = max(LOCKED_BYTES // self.memory.block_bytes, 1), 0
+        step, num_loaded = max(LOCKED_BYTES // self.memory.engine_bytes, 1), 0
         try:
             for at in range(0, len(slots), step):
                 staged = self.memory.stage(slots[at : at + step])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from hashlib import sha256
 from typing import Any, Final
 
 from radixkv.config import MAX_PINS, Namespace, Tenant, require_loaded
 from radixkv.engines.salt import SaltReader
+from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.pins import Pin
@@ -25,9 +27,7 @@ MAX_NAMES: Final = 1_000
 Fields = Mapping[str, Any]
 Answer = dict[str, Any]
 
-SETTINGS: Final = frozenset(
-    {"weight", "guaranteed_blocks", "max_blocks", "mode", "max_pinned_blocks", "max_pins", "policy"}
-)
+SETTINGS: Final = frozenset(each.name for each in dataclass_fields(Tenant)) - {"id"}
 
 
 class TenantCommands:
@@ -61,6 +61,10 @@ class TenantCommands:
         given = {name: fields[name] for name in SETTINGS if fields.get(name) is not None}
         if "policy" in given:
             require_loaded("policy", text_of(fields, "policy"))
+        if given.get("tier_dtype", "exact") != "exact" and not has_own_tiers(self._cache):
+            raise ArgumentError(
+                "tier_dtype", given["tier_dtype"], "'exact': the tiers of this engine keep all as it is"
+            )
         given.setdefault("max_pins", MAX_PINS)
         names, done = self.names(fields), list[str]()
         before = [self._cache.tenant(name) for name in names]
@@ -113,6 +117,11 @@ class TenantCommands:
             "namespaces": [digest_of(each) for each in found[after : after + MAX_NAMES]],
             "next": following,
         }
+
+
+def has_own_tiers(cache: PrefixCache) -> bool:
+    """Whether a cache may have tiers below that know ``tier_dtype``."""
+    return cache.config.has_tiers or isinstance(cache, TieredCache)
 
 
 def digest_of(namespace: Namespace) -> str:

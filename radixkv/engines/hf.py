@@ -67,6 +67,7 @@ from radixkv.engines.hf_stock import STOCK_SETTINGS, Random, Request, StockLoop,
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.tiered_cache import TieredCache
+from radixkv.engines.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
 from radixkv.index import tokens
@@ -140,7 +141,7 @@ class HFEngine(StockLoop):
                 model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}
             )
 
-    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers:
+    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers | TiersByDtype:
         """Make the tiers below the cache."""
         cache = self.cache
         if not isinstance(cache, TieredCache):
@@ -150,19 +151,30 @@ class HFEngine(StockLoop):
         if not is_packed:
             allowed = "a model of which requests step together; those with an attention of their own don't"
             raise ConfigError("tiers", type(self.model).__name__, allowed)
-        cache.lower = tiers = LowerTiers(
-            self._storage,
-            settings,
-            self.fingerprint,
-            self._gate,
-            policy=cache.config.policy,
-            always_scrubs=cache.config.scrub == "always",
-        )
+        tiers = tiers_of(settings, self._made_tiers, default_dtype(cache.config))
+        try:
+            for known in (cache.config.default_tenant, *map(cache.tenant, cache.tenants())):
+                if known is not None:
+                    tiers.require(known)
+        except ArgumentError:
+            tiers.close()
+            raise
+        cache.lower = tiers
         for known in map(cache.tenant, cache.tenants()):
             if known is not None:
                 tiers.add_tenant(known)
         tiers.start()
         return tiers
+
+    def _made_tiers(self, settings: TierSettings) -> LowerTiers:
+        return LowerTiers(
+            self._storage,
+            settings,
+            self.fingerprint,
+            self._gate,
+            policy=self.cache.config.policy,
+            always_scrubs=self.cache.config.scrub == "always",
+        )
 
     def close(self) -> None:
         """Give a disk's folder back, after all calls. Waits some seconds for what isn't stored yet."""
@@ -456,7 +468,7 @@ class HFEngine(StockLoop):
         return self._with_loaded(made, member)
 
     def _with_loaded(self, made: Made, member: BatchRequest) -> Made:
-        if self._tiers is None and not self.cache.config.host_blocks:
+        if self._tiers is None and not self.cache.config.has_tiers:
             return made
         return replace(
             made, loaded=Loaded(member.num_loaded["host"], member.num_loaded["disk"], member.loading_s)

@@ -97,14 +97,7 @@ class StepReport:
             self.failed[request_id] = min(position, self.failed.get(request_id, position))
 
 
-class _Layer(NamedTuple):
-    """One tensor of the engine by its blocks, and the same of the host's rows."""
-
-    engine: torch.Tensor
-    host: torch.Tensor
-
-
-class _Save(NamedTuple):
+class Save(NamedTuple):
     """Saves of a step that are on their way: pinned copies of each layer."""
 
     step: int
@@ -127,28 +120,33 @@ class HostBlocks:
         engine = _distinct(kv_caches, num_blocks)
         if not engine:
             raise ConfigError("kv_caches", "{}", "at least one layer")
-        self.num_slots = num_slots
         sizes = [bytes_of_row(each[0]) for each in engine]
-        self.block_bytes = sum(sizes)
-        self._rows = torch.zeros((num_slots, self.block_bytes), dtype=torch.uint8)
-        self.num_staging = num_staging
-        self._staging = torch.zeros((num_staging, self.block_bytes), dtype=torch.uint8)
-        self._layers, self._staging_layers, start = [], [], 0
-        for each, size in zip(engine, sizes, strict=True):
-            used = slice(start, start + each[0].numel() * each.element_size())
-            row = self._rows[:, used].view(each.dtype)
-            self._layers.append(_Layer(each, row.view(num_slots, *each.shape[1:])))
-            row = self._staging[:, used].view(each.dtype)
-            self._staging_layers.append(row.view(num_staging, *each.shape[1:]))
-            start += size
+        self._begin(num_slots, num_staging, sum(sizes), engine, num_blocks)
+        self._host = _by_tensor(self._rows, engine, sizes)
+        self._staged_host = _by_tensor(self._staging, engine, sizes)
+
+    def _begin(
+        self, num_slots: int, num_staging: int, block_bytes: int, engine: list[torch.Tensor], num_blocks: int
+    ) -> None:
+        """Allocate empty rows of ``block_bytes`` for blocks of the engine's tensors."""
+        self.num_slots, self.num_staging, self.block_bytes = num_slots, num_staging, block_bytes
+        self._rows = torch.zeros((num_slots, block_bytes), dtype=torch.uint8)
+        self._staging = torch.zeros((num_staging, block_bytes), dtype=torch.uint8)
+        self._host, self._staged_host = [self._rows], [self._staging]
+        self._engine = engine
         self._device = engine[0].device
         self._num_engine_blocks = num_blocks
         self._stamps = np.full(num_slots, _EMPTY, np.int64)
-        self._saving: deque[_Save] = deque()
+        self._saving: deque[Save] = deque()
         self._report = StepReport()
         self._loaded: set[str] = set()
         self._invalid: set[int] = set()
         self.counts = dict.fromkeys(("loaded_blocks", "failed_blocks", "saved_blocks", "unsaved_blocks"), 0)
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of a block in the engine's memory, or while it is copied."""
+        return self.block_bytes
 
     def load(self, work: StepWork) -> None:
         """Zero slots, fill slots, then load. What can't be loaded is reported, whatever the reason."""
@@ -225,7 +223,7 @@ class HostBlocks:
 
     def _parts(self, at: Slots) -> Iterator[Slots]:
         """Cut into parts of at most _MOST_BYTES."""
-        size = max(_MOST_BYTES // self.block_bytes, 1)
+        size = max(_MOST_BYTES // self.engine_bytes, 1)
         for start in range(0, len(at), size):
             yield at[start : start + size]
 
@@ -234,18 +232,17 @@ class HostBlocks:
     def stage(self, slots: Slots) -> list[torch.Tensor]:
         """Return copies of slots on the engine's device, a tensor a layer, without waiting for it."""
         self._require_places(slots, _no_ids())
-        source = torch.from_numpy(slots)
-        return [self._staged(layer.host, source) for layer in self._layers]
+        return self._copied_back(self._host, torch.from_numpy(slots))
 
     def stage_row(self, row: int) -> list[torch.Tensor]:
         """Return copies of a row of staging memory on the engine's device, a tensor a layer of one block."""
-        return [self._staged(layer, torch.tensor([row])) for layer in self._staging_layers]
+        return self._copied_back(self._staged_host, torch.tensor([row]))
 
-    def put(self, staged: list[torch.Tensor], blocks: NDArray[np.int32]) -> None:
+    def put(self, staged: list[torch.Tensor], blocks: NDArray[np.int32] | Slots) -> None:
         """Write what ``stage`` returned into as many of the engine's blocks, without waiting for its device."""
         target = torch.from_numpy(blocks.astype(np.int64)).to(self._device)
-        for layer, rows in zip(self._layers, staged, strict=True):
-            layer.engine.index_copy_(0, target, rows)
+        for tensor, rows in zip(self._engine, staged, strict=True):
+            tensor.index_copy_(0, target, rows)
 
     # --- for a disk below, in the same process
 
@@ -276,11 +273,13 @@ class HostBlocks:
             self._rows.index_fill_(0, torch.from_numpy(slots), 0)
 
     def _copy_in(self, slots: Slots, blocks: Slots) -> None:
-        source, target = torch.from_numpy(slots), torch.from_numpy(blocks).to(self._device)
-        for layer in self._layers:
-            layer.engine.index_copy_(0, target, self._staged(layer.host, source))
+        self.put(self._copied_back(self._host, torch.from_numpy(slots)), blocks)
 
-    def _staged(self, host: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _copied_back(self, host: list[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
+        """Return what rows of the host hold on the engine's device, a tensor a layer."""
+        return [self._on_device(each, slots) for each in host]
+
+    def _on_device(self, host: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return rows of the host on the engine's device, without waiting for it."""
         if self._device.type == "cpu":
             return host.index_select(0, slots)
@@ -292,19 +291,23 @@ class HostBlocks:
         try:
             self._require_places(slots, blocks)
             self._stamps[slots] = _EMPTY
-            self._saving.append(_Save(step, slots, self._copied_out(blocks), self._event()))
+            self._saving.append(Save(step, slots, self._copied_out(blocks), self._event()))
         except Exception:  # noqa: BLE001 - whatever it is, it is reported, and the step goes on
             self._fail(step, len(slots))
 
     def _copied_out(self, blocks: Slots) -> list[torch.Tensor]:
         source = torch.from_numpy(blocks).to(self._device)
-        copies = [layer.engine.index_select(0, source) for layer in self._layers]
+        copies = self._read(source)
         if self._device.type == "cpu":
             return copies
         pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in copies]
         for to, each in zip(pinned, copies, strict=True):
             to.copy_(each, non_blocking=True)
         return pinned
+
+    def _read(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Return what is kept of the engine's blocks, on its device: for each tensor of the host its rows."""
+        return [each.index_select(0, blocks) for each in self._engine]
 
     def _event(self) -> Any:
         """Return something whose ``query`` tells whether the copies are complete; None if they are."""
@@ -328,15 +331,19 @@ class HostBlocks:
         if not any(each.step == step for each in self._saving):
             self._report.ended[step] = 1
 
-    def _write(self, save: _Save) -> None:
+    def _write(self, save: Save) -> None:
         slots = torch.from_numpy(save.slots)
-        for layer, copied in zip(self._layers, save.copies, strict=True):
-            layer.host.index_copy_(0, slots, copied)
+        for host, copied in zip(self._host, save.copies, strict=True):
+            host.index_copy_(0, slots, copied)
         self._stamps[save.slots] = save.step
         self.counts["saved_blocks"] += len(save.slots)
 
     def _fail(self, step: int, num_blocks: int) -> None:
         _log.exception("a save to host memory failed; nothing of it will be found")
+        self._leave_out(step, num_blocks)
+
+    def _leave_out(self, step: int, num_blocks: int) -> None:
+        """Report that nothing of a step is to be found."""
         self._report.unsaved.add(step)
         self.counts["unsaved_blocks"] += num_blocks
 
@@ -362,6 +369,16 @@ def _by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
             return bits.view(shape).movedim(axis, 0)
     allowed = f"a tensor with {num_blocks} blocks on its first axis, or on its second"
     raise ConfigError(f"kv_caches[{name!r}]", tuple(tensor.shape), allowed)
+
+
+def _by_tensor(rows: torch.Tensor, engine: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """Return views of rows, one for each tensor of the engine, of the same elements."""
+    views, start = list[torch.Tensor](), 0
+    for each, size in zip(engine, sizes, strict=True):
+        used = rows[:, start : start + each[0].numel() * each.element_size()]
+        views.append(used.view(each.dtype).view(len(rows), *each.shape[1:]))
+        start += size
+    return views
 
 
 def bytes_of_row(block: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -37,12 +37,14 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
+from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
+from radixkv.storage.lossy_codec import LossyCodec
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
+_NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
 
@@ -107,7 +110,8 @@ class LowerTiers:
     """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
 
     ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
-    host memory doesn't hold two blocks, or the machine hasn't got it, and for the disk's folder (``DiskSettings``).
+    host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
+    and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -121,10 +125,9 @@ class LowerTiers:
         always_scrubs: bool = False,
         clock: Clock = monotonic,
     ) -> None:
-        self.numbers, self._gate = count(1), gate or Gate()
-        tensors = _tensors_of(storage)
-        self.block_bytes = sum(bytes_of_row(each[0]) for each in tensors.values())
-        self.num_slots = _num_slots(settings, self.block_bytes)
+        self.numbers, self._gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        self.memory, num_ahead = _memory(storage, settings)
+        self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
         self.level = SecondLevel(
             self.num_slots,
@@ -132,18 +135,14 @@ class LowerTiers:
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
         )
-        num_rows, num_ahead = (
-            0 if settings.disk is None else max(min(self.num_slots // 4, most), 1)
-            for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
-        )
-        self.memory = HostBlocks(
-            self.num_slots, tensors, storage.num_blocks, num_staging=num_rows + num_ahead
-        )
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
         self._unkept: set[str] = set()
         self._strict: set[str] = set()
-        self._lock = threading.Lock()
+        self._added: set[str] = set()
+        self.serves: Callable[[str], bool] = lambda tenant: True
+        """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
+        self._lock, self._following = threading.Lock(), threading.Lock()
         self._is_off = False
         self._counts: Counter[str] = Counter()
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
@@ -167,13 +166,18 @@ class LowerTiers:
 
     def keeps(self, namespace: Namespace) -> bool:
         """Whether KV of a namespace are kept now."""
-        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or namespace.tenant in self._unkept
-        return not self._is_off and not is_left_out
+        tenant = namespace.tenant
+        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or tenant in self._unkept
+        return not self._is_off and not is_left_out and self.serves(tenant)
 
     def mark(self, tenant: str) -> int | None:
-        """Return a number that changes with each purge or clear of a tenant; None while one runs. Any thread."""
+        """Return a number that changes with each purge or clear of a tenant. Any thread.
+
+        None while one runs, and for a tenant whose KV aren't kept here.
+        """
         with self._lock:
-            return None if self._changing[tenant] else self._marks[tenant]
+            is_shut = self._changing[tenant] or not self.serves(tenant)
+            return None if is_shut else self._marks[tenant]
 
     def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
         """See ``RowBelow.is_waiting``."""
@@ -298,11 +302,22 @@ class LowerTiers:
         """Whether a purged or cleared tenant's records may still be on the disk, which doesn't serve them."""
         return self.level.disk is not None and tenant in self.level.disk.owed
 
+    def require(self, tenant: Tenant) -> None:
+        """See ``Below``."""
+        if tenant.tier_dtype != self._dtype:
+            raise ArgumentError("tier_dtype", tenant.tier_dtype, f"{self._dtype!r}: {_NO_LOSSY}")
+
+    def follow(self, settings: Callable[[], Tenant]) -> None:
+        """See ``Below``."""
+        with self._following:
+            self.add_tenant(settings())
+
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory: as much of it as it has of the cache.
 
         If it can't have that, nothing of it is kept here.
         """
+        self._added.add(tenant.id)
         try:
             self.level.cache.add_tenant(self._scaled(tenant))
             self._unkept.discard(tenant.id)
@@ -310,6 +325,15 @@ class LowerTiers:
             self._unkept.add(tenant.id)
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
         (self._strict.add if tenant.mode == "strict" else self._strict.discard)(tenant.id)
+
+    def leave_out(self, tenant: str) -> None:
+        """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
+        if tenant in self._added:
+            self._added.discard(tenant)
+            with suppress(ArgumentError):  # its share was refused
+                self.level.cache.remove_tenant(tenant)
+        self._unkept.discard(tenant)
+        self._strict.discard(tenant)
 
     # --- a cache that loads and saves by itself (``CacheTiers``)
 
@@ -438,6 +462,7 @@ class LowerTiers:
                     torch=torch.__version__,
                 ),
                 awaits_generations=disk.awaits_generations,
+                scheme=settings.dtype,
             ),
             [disk.secret],
             files=disk.files,
@@ -540,9 +565,30 @@ class LowerTiers:
                 self.level.abandon()
 
 
+def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:
+    """Return the host memory for a storage's blocks, and its rows for what comes before anybody waits for it."""
+    codec, tensors = None, _tensors_of(storage)
+    block_bytes = sum(bytes_of_row(each[0]) for each in tensors.values())
+    if settings.dtype != "exact":
+        codec = LossyCodec(storage.pool, settings.dtype)
+        block_bytes = codec.record_bytes
+    num_slots = _num_slots(settings, block_bytes)
+    num_rows, num_ahead = (
+        0 if settings.disk is None else max(min(num_slots // 4, most), 1)
+        for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
+    )
+    if codec is None:
+        memory = HostBlocks(num_slots, tensors, storage.num_blocks, num_staging=num_rows + num_ahead)
+    else:
+        memory = LossyBlocks(num_slots, codec, storage.num_blocks, num_staging=num_rows + num_ahead)
+    return memory, num_ahead
+
+
 def _num_slots(settings: TierSettings, block_bytes: int) -> int:
     blocks, physical = settings.host_blocks, physical_bytes()
     name, value = ("host_blocks", blocks) if blocks else ("host_memory", settings.host_bytes)
+    if settings.dtype != "exact":
+        name = f"lossy_{name}"
     wanted = blocks * block_bytes or settings.host_bytes
     if wanted > physical:
         raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from radixkv.config import LOSSY_DTYPES, TierDtype
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,12 +45,31 @@ class DiskOptions:
 class TierSettings:
     """``host_bytes``: of KV in host memory, at least two blocks. ``disk``: None without one.
 
-    ``host_blocks``: blocks of host memory, in place of its bytes; 0 for the bytes.
+    ``host_blocks``: blocks of host memory, in place of its bytes; 0 for the bytes. ``dtype``: of the tenants whose KV
+    it is. ``lossy_host_bytes``: host memory for the KV of tenants with each lossy dtype; 0 for none.
     """
 
     host_bytes: int
     disk: DiskOptions | None = None
     host_blocks: int = 0
+    dtype: TierDtype = "exact"
+    lossy_host_bytes: int = 0
+
+
+Disks: TypeAlias = Mapping[TierDtype, DiskOptions]
+"""Disks by the dtype of their records."""
+
+
+def disks_of(exact: DiskOptions | None, lossy: Disks | None) -> Disks:
+    """Return disks by dtype. Raises ConfigError for a lossy disk of another dtype, and for two with one folder."""
+    found: dict[TierDtype, DiskOptions] = {} if exact is None else {"exact": exact}
+    for dtype, disk in (lossy or {}).items():
+        if dtype not in LOSSY_DTYPES:
+            raise ConfigError("lossy_disks", dtype, f"{' or '.join(LOSSY_DTYPES)}")
+        if any(disk.folder.absolute() == other.folder.absolute() for other in found.values()):
+            raise ConfigError("lossy_disks", disk.folder, "a folder of its own for each disk")
+        found[dtype] = disk
+    return found
 
 
 def bytes_of(name: str, value: object) -> int:

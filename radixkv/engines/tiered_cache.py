@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engines.tier_settings import DiskOptions
+from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of
 from radixkv.errors import ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
@@ -13,10 +13,16 @@ from radixkv.index.cache import PrefixCache
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig
     from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.engines.tiers_by_dtype import TiersByDtype
+
+    Lower = LowerTiers | TiersByDtype
 
 
 class TieredCache(PrefixCache):
     """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
+
+    ``lossy_disks``: disks of lossy records, under ``CacheConfig.lossy_host_blocks``: ``{"int8": DiskOptions(…)}``. Each
+    disk has a folder of its own.
 
     ``fingerprint``: of what computes the KV: model, weights, precision. Records of another one are never read.
 
@@ -27,34 +33,40 @@ class TieredCache(PrefixCache):
     """
 
     def __init__(
-        self, config: CacheConfig, *, disk: DiskOptions | None = None, fingerprint: str = "", **parts: Any
+        self,
+        config: CacheConfig,
+        *,
+        disk: DiskOptions | None = None,
+        lossy_disks: Disks | None = None,
+        fingerprint: str = "",
+        **parts: Any,
     ) -> None:
-        self._lower: LowerTiers | None = None
-        self._below_options = disk, fingerprint
+        self._lower: Lower | None = None
+        self._below_options = disks_of(disk, lossy_disks), fingerprint
         super().__init__(config, **parts)
 
     def _made_below(self) -> Below | None:
-        disk, fingerprint = self._below_options
-        if self.config.host_blocks:
-            from radixkv.engines.cache_tiers import CacheTiers
+        disks, fingerprint = self._below_options
+        if self.config.has_tiers:
+            from radixkv.engines.tiers_by_dtype import tiers_below
 
-            self._lower = CacheTiers(self.config, self.storage, disk, fingerprint)
+            self._lower = tiers_below(self.config, self.storage, disks, fingerprint)
             self._lower.start()
-        elif disk is not None:
-            raise ConfigError(
-                "disk", disk.folder, "none without host_blocks: records pass through host memory"
-            )
+        elif disks:
+            folder = next(iter(disks.values())).folder
+            raise ConfigError("disk", folder, "none without host_blocks: records pass through host memory")
         return self._lower
 
     @property
-    def lower(self) -> LowerTiers | None:
+    def lower(self) -> Lower | None:
         """The tiers below."""
         return self._lower
 
     @lower.setter
-    def lower(self, tiers: LowerTiers) -> None:
-        if self.config.host_blocks:
-            raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
+    def lower(self, tiers: Lower) -> None:
+        if self.config.has_tiers:
+            sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
+            raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
         self._lower = self._below = tiers
 
     def close(self) -> None:

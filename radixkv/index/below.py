@@ -4,9 +4,10 @@
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
     announce                     Below.expect       brings what is slow to come
     purge, clear, forget         Below.forgotten    forgets it there too
+    add_tenant, remove_tenant    Below.follow       takes the tenant's settings
 
-``load_target`` has the cache's half. ``CacheConfig.host_blocks`` names no module of engines: ``FACTORY`` is imported at
-the first use, like a policy.
+``load_target`` has the cache's half. ``CacheConfig`` names no module of engines: ``FACTORY`` is imported at the first
+use, like a policy.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
 
-FACTORY: Final = "radixkv.engines.cache_tiers", "CacheTiers"
-"""The module and the class that make what lies below a cache with ``host_blocks``."""
+FACTORY: Final = "radixkv.engines.tiers_by_dtype", "tiers_below"
+"""The module and the function that make what lies below a cache with ``host_blocks`` or ``lossy_host_blocks``."""
 
 
 class Part(NamedTuple):
@@ -154,8 +155,11 @@ class Below(Protocol):
     def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
         """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""
 
-    def add_tenant(self, tenant: Tenant) -> None:
-        """Follow a tenant's settings."""
+    def require(self, tenant: Tenant) -> None:
+        """Raise ArgumentError for a ``tier_dtype`` that can't be had. Called under the cache's lock."""
+
+    def follow(self, settings: Callable[[], Tenant]) -> None:
+        """Follow a tenant's settings, which ``settings`` reads as they are now. Calls come one after the other."""
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something below."""
@@ -163,7 +167,7 @@ class Below(Protocol):
 
 def made_for(config: CacheConfig, storage: BlockStorage | None) -> Below | None:
     """Return what lies below a cache with this configuration. Raises ConfigError."""
-    if not config.host_blocks:
+    if not config.has_tiers:
         return None
     return cast("Below", getattr(import_module(FACTORY[0]), FACTORY[1])(config, storage))
 

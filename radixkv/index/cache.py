@@ -57,7 +57,7 @@ from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease, end_due, lease_match, take_lease, take_pin
 from radixkv.index.lent_beams import LentBeams, lend_beams
-from radixkv.index.load_target import end_computed_step, forgotten_too, namespaces_of
+from radixkv.index.load_target import end_computed_step, follow, forgotten_too, namespaces_of
 from radixkv.index.locking import Held
 from radixkv.index.match import Match
 from radixkv.index.opening import open_base, open_handle
@@ -490,13 +490,13 @@ class PrefixCache(CacheState):
         """Set a tenant's guarantee and limit from now on, or change those of a tenant that was added before.
 
         Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
-        in the order of the old policy.
+        in the order of the old policy. With another ``tier_dtype``, and tiers below, all its namespaces are cleared.
 
         Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in these cases:
 
         - The guarantees of all tenants would exceed the pool.
-        - Running sequences and pins hold too much of the pool to meet this guarantee.
-        - The tenant's own sequences and pins hold more than the limit.
+        - Running sequences and pins hold too much of the pool to meet it, or the tenant's own hold more than the limit.
+        - The tiers below have no memory for a lossy ``tier_dtype``.
 
         After an error nothing has changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
         """
@@ -507,9 +507,8 @@ class PrefixCache(CacheState):
             allowed = "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or by scrub_blocks"
             raise ConfigError("mode", tenant.mode, allowed)
         with self._lock, Mending(self):
-            tenant_settings.add(self, tenant)
-        if self._below is not None:
-            self._below.add_tenant(tenant)
+            is_other_dtype = tenant_settings.add(self, tenant)
+        follow(self, tenant.id, is_other_dtype)
 
     def remove_tenant(self, tenant: TenantId) -> None:
         """Remove a tenant's guarantee and limit and forget all its blocks. Its running sequences continue.
@@ -522,6 +521,7 @@ class PrefixCache(CacheState):
         with forgetting(self._below, tenant):
             with self._lock, Mending(self):
                 namespaces = tenant_settings.remove(self, tenant)
+            follow(self, tenant, False)
             for namespace in namespaces:
                 self.clear(namespace)
 
@@ -582,8 +582,8 @@ class PrefixCache(CacheState):
         namespaces with the same model, adapter and weights, whatever their salt. It stays resident until ``unpublish``.
 
         Raises like ``open``. Also raises ArgumentError, and changes nothing, if another base has the id, if there is no
-        whole block, if a reader publishes, or if the publisher reads. Raises it too, with the shortfall, if the pool
-        can't give the blocks in addition to those that are guaranteed and held.
+        whole block, if a reader publishes, or if the publisher reads or has a lossy ``tier_dtype``. Raises it too, with
+        the shortfall, if the pool can't give the blocks in addition to those that are guaranteed and held.
         """
         require_namespace(namespace)
         key = whole_blocks(encode(ids), self._block_size)

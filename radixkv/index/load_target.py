@@ -22,11 +22,12 @@ from radixkv.index.blocks import unpack
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
+from radixkv.index.purge import clear
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.tokens import ID_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.config import Namespace
+    from radixkv.config import Namespace, Tenant
     from radixkv.index.state import CacheState
     from radixkv.storage.plan import BlockIds
 
@@ -156,6 +157,32 @@ def forgotten_too(below: Below | None, state: SequenceState, forget: Callable[[]
     namespace = state._tree.namespace
     with below.forgotten(namespace.tenant, namespace):
         return forget()
+
+
+def follow(cache: CacheState, tenant: str, is_other_dtype: bool) -> None:
+    """Let what lies below follow a tenant's settings. Call it without the lock.
+
+    ``is_other_dtype``: its ``tier_dtype`` has changed. Then all that it has is forgotten, here and below. Meanwhile
+    nothing of it is kept or loaded, so nothing of one dtype is kept as another.
+    """
+    below = cache._below
+    if below is None:
+        return
+    settings = partial(_settings, cache, tenant)
+    if not is_other_dtype:
+        below.follow(settings)
+        return
+    with below.forgotten(tenant, None):
+        below.follow(settings)
+        with cache._lock:
+            namespaces = cache._tenants[tenant].namespaces if tenant in cache._tenants else []
+        for namespace in namespaces:
+            clear(cache, namespace)
+
+
+def _settings(cache: CacheState, tenant: str) -> Tenant:
+    with cache._lock:
+        return cache._tenants[tenant].settings
 
 
 def namespaces_of(cache: CacheState, tenant: str | None) -> list[Namespace]:

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from radixkv.index.tenants import TenantState
 
 
-def add(cache: CacheState, tenant: Tenant) -> None:
-    """See PrefixCache.add_tenant."""
+def add(cache: CacheState, tenant: Tenant) -> bool:
+    """See PrefixCache.add_tenant. Returns whether the tenant's KV so far are of another ``tier_dtype``."""
+    if cache._below is not None:
+        cache._below.require(tenant)
     state = cache._tenants.get(tenant.id)
     if state is None:
         state = cache._registry.new_state(tenant, is_added=True)
+    is_other_dtype = state.settings.tier_dtype != tenant.tier_dtype
     cache._evictor.end_due_pins(state, tenant.guaranteed_blocks)
     cache._registry.require_promise(tenant, state)
     _follow_policy(cache, state, tenant)
@@ -29,6 +32,7 @@ def add(cache: CacheState, tenant: Tenant) -> None:
     state.set(tenant)
     cache._evictor.settle_promises(cache._tenants.values())
     cache._evictor.keep_limit(state, 0)
+    return is_other_dtype
 
 
 def remove(cache: CacheState, tenant: str) -> list[Namespace]:

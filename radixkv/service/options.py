@@ -294,8 +294,9 @@ class _Reader:
 
     def tiers(self, secret: bytes) -> TierSettings | None:
         """``secret``: the fleet's, under which the disk's keys are sealed."""
-        memory, disk, size, writes = (
-            self.text(name) for name in ("host-memory", "disk", "disk-size", "disk-writes")
+        memory, lossy, disk, size, writes = (
+            self.text(name)
+            for name in ("host-memory", "lossy-host-memory", "disk", "disk-size", "disk-writes")
         )
         for name, is_missing, other in (
             ("host-memory", memory is None and disk is not None, "disk"),
@@ -306,10 +307,18 @@ class _Reader:
         ):
             if is_missing:
                 raise self.refuse(name, f"a value, because {self.name(other)} is set")
-        if memory is None:
+        if memory is None and lossy is None:
             return None
+        of_lossy = 0 if lossy is None else self._amount(bytes_of, "lossy-host-memory", lossy)
+        of_exact = 0 if memory is None else self._amount(bytes_of, "host-memory", memory)
+        for name, text, num_bytes in (
+            ("host-memory", memory, of_exact),
+            ("lossy-host-memory", lossy, of_lossy),
+        ):
+            if text is not None and not num_bytes:
+                raise self.refuse(name, "at least two blocks")
         if disk is None or size is None:
-            return TierSettings(self._amount(bytes_of, "host-memory", memory))
+            return TierSettings(of_exact, lossy_host_bytes=of_lossy)
         path = Path(disk)
         if not disk or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
             raise self.refuse("disk", "a folder, or the path of a new one in an existing directory")
@@ -321,7 +330,7 @@ class _Reader:
             awaits_generations=awaits,
             bytes_per_s=None if writes is None else self._amount(rate_of, "disk-writes", writes),
         )
-        return TierSettings(self._amount(bytes_of, "host-memory", memory), below)
+        return TierSettings(of_exact, below, lossy_host_bytes=of_lossy)
 
     def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
         try:

@@ -351,8 +351,8 @@ def test_a_failed_copy_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     owner.evicted(PROMPT)
 
     def tear(self: HostBlocks, staged: Any, blocks: Any) -> None:
-        for layer in self._layers:
-            layer.engine.index_fill_(0, torch.from_numpy(blocks[:3].astype("int64")), 7)
+        for tensor in self._engine:
+            tensor.index_fill_(0, torch.from_numpy(blocks[:3].astype("int64")), 7)
         raise OSError("torn")
 
     monkeypatch.setattr(HostBlocks, "put", tear)

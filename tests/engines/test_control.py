@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache, StaleGeneration, Tenant, audit
+from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, StaleGeneration, Tenant, audit
 from radixkv.engines import channel as wire
 from radixkv.engines.channel import Channel
 from radixkv.engines.control import MAX_CLIENTS, SOCKET_NAME, ControlServer
@@ -116,13 +116,25 @@ def test_settings_of_tenants(cache: PrefixCache, client: ControlClient) -> None:
     assert cache.tenant("acme") == Tenant("acme", weight=2.5, guaranteed_blocks=32, max_pins=3, policy="lru")
     (found,) = client.call("tenants", {"tenant": "acme"})["tenants"]
     assert found == {"mode": "burst", **asdict(cache.tenant_stats("acme"))}
-    for wrong in ({"guaranteed_blocks": 257}, {"weight": "1"}, {"policy": "os:system"}, {"mode": "kind"}):
+    wrongs: list[dict[str, Any]] = [{"tier_dtype": dtype} for dtype in ("int8", "int4", 8)]
+    wrongs += [{"guaranteed_blocks": 257}, {"weight": "1"}, {"policy": "os:system"}, {"mode": "kind"}]
+    for wrong in wrongs:
         refused(client, "set_tenant", {"tenant": "acme", **wrong})
         assert cache.tenant("acme") == Tenant(
             "acme", weight=2.5, guaranteed_blocks=32, max_pins=3, policy="lru"
         )
     assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": ["acme"]}
     assert cache.match(ACME, IDS).num_tokens == 0
+
+
+def test_a_cache_with_lossy_tiers_takes_a_dtype(tmp_path: Path) -> None:
+    layout = KVLayout(1, 1, 8)
+    cache = PrefixCache(CacheConfig(16, 4, layout, lossy_host_blocks=8))
+    with serving(cache, tmp_path) as control, ControlClient(control.path, KEYS) as client:
+        client.call("set_tenant", {"tenant": "acme", "tier_dtype": "int8"})
+        assert cache.tenant("acme") == Tenant("acme", tier_dtype="int8")
+        client.call("set_tenant", {"tenant": "acme"})
+        assert cache.tenant("acme") == Tenant("acme"), "what is left out gets its default"
 
 
 def test_settings_reach_a_tenant_of_salts_by_its_name(cache: PrefixCache, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from radixkv import CacheConfig, audit
+from radixkv import CacheConfig, Tenant, audit
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.tier_loading import TierLoading
-from radixkv.engines.tier_settings import DiskOptions
+from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
+from radixkv.errors import ArgumentError
+from radixkv.storage.device import DeviceStorage
 from tests.engines import test_lower_tiers as own_tiers
 from tests.engines.support import model_of, prompt_of, stock
 from tests.engines.test_loading_from_disk import Reads, eventually
@@ -162,3 +165,70 @@ def test_requests_side_by_side_over_a_small_cache(tmp_path: Path) -> None:
         with purged_again_and_again(engine, "c"):
             assert not wrong_answers(engine, "abca")
         assert hits(engine) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_lossy_and_exact_tenants_side_by_side(dtype: Any) -> None:
+    """What an exact tenant gets doesn't depend on the others. A lossy one has its KV back, with small errors."""
+    model = model_of()
+    config = CacheConfig(32, SIZE, layout_of(model), host_blocks=256, lossy_host_blocks=256)
+    cache = TieredCache(config, fingerprint="tiny")
+    cache.add_tenant(Tenant("b", tier_dtype=dtype))
+    engine = HFEngine(model, cache, chunk_tokens=16)
+    try:
+        first, _ = ask(engine, PROMPT, "a")
+        ask(engine, PROMPT, "b")
+        before = {name: kv_of(engine, name) for name in "ab"}
+        evict_all(engine)
+        assert ask(engine, PROMPT, "a") == (first, 40) and ask(engine, PROMPT, "b")[1] == 40
+        after = {name: kv_of(engine, name) for name in "ab"}
+        assert torch.equal(after["a"], before["a"])
+        largest = before["b"].abs().amax(-1, keepdim=True)
+        error = (after["b"] - before["b"]).abs()
+        bound = largest / 254 if dtype == "int8" else before["b"].abs() / 16 + largest / 458_752
+        assert error.any() and (error <= bound * 1.0001).all()
+        counts = cache.tier_counts()
+        assert counts["host"]["hit_blocks"] == counts[f"host_{dtype}"]["hit_blocks"] == 10
+    finally:
+        engine.close()
+        cache.close()
+
+
+def kv_of(engine: HFEngine, tenant: str) -> torch.Tensor:
+    """The KV that are resident of the prompt's whole blocks."""
+    match = engine.cache.match(engine.namespace(tenant), PROMPT)
+    assert match.num_tokens == 40 and isinstance(engine.cache.storage, DeviceStorage)
+    return engine.cache.storage.data[match.block_ids.tolist()].clone()
+
+
+def test_the_engines_own_tiers_know_the_dtypes_too() -> None:
+    """``TierSettings.lossy_host_bytes``, as the server has them."""
+    model = model_of()
+    cache = TieredCache(CacheConfig(32, SIZE, layout_of(model)))
+    cache.add_tenant(Tenant("b", tier_dtype="int8"))
+    engine = HFEngine(model, cache, chunk_tokens=16, tiers=TierSettings(8 << 20, lossy_host_bytes=2 << 20))
+    try:
+        first, _ = ask(engine, PROMPT, "a")
+        ask(engine, PROMPT, "b")
+        before = kv_of(engine, "b")
+        evict_all(engine)
+        assert ask(engine, PROMPT, "a") == (first, 40) and ask(engine, PROMPT, "b")[1] == 40
+        error = (kv_of(engine, "b") - before).abs()
+        assert error.any() and (error <= before.abs().amax(-1, keepdim=True) / 254 * 1.0001).all()
+        cache.add_tenant(Tenant("b"))
+        assert ask(engine, PROMPT, "b") == (first, 0), "nothing of another dtype is there any more"
+        engine.weights_changed()
+        assert ask(engine, PROMPT, "a")[1] == 0
+        counts = cache.tier_counts()
+        assert counts["host"]["errors"] == counts["host_int8"]["errors"] == 0
+        assert counts["host"]["hit_blocks"] == counts["host_int8"]["hit_blocks"] == 10
+    finally:
+        engine.close()
+
+
+def test_a_lossy_tenant_of_an_engine_without_memory_for_it_is_refused() -> None:
+    model = model_of()
+    cache = TieredCache(CacheConfig(32, SIZE, layout_of(model)))
+    cache.add_tenant(Tenant("b", tier_dtype="int8"))
+    with pytest.raises(ArgumentError, match="--lossy-host-memory"):
+        HFEngine(model, cache, tiers=TierSettings(8 << 20))

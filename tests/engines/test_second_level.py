@@ -510,15 +510,13 @@ def test_blocks_come_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...])
             load_blocks=np.array([5, 1]),
         )
         worker.load(moved)
-        by_block = worker._layers[0].engine
+        by_block = worker._engine[0]
         assert torch.equal(by_block[5], by_block[2]) and torch.equal(by_block[1], by_block[4])
         assert torch.equal(
             by_block[2],
             HostBlocks(
                 5, {"0": before.view(dtype) if tensor is layer else before.view(dtype).transpose(-1, -2)}, 6
-            )
-            ._layers[0]
-            .engine[2],
+            )._engine[0][2],
         )
         bits.copy_(before)
 

@@ -1,6 +1,6 @@
 """The exported Hypothesis state machines: random sequences of calls (lives), checked against the oracle and the laws.
 
-Only this subpackage imports Hypothesis (extra ``audit``). It has six machines:
+Only this subpackage imports Hypothesis (extra ``audit``). It has seven machines:
 
 - ``CacheMachine`` attacks one PrefixCache with every call, also with calls that must be refused. It checks after
   each step: every law of ``radixkv.audit`` holds. What was served was committed before, in that namespace, since it
@@ -9,6 +9,7 @@ Only this subpackage imports Hypothesis (extra ``audit``). It has six machines:
   says.
 - ``BeamMachine`` does the same. It also lends some of its requests to the device, which advances them by itself.
 - ``LoadingMachine`` does it with host memory below: what was evicted comes back.
+- ``LossyMachine`` does that too, with a tenant whose KV have small errors there, beside one whose KV must have none.
 - ``EngineMachine`` attacks a cache whose blocks the engine owns: every block is the engine's, resident or to reclaim.
 - ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
   observes.
@@ -25,7 +26,8 @@ The modules:
 - ``material``: prompts and namespaces.
 - ``checked``: checks after each step.
 - ``lookups``, ``steps_ahead``, ``machine``: calls on one cache. ``beam_machine``, ``loading_machine``,
-  ``engine_machine``: with beams on the device, with host memory below, and where the engine owns the blocks.
+  ``lossy_machine``, ``engine_machine``: with beams on the device, with host memory below, with errors there, and where
+  the engine owns the blocks.
 - ``adapter``, ``two_systems``: the protocol of a system, and the comparison of two.
 - ``runner``: the runs.
 """
@@ -47,6 +49,7 @@ from radixkv.audit.properties.adapter import (
 from radixkv.audit.properties.beam_machine import BeamMachine
 from radixkv.audit.properties.engine_machine import EngineMachine
 from radixkv.audit.properties.loading_machine import LoadingMachine
+from radixkv.audit.properties.lossy_machine import LossyMachine
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import LAYOUT, NAMESPACES, CacheFactory, Held, Mirror, expect, prompts
 from radixkv.audit.properties.runner import PropertyReport, run, run_adapter
@@ -63,6 +66,7 @@ __all__ = [
     "EngineMachine",
     "Held",
     "LoadingMachine",
+    "LossyMachine",
     "Mirror",
     "Observed",
     "Player",

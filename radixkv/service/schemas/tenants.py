@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from radixkv.config import MAX_PINS, Tenant, require_loaded
+from radixkv.config import MAX_PINS, Tenant, TierDtype, require_loaded
 from radixkv.errors import ArgumentError
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 
@@ -39,6 +39,11 @@ class TenantSettings(RequestBody):
     policy: Annotated[str, Field(min_length=1, max_length=64, pattern="^[^:]*$")] | None = Field(
         default=None,
         description="name of the tenant's eviction policy, built in or registered, not a class; null: the server's",
+    )
+    tier_dtype: TierDtype = Field(
+        default="exact",
+        description="how the tiers below the cache keep the tenant's KV: as they are, or with 8 bits a value and small "
+        "errors; a change clears what the tenant has",
     )
     fleet_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
@@ -76,6 +81,7 @@ class TenantSettings(RequestBody):
             self.max_pinned_blocks,
             self.policy,
             self.max_pins,
+            self.tier_dtype,
         )
         if self.fleet_blocks is not None and self.fleet_blocks < self.guaranteed_blocks:
             allowed = f"at least {self.guaranteed_blocks}, which each replica guarantees, or null"

@@ -1,0 +1,215 @@
+"""Errors of lossy tiers: what a model says over KV that came back from host memory, exact, fp8 and int8, in one run.
+
+Three tenants of one cache have the three dtypes. Each prompt is computed, kept below, evicted and loaded again. Then
+the model reads the text that follows it over the loaded KV. Its logits are compared with those over the KV that were
+computed. So the errors are those of the whole way, not of the codec alone. ``exact`` is the control: no difference.
+
+- ``max_logit``, ``mean_logit``: absolute differences of logits.
+- ``same_choice``: the share of positions whose likeliest token is the same.
+- ``kl``: Kullback–Leibler divergence from the exact distribution, the mean in nats.
+- ``loss``: of the text, in nats a token.
+- ``bytes_per_token``: in host memory. ``of_16_bits``: as a share of what KV of 16 bits take.
+
+The model is trained here (``trained_model``). With ``model``, it is that of a folder, over the ids of its own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from radixkv.bench import trained_model
+from radixkv.bench.measure import columns, heading, surroundings
+from radixkv.config import CacheConfig, Namespace, Tenant, TierDtype
+from radixkv.engines.hf import HFEngine, layout_of
+from radixkv.engines.hf_logits import logits_behind
+from radixkv.engines.hf_models import Model, load_model
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.engines.tiered_cache import TieredCache
+from radixkv.engines.tiers_by_dtype import DTYPES, TiersByDtype
+from radixkv.errors import ConfigError
+from radixkv.storage.device import DeviceStorage
+from radixkv.tokenizer.load import load_tokenizer
+
+BLOCK_SIZE: Final = 16
+MOST_TEXT: Final = 400_000
+FOLLOWING: Final = 64
+"""Tokens of text behind each prompt, over which logits are compared."""
+
+
+class _Sums(NamedTuple):
+    """Of one dtype, over all positions."""
+
+    differences: list[torch.Tensor]
+    same: list[torch.Tensor]
+    kl: list[torch.Tensor]
+    losses: list[torch.Tensor]
+
+
+def run(
+    *,
+    model: Path | None = None,
+    steps: int = 600,
+    prompts: int = 64,
+    tokens: int = 256,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Measure ``prompts`` prompts of ``tokens`` tokens. Returns a dict that JSON can encode.
+
+    ``steps``: of training. ``model``: a folder with a model and its tokenizer, in place of training. Raises ConfigError
+    for a folder without them, and for too few tokens of text. ``progress`` gets the number of finished steps.
+    """
+    done = _Progress(progress or (lambda number: None))
+    loaded, ids, loss = _material(model, steps, tokens, seed, done)
+    starts = _starts(len(ids), prompts, tokens + FOLLOWING)
+    engine, cache = _serving(loaded, tokens)
+    sums = {dtype: _Sums([], [], [], []) for dtype in DTYPES}
+    try:
+        for start in starts:
+            prompt = ids[start : start + tokens]
+            following = ids[start + tokens - 1 : start + tokens + FOLLOWING]
+            for dtype in DTYPES:
+                _measure(engine, cache, dtype, prompt, following, sums[dtype])
+            done()
+        rows = [_row(dtype, sums[dtype], cache) for dtype in DTYPES]
+    finally:
+        engine.close()
+        cache.close()
+    return {
+        "benchmark": "tier-dtype",
+        "seed": seed,
+        **surroundings(),
+        "model": "trained here" if model is None else model.name,
+        "steps": steps if model is None else 0,
+        "training_loss": loss,
+        "prompts": prompts,
+        "tokens": tokens,
+        "positions": prompts * FOLLOWING,
+        "results": rows,
+    }
+
+
+class _Progress:
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell, self._num = tell, 0
+
+    def __call__(self) -> None:
+        self._num += 1
+        self._tell(self._num)
+
+
+def _material(
+    folder: Path | None, steps: int, tokens: int, seed: int, done: Callable[[], None]
+) -> tuple[Model, list[int], float | None]:
+    """Return a model, ids of text that it hasn't been trained on, and its loss in training."""
+    if folder is None:
+        made = trained_model.trained(steps, tokens + FOLLOWING + 1, seed, done)
+        return made.model, list(made.held_out), made.loss
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    held_out = trained_model.text()[-MOST_TEXT:].decode(errors="ignore")
+    return model, list(tokenizer.encode(held_out)), None
+
+
+def _starts(num_ids: int, prompts: int, length: int) -> list[int]:
+    """Return where prompts begin, spread over the text without overlap."""
+    if num_ids < prompts * length:
+        raise ConfigError("prompts", prompts, f"at most {num_ids // length} of {length} tokens")
+    return [number * (num_ids // prompts) for number in range(prompts)]
+
+
+def _serving(model: Model, tokens: int) -> tuple[HFEngine, TieredCache]:
+    num_blocks = 2 * (tokens + FOLLOWING) // BLOCK_SIZE + 2
+    config = CacheConfig(
+        num_blocks,
+        BLOCK_SIZE,
+        layout_of(model),
+        device=str(model.device),
+        host_blocks=4 * num_blocks,
+        lossy_host_blocks=4 * num_blocks,
+    )
+    cache = TieredCache(config)
+    for dtype in DTYPES:
+        cache.add_tenant(Tenant(dtype, tier_dtype=dtype))
+    return HFEngine(model, cache), cache
+
+
+def _measure(
+    engine: HFEngine,
+    cache: TieredCache,
+    dtype: TierDtype,
+    prompt: list[int],
+    following: list[int],
+    sums: _Sums,
+) -> None:
+    """Compare the logits over KV that were computed with those over the same after they came back."""
+    namespace = engine.namespace(dtype)
+    engine.prefill(namespace, prompt)
+    computed = _logits(engine, cache, namespace, prompt, following)
+    cache.evict(cache.evictable_blocks)
+    with cache.open(namespace, prompt) as sequence:
+        loading = sequence.loading
+        if loading is None or not loading.wait() or loading.num_loaded_tokens != loading.num_tokens:
+            raise AssertionError(f"{dtype}: a prompt didn't come back whole")
+    loaded = _logits(engine, cache, namespace, prompt, following)
+    exact, found = computed.log_softmax(-1), loaded.log_softmax(-1)
+    sums.differences.append((loaded - computed).abs().flatten())
+    sums.same.append((loaded.argmax(-1) == computed.argmax(-1)).double())
+    sums.kl.append((exact.exp() * (exact - found)).sum(-1))
+    sums.losses.append(-found.gather(1, torch.tensor(following[1:]).unsqueeze(1)).flatten())
+    cache.evict(cache.evictable_blocks)
+
+
+def _logits(
+    engine: HFEngine, cache: TieredCache, namespace: Namespace, prompt: list[int], following: list[int]
+) -> torch.Tensor:
+    """Return the logits of the text behind a prompt: ``[FOLLOWING, vocabulary]``."""
+    assert isinstance(cache.storage, DeviceStorage)
+    with cache.lease(cache.match(namespace, prompt[:-1])) as lease:
+        ids = [*prompt[lease.num_tokens : -1], *following[:-1]]
+        return logits_behind(engine.model, cache.storage, lease.block_ids, ids)[-FOLLOWING:]
+
+
+def _row(dtype: TierDtype, sums: _Sums, cache: TieredCache) -> dict[str, Any]:
+    tiers, layout = cache.lower, cache.config.layout
+    assert isinstance(tiers, TiersByDtype) and layout is not None
+    of_dtype = tiers.tiers[dtype]
+    assert isinstance(of_dtype, LowerTiers)
+    differences, bytes_per_token = torch.cat(sums.differences), of_dtype.block_bytes / BLOCK_SIZE
+    return {
+        "dtype": dtype,
+        "max_logit": float(differences.max()),
+        "mean_logit": float(differences.mean()),
+        "same_choice": float(torch.cat(sums.same).mean()),
+        "kl": float(torch.cat(sums.kl).mean().clamp(min=0.0)),
+        "loss": float(torch.cat(sums.losses).mean()),
+        "bytes_per_token": bytes_per_token,
+        "of_16_bits": bytes_per_token / (layout.bytes_per_token / layout.element_bytes * 2),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    trained_here = f", {result['steps']} steps, loss {result['training_loss']:.2f}" if result["steps"] else ""
+    head = (
+        f"{heading(result)}\nmodel {result['model']}{trained_here}; {result['prompts']} prompts of {result['tokens']} "
+        f"tokens, {result['positions']:,} positions"
+    )
+    rows = [
+        (
+            row["dtype"],
+            f"{row['max_logit']:.3g}",
+            f"{row['mean_logit']:.2g}",
+            f"{100 * row['same_choice']:.2f} %",
+            f"{row['kl']:.2g}",
+            f"{row['loss']:.4f}",
+            f"{row['bytes_per_token']:,.0f}",
+            f"{100 * row['of_16_bits']:.1f} %",
+        )
+        for row in result["results"]
+    ]
+    names = ("dtype", "max |Δlogit|", "mean", "same choice", "KL", "loss", "bytes a token", "of 16 bits")
+    return "\n".join([head, columns([names, *rows])])

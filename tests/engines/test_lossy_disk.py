@@ -1,0 +1,147 @@
+"""A disk below lossy host memory: records of one dtype, in a folder of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, Tenant
+from radixkv.audit.oracle import Engine
+from radixkv.engines.tier_settings import DiskOptions
+from radixkv.engines.tiered_cache import TieredCache
+from radixkv.errors import ConfigError
+from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
+from tests.engines.test_loading_from_disk import SECRET, eventually
+from tests.engines.test_loading_from_disk import patience as patience
+from tests.engines.test_tier_dtype import LAYOUT, LossyOwner
+
+
+class LossyDiskOwner(LossyOwner):
+    """Tenant a is lossy, tenant b exact; each has a disk."""
+
+    def __init__(self, folder: Path, dtype: Any, exact: bool = True) -> None:
+        config = CacheConfig(40, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
+        self.cache = TieredCache(
+            config,
+            disk=options(folder / "exact") if exact else None,
+            lossy_disks={dtype: options(folder / "lossy")},
+            fingerprint="toy",
+        )
+        self.engine = Engine(self.cache)
+        self.cache.add_tenant(Tenant("a", tier_dtype=dtype))
+
+    def on_disk(self, dtype: str) -> int:
+        name = "disk" if dtype == "exact" else f"disk_{dtype}"
+        return int(self.cache.tier_counts()[name]["resident_blocks"])
+
+
+def options(folder: Path) -> DiskOptions:
+    return DiskOptions(folder, 4 << 20, SECRET)
+
+
+@contextmanager
+def on_disk(folder: Path, dtype: Any = "int8", **settings: Any) -> Iterator[LossyDiskOwner]:
+    owner = LossyDiskOwner(folder, dtype, **settings)
+    try:
+        yield owner
+    finally:
+        owner.cache.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Folders with the KV of the prompt, of tenant a as int8 and of tenant b exact."""
+    with on_disk(tmp_path) as owner:
+        for namespace in (NS, OTHER):
+            owner.ask(PROMPT, namespace)
+        assert eventually(lambda: owner.on_disk("int8") == owner.on_disk("exact") == 10)
+    return tmp_path
+
+
+def loaded(owner: LossyDiskOwner, namespace: Namespace) -> int:
+    """Open the prompt, and return how many of its tokens come back. They are right."""
+    with owner.cache.open(namespace, PROMPT) as sequence:
+        if sequence.loading is None:
+            return 0
+        assert loading_of(sequence).wait() and owner.is_right(sequence)
+        return sequence.num_committed_tokens
+
+
+def test_a_restart_finds_what_was_kept(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        assert loaded(owner, NS) == loaded(owner, OTHER) == 40
+        assert owner.is_exact(PROMPT, OTHER) and not owner.is_exact(PROMPT, NS)
+        counts = owner.cache.tier_counts()
+        assert counts["disk"]["hit_blocks"] == counts["disk_int8"]["hit_blocks"] == 10
+        first = owner.engine.read(owner.cache.match(NS, PROMPT).block_ids).copy()
+        owner.evict()
+        assert owner.ask(PROMPT) == (40, 1), "host memory has it again"
+        assert (owner.engine.read(owner.cache.match(NS, PROMPT).block_ids) == first).all()
+
+
+def test_records_of_another_dtype_are_never_read(folder: Path) -> None:
+    """They have the same size, and lie in the folder that is given."""
+    with on_disk(folder, "fp8") as owner:
+        assert loaded(owner, NS) == 0
+        assert owner.cache.tier_counts()["disk_fp8"]["hit_blocks"] == 0
+        assert loaded(owner, OTHER) == 40
+
+
+def test_a_tenant_that_is_exact_after_a_restart_finds_nothing_lossy(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.cache.add_tenant(Tenant("a"))
+        assert loaded(owner, NS) == 0
+        assert eventually(lambda: not owner.cache.unforgotten("a"))
+        owner.cache.add_tenant(Tenant("a", tier_dtype="int8"))
+        assert loaded(owner, NS) == 0, "the change has forgotten it"
+
+
+@pytest.mark.parametrize("forget", ["purge", "clear"])
+def test_what_was_forgotten_does_not_come_back(folder: Path, forget: str) -> None:
+    with on_disk(folder) as owner:
+        owner.cache.purge("a") if forget == "purge" else owner.cache.clear(NS)
+        assert loaded(owner, NS) == 0
+        assert eventually(lambda: not owner.cache.unforgotten("a"))
+    with on_disk(folder) as owner:
+        assert (loaded(owner, NS), loaded(owner, OTHER)) == (0, 40), "also after a restart"
+
+
+def test_an_announced_prompt_comes_ahead(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.cache.announce(NS, PROMPT)
+        tiers = owner.tiers.tiers["int8"]
+        assert eventually(lambda: tiers.level.cache.match(NS, PROMPT).num_tokens == 40)
+        assert owner.ask(PROMPT) == (40, 1)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    one, config = options(tmp_path / "one"), CacheConfig(16, SIZE, LAYOUT, host_blocks=4, lossy_host_blocks=4)
+    for lossy in ({"exact": one}, {"int4": one}):
+        with pytest.raises(ConfigError, match="lossy_disks"):
+            TieredCache(config, lossy_disks=lossy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a folder of its own"):
+        TieredCache(config, disk=one, lossy_disks={"int8": replace(one)})
+    with pytest.raises(ConfigError, match="lossy_host_blocks"):
+        TieredCache(replace(config, lossy_host_blocks=0), lossy_disks={"int8": one})
+    with pytest.raises(ConfigError, match="none without host_blocks"):
+        TieredCache(replace(config, host_blocks=0), disk=one)
+    with pytest.raises(ConfigError, match="none without host_blocks"):
+        TieredCache(CacheConfig(16, SIZE, LAYOUT), lossy_disks={"int8": one})
+    with opened(config, one), pytest.raises(ConfigError, match=r"folder|disk"):
+        TieredCache(config, lossy_disks={"fp8": options(tmp_path / "two"), "int8": one})
+    with opened(config, options(tmp_path / "two")):
+        pass  # what was opened before the error is free again
+
+
+@contextmanager
+def opened(config: CacheConfig, disk: DiskOptions) -> Iterator[TieredCache]:
+    cache = TieredCache(config, lossy_disks={"int8": disk})
+    try:
+        yield cache
+    finally:
+        cache.close()
