@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
 
-LOCKED_BYTES: Final = 1 << 20
-"""Bytes that are written into blocks under one hold of the cache's lock, at least one block."""
+LOCKED_BYTES: Final = 4 << 20
+"""Bytes that are written into blocks under one hold of the cache's lock: half a millisecond. At least one block."""
 
 
 class CacheTiers(LowerTiers):

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixkv.engines.row_copies import put_rows, rows_of, zero_rows
 from radixkv.errors import ArgumentError, ConfigError
 
 Slots: TypeAlias = NDArray[np.int64]
@@ -36,6 +37,8 @@ _EMPTY: Final = 0
 _ALIGNMENT: Final = 64
 _MOST_BYTES: Final = 64 << 20
 """Bytes that are copied at once, at least one block."""
+_CACHED_BYTES: Final = 2 << 20
+"""The same on a CPU: a part is still in its cache when it is copied on."""
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _log = logging.getLogger(__name__)
@@ -180,7 +183,7 @@ class HostBlocks:
             return
         for part in self._parts(np.arange(len(work.save_slots))):
             self._save(work.step, work.save_blocks[part], work.save_slots[part])
-        self._end_saves()
+            self._end_saves()
         self._end_if_all(work.step)
 
     def take_loaded(self) -> set[str]:
@@ -222,8 +225,9 @@ class HostBlocks:
                 raise ArgumentError(name, (int(ids.min()), int(ids.max())), f"0 to {end - 1}")
 
     def _parts(self, at: Slots) -> Iterator[Slots]:
-        """Cut into parts of at most _MOST_BYTES."""
-        size = max(_MOST_BYTES // self.engine_bytes, 1)
+        """Cut into parts of at most _MOST_BYTES, or _CACHED_BYTES."""
+        most = _CACHED_BYTES if self._device.type == "cpu" else _MOST_BYTES
+        size = max(most // self.engine_bytes, 1)
         for start in range(0, len(at), size):
             yield at[start : start + size]
 
@@ -232,15 +236,20 @@ class HostBlocks:
     def stage(self, slots: Slots) -> list[torch.Tensor]:
         """Return copies of slots on the engine's device, a tensor a layer, without waiting for it."""
         self._require_places(slots, _no_ids())
-        return self._copied_back(self._host, torch.from_numpy(slots))
+        return self._copied_back(self._host, slots)
 
     def stage_row(self, row: int) -> list[torch.Tensor]:
         """Return copies of a row of staging memory on the engine's device, a tensor a layer of one block."""
-        return self._copied_back(self._staged_host, torch.tensor([row]))
+        return self._copied_back(self._staged_host, np.array([row], np.int64))
 
     def put(self, staged: list[torch.Tensor], blocks: NDArray[np.int32] | Slots) -> None:
         """Write what ``stage`` returned into as many of the engine's blocks, without waiting for its device."""
-        target = torch.from_numpy(blocks.astype(np.int64)).to(self._device)
+        where = blocks.astype(np.int64)
+        if self._device.type == "cpu":
+            for tensor, rows in zip(self._engine, staged, strict=True):
+                put_rows(tensor, where, rows)
+            return
+        target = torch.from_numpy(where).to(self._device)
         for tensor, rows in zip(self._engine, staged, strict=True):
             tensor.index_copy_(0, target, rows)
 
@@ -260,9 +269,8 @@ class HostBlocks:
         """Copy rows of staging memory into slots. They hold what was read for one tenant, so they are zeroed."""
         if len(work.fill_slots):
             self._require_places(work.fill_slots, _no_ids())
-            rows = torch.from_numpy(work.fill_rows)
-            self._rows.index_copy_(0, torch.from_numpy(work.fill_slots), self._staging.index_select(0, rows))
-            self._staging.index_fill_(0, rows, 0)
+            put_rows(self._rows, work.fill_slots, rows_of(self._staging, work.fill_rows))
+            zero_rows(self._staging, work.fill_rows)
             self._stamps[work.fill_slots] = work.step
             self._report.filled.add(work.step)
 
@@ -270,21 +278,22 @@ class HostBlocks:
         if len(slots):
             self._require_places(slots, _no_ids())
             self._stamps[slots] = _EMPTY
-            self._rows.index_fill_(0, torch.from_numpy(slots), 0)
+            zero_rows(self._rows, slots)
 
     def _copy_in(self, slots: Slots, blocks: Slots) -> None:
-        self.put(self._copied_back(self._host, torch.from_numpy(slots)), blocks)
+        self.put(self._copied_back(self._host, slots), blocks)
 
-    def _copied_back(self, host: list[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
+    def _copied_back(self, host: list[torch.Tensor], slots: Slots) -> list[torch.Tensor]:
         """Return what rows of the host hold on the engine's device, a tensor a layer."""
         return [self._on_device(each, slots) for each in host]
 
-    def _on_device(self, host: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, host: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Return rows of the host on the engine's device, without waiting for it."""
         if self._device.type == "cpu":
-            return host.index_select(0, slots)
+            return rows_of(host, slots)
         pinned = torch.empty((len(slots), *host.shape[1:]), dtype=host.dtype, pin_memory=True)
-        return torch.index_select(host, 0, slots, out=pinned).to(self._device, non_blocking=True)
+        pinned.copy_(rows_of(host, slots))
+        return pinned.to(self._device, non_blocking=True)
 
     def _save(self, step: int, blocks: Slots, slots: Slots) -> None:
         """Begin to save: the slots are empty until it is complete."""
@@ -296,8 +305,8 @@ class HostBlocks:
             self._fail(step, len(slots))
 
     def _copied_out(self, blocks: Slots) -> list[torch.Tensor]:
-        source = torch.from_numpy(blocks).to(self._device)
-        copies = self._read(source)
+        """Return copies of the engine's blocks in host memory; on a CPU maybe views, which are written at once."""
+        copies = self._read(blocks)
         if self._device.type == "cpu":
             return copies
         pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in copies]
@@ -305,9 +314,12 @@ class HostBlocks:
             to.copy_(each, non_blocking=True)
         return pinned
 
-    def _read(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+    def _read(self, blocks: Slots) -> list[torch.Tensor]:
         """Return what is kept of the engine's blocks, on its device: for each tensor of the host its rows."""
-        return [each.index_select(0, blocks) for each in self._engine]
+        if self._device.type == "cpu":
+            return [rows_of(each, blocks) for each in self._engine]
+        where = torch.from_numpy(blocks).to(self._device)
+        return [each.index_select(0, where) for each in self._engine]
 
     def _event(self) -> Any:
         """Return something whose ``query`` tells whether the copies are complete; None if they are."""
@@ -332,9 +344,8 @@ class HostBlocks:
             self._report.ended[step] = 1
 
     def _write(self, save: Save) -> None:
-        slots = torch.from_numpy(save.slots)
         for host, copied in zip(self._host, save.copies, strict=True):
-            host.index_copy_(0, slots, copied)
+            put_rows(host, save.slots, copied)
         self._stamps[save.slots] = save.step
         self.counts["saved_blocks"] += len(save.slots)
 

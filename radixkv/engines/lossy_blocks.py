@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from radixkv.engines.host_blocks import HostBlocks, Save
+from radixkv.engines.host_blocks import HostBlocks, Save, Slots
 from radixkv.storage.lossy_codec import LossyCodec
 
 _log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ class LossyBlocks(HostBlocks):
         """See HostBlocks. A block is computed in float32."""
         return self._codec.work_bytes
 
-    def _read(self, blocks: torch.Tensor) -> list[torch.Tensor]:
-        return [self._codec.encode(blocks)]
+    def _read(self, blocks: Slots) -> list[torch.Tensor]:
+        return [self._codec.encode(torch.from_numpy(blocks).to(self._device))]
 
-    def _copied_back(self, host: list[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
+    def _copied_back(self, host: list[torch.Tensor], slots: Slots) -> list[torch.Tensor]:
         (records,) = super()._copied_back(host, slots)
         return self._codec.decode(records)
 

@@ -40,7 +40,9 @@ def test_they_equal_torchs(ids: list[int], from_strided: bool, to_strided: bool,
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64]
+)
 def test_elements_of_each_size(dtype: torch.dtype) -> None:
     source, target = tensor(False, dtype), torch.zeros(ROWS, 2, 3, dtype=dtype)
     for ids in ([3, 4, 5], [9, 0, 7]):

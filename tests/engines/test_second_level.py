@@ -70,6 +70,10 @@ class Worker(HostBlocks):
     def _event(self) -> Any:
         return Ready() if self.is_slow else None
 
+    def _copied_out(self, blocks: Any) -> list[torch.Tensor]:
+        copies = super()._copied_out(blocks)
+        return [each.clone() for each in copies] if self.is_slow else copies  # as those of a GPU
+
     def _copy_in(self, slots: Any, blocks: Any) -> None:
         if self.dice.random() < self.load_faults:
             raise OSError("planted")
