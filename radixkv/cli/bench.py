@@ -518,7 +518,7 @@ def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     "tier-dtype",
     short_help="Measure the errors of lossy tiers.",
     epilog=examples(
-        "radixkv bench tier-dtype", "radixkv bench tier-dtype --model /models/small --tokens 1000"
+        "radixkv bench tier-dtype", "radixkv bench tier-dtype --steps 100 --prompts 16"
     ),
 )
 @click.option(
