@@ -517,9 +517,7 @@ def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
 @bench.command(
     "tier-dtype",
     short_help="Measure the errors of lossy tiers.",
-    epilog=examples(
-        "radixkv bench tier-dtype", "radixkv bench tier-dtype --steps 100 --prompts 16"
-    ),
+    epilog=examples("radixkv bench tier-dtype", "radixkv bench tier-dtype --steps 100 --prompts 16"),
 )
 @click.option(
     "--model",

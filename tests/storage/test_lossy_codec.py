@@ -130,6 +130,19 @@ def test_what_is_not_finite_is_found(pool_dtype: torch.dtype, dtype: str, wrong:
     assert [codec.is_whole(records[at : at + 1]) for at in range(3)] == [True, False, True]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("pool_dtype", DTYPES, ids=str)
+def test_a_gpu_makes_the_same_records_and_values(pool_dtype: torch.dtype, dtype: str) -> None:
+    """So what one device kept may come back to another, and the bounds hold there too."""
+    values = of_many_sizes(5, pool_dtype, 64)
+    codec, records = encoded(pool_of(values), dtype)
+    pool = Pool.of(values.cuda().unsqueeze(1).unsqueeze(1).unsqueeze(3).contiguous())
+    on_gpu = LossyCodec(pool, dtype)
+    assert torch.equal(on_gpu.encode(torch.arange(8, device="cuda")).cpu(), records)
+    assert torch.equal(on_gpu.decode(records.cuda())[0].cpu(), codec.decode(records)[0])
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_a_pool(layout: str, dtype: str) -> None:
