@@ -97,19 +97,22 @@ def loading_of(cache: CacheState, state: SequenceState) -> Loading | None:
     below = cache._below
     if below is None or not below.keeps_commits:
         return None
-    size = cache._block_bytes
     with cache._lock:
-        start, stop = _first_own(cache, state), max(state._size - 1, 0) // size
-        if not state._is_open or start >= stop:
-            return None
-        head = state.key_between(0, (start + 1) * size)
-    if not below.may_have(state._tree.namespace, head):
+        head = state.key_between(0, _first_missing(cache, state))
+    if not head or not below.may_have(state._tree.namespace, head):
         return None
     with cache._lock:
-        if not state._is_open:
+        if not _first_missing(cache, state):
             return None
-        state._loading = target = LoadTarget(cache, state, state.key_between(0, stop * size))
+        stop = (state._size - 1) // cache._block_bytes * cache._block_bytes
+        state._loading = target = LoadTarget(cache, state, state.key_between(0, stop))
     return below.begin(target)
+
+
+def _first_missing(cache: CacheState, state: SequenceState) -> int:
+    """Return where the first block ends that a load could bring, in bytes of the key; 0 if there is none."""
+    start, stop = _first_own(cache, state), max(state._size - 1, 0) // cache._block_bytes
+    return (start + 1) * cache._block_bytes if state._is_open and start < stop else 0
 
 
 def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:
