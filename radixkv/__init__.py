@@ -48,6 +48,7 @@ from radixkv.errors import (
     TokenError,
 )
 from radixkv.index.announcements import Announcement
+from radixkv.index.below import Loading
 from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
@@ -90,6 +91,7 @@ __all__ = [
     "Lease",
     "LeaseError",
     "LentBeams",
+    "Loading",
     "Match",
     "Material",
     "Namespace",
