@@ -8,13 +8,15 @@ threads of the tier wait for the disk.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.config import Namespace
-from radixkv.engines.disk_level import DiskLevel
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.tiers.io_threads import Job
+
+if TYPE_CHECKING:
+    from radixkv.engines.disk_level import DiskLevel
+    from radixkv.tiers.io_threads import Job
 
 
 class Where(NamedTuple):

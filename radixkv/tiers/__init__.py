@@ -11,13 +11,7 @@
     write_budget      which prompts are worth the bytes, if these are bounded
     inspection        check, repair and forget a folder
 
-``radixkv.engines.disk_level`` uses it behind host memory.
-
-**How a cache is to use it** (built for host memory alone: ``radixkv.engines.cache_tiers``). A cleaner leases the nodes
-that the policy evicts next, and stores their segments; an eviction then finds them clean, and waits for nothing.
-``open`` returns what is resident, and asks ``locate`` for the rest. That is loaded into blocks that are charged to the
-tenant and uncommitted, so nobody matches them. They are committed when the job says that they are proven. The engine
-computes from the front meanwhile, and loads from the back, until both meet. A purge makes such a loading stale.
+``radixkv.engines.disk_level`` uses it behind host memory, for caches and engines (``cache_tiers``, ``lower_tiers``).
 
 Nothing here knows of trees or blocks: a tier stores bytes under an identity, and returns them only under the same one.
 ``disk_tier``, ``folder`` and ``slab`` need the extra ``tiers``.
