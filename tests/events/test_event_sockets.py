@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,14 +264,13 @@ def test_hostile_consumers_neither_stall_nor_grow_the_publisher() -> None:
         published(replay_batches=64) as (publisher, cache),
         reading(publisher, view),
         zmq.Context() as context,
+        ExitStack() as stack,
     ):
-        sockets = []
 
         def connected(kind: int, endpoint: str) -> zmq.Socket[bytes]:
-            socket = context.socket(kind)
+            socket = stack.enter_context(context.socket(kind))
             socket.linger, socket.sndhwm, socket.rcvhwm = 0, 10_000, 1
             socket.connect(endpoint)
-            sockets.append(socket)
             return socket
 
         silent = connected(zmq.SUB, publisher.endpoint)
@@ -299,11 +298,10 @@ def test_hostile_consumers_neither_stall_nor_grow_the_publisher() -> None:
             slowest = max(slowest, time.perf_counter() - began)
         resident = sum(tree.num_blocks for tree in cache.snapshot().trees if not tree.detached)
         eventually(lambda: view.num_blocks == resident, "the honest reader", 60)
-        assert len(publisher._kept) <= 64 and publisher.num_refused >= 6
+        eventually(lambda: publisher.num_refused >= 6, "all requests are read", 60)
+        assert len(publisher._kept) <= 64
         assert slowest < 1.0
         assert len(replayed(publisher)) <= 64
-        for socket in sockets:
-            socket.close(0)
 
 
 def test_a_restatement_that_many_ask_for_is_made_at_intervals() -> None:
