@@ -34,7 +34,6 @@ _AT_ONCE: Final = 8
 class _Prompt(NamedTuple):
     request_id: str
     expected: Expected
-    key: bytes
 
 
 class Prefetch:
@@ -57,7 +56,7 @@ class Prefetch:
 
     def add(self, expected: Expected) -> None:
         """Remember a prompt. O(1), by any thread."""
-        self._arrived.append(_Prompt(f"ahead-{next(self._numbers)}", expected, expected.key))
+        self._arrived.append(_Prompt(f"ahead-{next(self._numbers)}", expected))
 
     def go_on(self) -> None:
         """Take what came, and begin more. Within the gate. Never waits."""
@@ -89,14 +88,14 @@ class Prefetch:
 
     def _is_coming(self, prompt: _Prompt) -> bool:
         """Whether the disk brings some of a prompt now. After a part it is the next tenant's turn."""
-        expected, namespace = prompt.expected, prompt.expected.namespace
-        if not expected.is_open or not self._keeps(namespace):
+        expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
+        if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
         is_coming = self._disk.is_waiting(
             prompt.request_id,
             namespace,
             self._generation(namespace.tenant),
-            prompt.key,
+            key,
             expected.resident_tokens,
             is_ahead=True,
         )

@@ -44,7 +44,7 @@ class Expected(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Its key, while ``is_open``."""
+        """Its key; empty after its end."""
 
     @property
     def resident_tokens(self) -> int:

@@ -170,11 +170,14 @@ def _regardless(original: Callable[..., bool]) -> Callable[..., bool]:
     class Open:
         is_open, resident_tokens = True, 0
 
-        def __init__(self, namespace: Namespace) -> None:
-            self.namespace = namespace
+        def __init__(self, namespace: Namespace, key: bytes) -> None:
+            self.namespace, self.key = namespace, key
+
+    keys: dict[str, bytes] = {}
 
     def is_coming(self: Any, prompt: Any) -> bool:
-        return original(self, prompt._replace(expected=Open(prompt.expected.namespace)))
+        key = keys.setdefault(prompt.request_id, prompt.expected.key)
+        return original(self, prompt._replace(expected=Open(prompt.expected.namespace, key)))
 
     return is_coming
 

@@ -485,7 +485,7 @@ def test_a_slot_that_is_half_overwritten_has_no_stamp() -> None:
 
 def test_copies_of_many_blocks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(64)
-    monkeypatch.setattr("radixkv.engines.host_blocks._MOST_BYTES", engine.workers[0].block_bytes * 3)
+    monkeypatch.setattr("radixkv.engines.host_blocks._CACHED_BYTES", engine.workers[0].block_bytes * 3)
     engine.add("a", ids_of(60))
     engine.run()
     engine.add("b", ids_of(60))
