@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
 
 from radixkv.config import CacheConfig, Namespace, TierDtype
-from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.record_reader import RecordReader
@@ -34,9 +33,6 @@ from radixkv.index.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
-
-LOCKED_BYTES: Final = 4 << 20
-"""Bytes that are written into blocks under one hold of the cache's lock: half a millisecond. At least one block."""
 
 
 class CacheTiers(LowerTiers):
@@ -55,13 +51,11 @@ class CacheTiers(LowerTiers):
         fingerprint: str = "",
         dtype: TierDtype = "exact",
     ) -> None:
-        self.gate = Gate()
         num_slots = config.host_blocks if dtype == "exact" else config.lossy_host_blocks
         super().__init__(
             storage,
             TierSettings(0, disk, num_slots, dtype),
             fingerprint,
-            self.gate,
             policy=config.policy,
             always_scrubs=config.scrub == "always",
         )
@@ -100,7 +94,8 @@ class CacheTiers(LowerTiers):
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """See ``Below``. O(nodes on the path), and with a disk a hash of the key."""
-        if self.level.cache.match(namespace, key).num_tokens * TOKEN_BYTES == len(key):
+        last = len(key) // (self._size * TOKEN_BYTES) - 1
+        if self.level.index.reach(namespace, key, last) > last:
             return True
         disk = self.disk
         if disk is not None:
@@ -116,7 +111,8 @@ class CacheTiers(LowerTiers):
             if mark is None or not self.keeps(namespace):
                 return None
             with self._guarded():
-                stop, size = self.level.cache.match(namespace, target.key).num_blocks, self._size
+                size = self._size
+                stop = self.level.index.reach(namespace, target.key, target.num_committed // size)
                 loading = TierLoading(self, target, mark, stop, size, self._clock)
                 if loading.begin():
                     self._loadings.add(loading)
@@ -145,14 +141,18 @@ class CacheTiers(LowerTiers):
         except CapacityError:  # all of it is in use
             return
         with lease, self._timed():
-            self._load(lease.block_ids[start:].astype(np.int64), start, put)
+            entries = lease.block_ids[start:].astype(np.int64)
+            entries = entries[: self.level.index.num_filled(entries)]
+            num_loaded = self._load(self.level.index.slots_of(entries), start, put)
+            self.level.index.loaded(entries[:num_loaded])
 
     def row_copy(self, row: int) -> Callable[[BlockIds], None]:
         """See ``Source``."""
         return partial(self.memory.put, self.memory.stage_row(row))
 
-    def _load(self, slots: Slots, start: int, put: Put) -> None:
-        step, num_loaded = max(LOCKED_BYTES // self.memory.engine_bytes, 1), 0
+    def _load(self, slots: Slots, start: int, put: Put) -> int:
+        """Put slots into blocks from block ``start`` on, and return how many."""
+        step, num_loaded = self.slice_blocks, 0
         try:
             for at in range(0, len(slots), step):
                 staged = self.memory.stage(slots[at : at + step])
@@ -163,6 +163,7 @@ class CacheTiers(LowerTiers):
         finally:
             self.memory.counts["loaded_blocks"] += num_loaded
             self._take_counts()
+        return num_loaded
 
     # --- the disk's thread
 

@@ -44,8 +44,8 @@ from xxhash import xxh3_128
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.host_blocks import Slots
+from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.errors import CapacityError, LeaseError
-from radixkv.index.cache import PrefixCache
 from radixkv.index.leases import Lease
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
@@ -122,6 +122,7 @@ class _Saved(NamedTuple):
 
 class _Store(NamedTuple):
     lease: Lease
+    slots: Slots
     jobs: list[Job]
 
 
@@ -130,7 +131,7 @@ _FAILED.end(False)
 
 
 class DiskLevel:
-    """Promotes and stores the blocks of ``cache`` by ``tier``, whose segments are blocks.
+    """Promotes and stores the blocks of ``index`` by ``tier``, whose segments are blocks.
 
     - ``memory``: the slots' bytes. ``fill``: makes the worker copy rows of staging memory into slots, in this step.
     - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown.
@@ -144,7 +145,7 @@ class DiskLevel:
     def __init__(
         self,
         tier: DiskTier,
-        cache: PrefixCache,
+        index: HostIndex,
         memory: HostMemory,
         fill: Callable[[Slots, Slots], None],
         *,
@@ -155,9 +156,10 @@ class DiskLevel:
         clock: Clock = monotonic,
     ) -> None:
         self.tier = tier
-        self._cache, self._memory, self._fill, self._clock = cache, memory, fill, clock
+        self._index, self._cache, self._memory, self._fill = index, index.cache, memory, fill
+        self._clock = clock
         self._fleet_generation, self._serves = fleet_generation, serves
-        self._size, self._record_bytes = cache.config.block_size, tier.settings.record_bytes
+        self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
         self._num_rows = memory.num_staging - num_ahead_rows
         self._free_rows = list(range(self._num_rows))
         self._free_ahead = list(range(self._num_rows, memory.num_staging))
@@ -224,7 +226,7 @@ class DiskLevel:
                 return True
             del self._promotions[request_id]
             stop = self._end(request_id, promotion)
-            if not stop or self._cache.match(namespace, key).num_blocks < stop:
+            if not stop or self._index.reach(namespace, key, promotion.start) < stop:
                 return False
             self._asked.discard(request_id)  # more of it may be there
         if request_id in self._asked:
@@ -238,7 +240,7 @@ class DiskLevel:
             self._asked.add(request_id)
             self._rest()
             return False
-        first = self._cache.match(namespace, key).num_blocks
+        first = self._index.reach(namespace, key, num_local // self._size)
         if self._budget is not None and is_new:
             self._tell_budget(self._budget, namespace, generation, key, first)
         if not self._free_ahead if is_ahead else self._is_queued(request_id, namespace, key, first):
@@ -489,11 +491,12 @@ class DiskLevel:
         stop = first + num
         try:
             key = key[: stop * self._size * TOKEN_BYTES]
-            sequence = self._cache.open(namespace, key)
+            is_known = self._cache.match(namespace, key).num_blocks == stop  # then all of it is to be matched
+            sequence = self._cache.open(namespace, key + ONE_MORE if is_known else key)
         except (CapacityError, LeaseError):
             return False
-        start, rows, jobs = sequence.num_cached_tokens // self._size, list[int](), list[Job]()
-        for block in range(start, stop):
+        rows, jobs = list[int](), list[Job]()
+        for block in range(first, stop):
             if not free:
                 break
             row = free.pop()
@@ -507,7 +510,7 @@ class DiskLevel:
         now = self._clock()
         ends_at = now + (AHEAD_S if is_ahead else self.patience_s(len(jobs) * self._size))
         promotion = _Promotion(
-            namespace, generation, key, sequence, start, rows, jobs, now, ends_at, is_ahead
+            namespace, generation, key, sequence, first, rows, jobs, now, ends_at, is_ahead
         )
         if not jobs:
             self._drop(promotion)
@@ -528,20 +531,39 @@ class DiskLevel:
         if not num_good or not is_current or self._is_resetting():
             self._drop(promotion)
             return 0
-        stop = promotion.start + num_good
-        slots = promotion.sequence.block_table[promotion.start : stop].astype(np.int64)
-        try:
-            promotion.sequence.commit(stop * self._size)
-        except LeaseError:  # purged a moment ago
-            self._drop(promotion)
+        num_good, used = self._fill_slots(promotion, num_good)
+        left = [at for at in range(len(promotion.rows)) if at not in used]
+        rows, jobs = promotion.rows, promotion.jobs
+        self._drop(promotion._replace(rows=[rows[at] for at in left], jobs=[jobs[at] for at in left]))
+        if not num_good:
             return 0
-        rows = promotion.rows[:num_good]
-        self._filled_now += rows
-        self._fill(slots, np.array(rows, np.int64))
         self.counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
-        self._drop(promotion._replace(rows=promotion.rows[num_good:], jobs=promotion.jobs[num_good:]))
-        return stop if num_good == len(promotion.jobs) else 0
+        return promotion.start + num_good if num_good == len(promotion.jobs) else 0
+
+    def _fill_slots(self, promotion: _Promotion, num_good: int) -> tuple[int, set[int]]:
+        """Let the worker copy the first records into slots.
+
+        Returns how many of them are in slots then, and which rows it copies: not those of blocks that came otherwise.
+        """
+        stop = promotion.start + num_good
+        try:
+            if promotion.sequence.num_committed_tokens < stop * self._size:
+                promotion.sequence.commit(stop * self._size)
+        except LeaseError:  # purged a moment ago
+            return 0, set()
+        key = promotion.key[: stop * self._size * TOKEN_BYTES]
+        entries = self._cache.match(promotion.namespace, key).block_ids[promotion.start :].astype(np.int64)
+        num_good = len(entries)
+        at = self._index.lacking(entries)
+        slots = self._index.give(promotion.namespace.tenant, entries[at], may_evict=True)
+        used, num_missing = at[: len(slots)].tolist(), len(at) - len(slots)
+        rows = [promotion.rows[each] for each in used]
+        if rows:
+            self._filled_now += rows
+            self._fill(slots, np.array(rows, np.int64))
+            self._index.filled(entries[used])
+        return int(at[len(slots)]) if num_missing else num_good, set(used)
 
     def _drop(self, promotion: _Promotion) -> None:
         """Release a promotion. No job touches its memory any more."""
@@ -558,6 +580,7 @@ class DiskLevel:
         for store in self._stores:
             if all(job.is_done for job in store.jobs):
                 self.counts["disk_unstored_blocks"] += sum(not job.wait(0) for job in store.jobs)
+                self._index.unuse(store.slots)
                 store.lease.release()
             else:
                 running.append(store)
@@ -603,7 +626,9 @@ class DiskLevel:
             return 0
         jobs = []
         there = self.tier.locate(on_disk, key, saved.first)
-        blocks = range(saved.first + there, min(saved.stop, lease.num_tokens // self._size))
+        slots = self._index.slots_of(lease.block_ids[saved.first + there : saved.stop])
+        slots = slots[: self._index.num_filled(lease.block_ids[saved.first + there : saved.stop])]
+        blocks = range(saved.first + there, saved.first + there + len(slots))
         if self._budget is not None and blocks:
             num_bytes = len(blocks) * self._record_bytes
             is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
@@ -611,13 +636,14 @@ class DiskLevel:
             if not is_affordable:
                 lease.release()
                 return -1
-        for block in blocks:
-            content = self._memory.slot_bytes(int(lease.block_ids[block]))
+        for block, slot in zip(blocks, slots.tolist(), strict=True):
+            content = self._memory.slot_bytes(slot)
             job = self.tier.store(on_disk, key, block, content, since=since)
             if job is None:
                 break
             jobs.append(job)
-        self._stores.append(_Store(lease, jobs))
+        self._index.use(slots)
+        self._stores.append(_Store(lease, slots, jobs))
         return len(jobs)
 
     # --- the write budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, get_ident
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -19,11 +19,25 @@ class Gate:
         self._lock = Lock()
         self._waiting: deque[Lock] = deque()
         self._is_held = False
+        self._owner: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is in it."""
+        return self._owner == get_ident()
+
+    def enter_if_free(self) -> bool:
+        """Enter if nobody is in it, and return whether it did. Never waits. Leave with ``leave``."""
+        with self._lock:
+            if self._is_held:
+                return False
+            self._is_held, self._owner = True, get_ident()
+            return True
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._is_held:
-                self._is_held = True
+                self._is_held, self._owner = True, get_ident()
                 return
             turn = Lock()
             turn.acquire()
@@ -36,14 +50,17 @@ class Gate:
                 if not is_late:
                     self._waiting.remove(turn)
             if is_late:  # it was let through at this moment
-                self._leave()
+                self.leave()
             raise
+        self._owner = get_ident()
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Let the next thread through."""
         with self._lock:
+            self._owner = None
             if self._waiting:
                 self._waiting.popleft().release()
             else:
@@ -52,7 +69,7 @@ class Gate:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Let others through within the context, which lies in a ``with`` of the gate."""
-        self._leave()
+        self.leave()
         try:
             yield
         finally:

@@ -8,7 +8,8 @@
 The machinery is that of the second level behind vLLM (``second_level``, ``host_blocks``, ``disk_level``). Here the
 scheduler and its only worker are one thread, so a load or a save is made at once.
 
-**Saves** copy each block when it is computed, so an eviction never waits. What is in both tiers was copied once.
+**Saves.** While host memory has free slots, each block is copied when it is computed. Later a block is copied when the
+cache evicts it, unless its copy is still here (``host_index``). So the two hold different blocks when memory is short.
 
 **Nothing older than a purge.** A row is marked before its sequence is opened. A purge or a clear changes the mark
 before it forgets anything and again afterwards. A row with an outdated mark loads and saves nothing. The mark is
@@ -50,10 +51,13 @@ if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
     from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.index.sequence import Sequence
+    from radixkv.storage.plan import BlockIds
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
+LOCKED_BYTES: Final = 4 << 20
+"""Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
 
@@ -125,7 +129,7 @@ class LowerTiers:
         always_scrubs: bool = False,
         clock: Clock = monotonic,
     ) -> None:
-        self.numbers, self._gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
         self.memory, num_ahead = _memory(storage, settings)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
@@ -134,7 +138,9 @@ class LowerTiers:
             storage.block_size,
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
+            num_above=storage.num_blocks,
         )
+        self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
         self._unkept: set[str] = set()
@@ -324,7 +330,11 @@ class LowerTiers:
         except ArgumentError as error:
             self._unkept.add(tenant.id)
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
+        is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
         (self._strict.add if tenant.mode == "strict" else self._strict.discard)(tenant.id)
+        own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
+        with self.moving():
+            self.level.index.set_strict(tenant.id, max(own, 1) if is_strict else 0)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
@@ -332,10 +342,12 @@ class LowerTiers:
             self._added.discard(tenant)
             with suppress(ArgumentError):  # its share was refused
                 self.level.cache.remove_tenant(tenant)
+        with self.moving():
+            self.level.index.set_strict(tenant, 0)
         self._unkept.discard(tenant)
         self._strict.discard(tenant)
 
-    # --- a cache that loads and saves by itself (``CacheTiers``)
+    # --- the cache
 
     keeps_commits = False
 
@@ -349,6 +361,34 @@ class LowerTiers:
     def begin(self, target: Target) -> Loading | None:
         """Return None: the engine loads."""
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """See ``Below``."""
+        if self.gate.is_mine:
+            yield
+        else:
+            with self.gate:
+                yield
+
+    def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
+        """See ``Below``. Never waits: outside of ``moving``, what leaves while the tiers are busy is lost.
+
+        O(nodes on the path) if all of it is here; otherwise it costs the bytes of the blocks.
+        """
+        is_mine = self.gate.is_mine
+        if not is_mine and not self.gate.enter_if_free():
+            with self._lock:
+                self._counts["lost_blocks"] += len(block_ids)
+            return
+        try:
+            if self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
+                with self._guarded():
+                    self.level.demote(namespace, key, start, block_ids.tolist())
+                    self._run()
+        finally:
+            if not is_mine:
+                self.gate.leave()
+
     # --- the engine
 
     def start(self) -> None:
@@ -358,7 +398,7 @@ class LowerTiers:
 
         def run() -> None:
             while not self._stop.wait(_BUSY_TICK_S if self._prefetch and self._prefetch.is_busy else _TICK_S):
-                with self._gate:
+                with self.gate:
                     self.tick()
 
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
@@ -377,7 +417,7 @@ class LowerTiers:
 
     def weights_changed(self, version: int) -> None:
         """Forget everything: the weights are others. Outside the gate."""
-        with self._gate, self._guarded():
+        with self.gate, self._guarded():
             self.level.reset(version)
 
     def close(self) -> None:
@@ -385,7 +425,7 @@ class LowerTiers:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        with self._gate:
+        with self.gate:
             self._is_off = True
             if self.level.disk is not None:
                 self.level.disk.close()
@@ -403,11 +443,10 @@ class LowerTiers:
         """
         with self._lock:
             counts = self._counts.copy()
-        stats = self.level.cache.stats()
         found: dict[str, dict[str, float]] = {
             "host": {
                 "capacity_blocks": self.num_slots,
-                "resident_blocks": stats.resident_blocks,
+                "resident_blocks": self.level.index.num_used,
                 "hit_blocks": counts["loaded_blocks"],
                 "read_bytes": counts["loaded_bytes"],
                 "written_bytes": counts["saved_bytes"],
@@ -469,7 +508,7 @@ class LowerTiers:
         )
         self.level.disk = level = DiskLevel(
             tier,
-            self.level.cache,
+            self.level.index,
             self.memory,
             self.level.fill,
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
@@ -515,6 +554,7 @@ class LowerTiers:
         with self._lock:
             self._counts.update(self.memory.take_counts())
             self._counts.update(self.level.take_counts())
+            self._counts["lost_blocks"] += self.level.take_lost()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -532,8 +572,10 @@ class LowerTiers:
         return is_marked and namespace.weights == self.level.weights
 
     def _scaled(self, tenant: Tenant) -> Tenant:
+        num_entries = self.level.cache.config.num_blocks
+
         def part(blocks: int) -> int:
-            return blocks * self.num_slots // self._num_blocks
+            return blocks * num_entries // self._num_blocks
 
         least = max(part(tenant.guaranteed_blocks), 1 if tenant.mode == "strict" else 0)
         most = None if tenant.max_blocks is None else max(part(tenant.max_blocks), least, 1)

@@ -10,8 +10,12 @@
 
 An engine that knows namespaces and keys itself calls ``found_key``, ``load_key`` and ``save_key`` in their place.
 
-The index is a PrefixCache; a block of its pool is a slot of host memory, on each worker. So tenants, policies and the
-audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM loads.
+The index is a PrefixCache, whose entries have slots of host memory, the same on each worker (``host_index``). So
+tenants, policies and the audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM
+loads.
+
+An engine that tells what it evicts calls ``demote``. Then what both levels hold takes host memory only as long as there
+is some to spare.
 
 **Complete saves only.** A step's blocks are committed after all workers have reported the step as saved. Until then no
 load finds them; other requests don't save them again. If blocks that another connector loads are wrong, no running
@@ -30,20 +34,20 @@ before saves nothing. Slots that change tenant are zeroed first, with
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, get_args
 
 import numpy as np
 
-from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace
 from radixkv.engines.host_blocks import NEVER, Slots, StepReport, StepWork
+from radixkv.engines.host_index import NO_SLOT, ONE_MORE, HostIndex, Scrub
 from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.tier_settings import bytes_of, rate_of
 from radixkv.errors import CapacityError, ConfigError, LeaseError
-from radixkv.index.cache import PrefixCache
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
 from radixkv.index.sequence import Sequence as Held
@@ -55,11 +59,7 @@ if TYPE_CHECKING:
 MAX_SLOTS: Final = 2**31 - 1
 MAX_STAGED_BLOCKS: Final = 256
 """Rows of host memory for blocks that come from the disk; at most a quarter of the slots, at least one."""
-_ONE_MORE: Final = bytes(TOKEN_BYTES)
-"""A token behind a key: an open sequence and ``match_ahead`` leave the last token out."""
 _NO_BLOCKS: Final = np.empty(0, np.int64)
-
-Scrub = Literal["cross-tenant", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,25 +176,37 @@ class _Load(NamedTuple):
     generation: int
     key: bytes
     start: int
+    entries: Slots
     slots: Slots
     lease: Lease | None
     blocks: Slots
 
 
 class _Save(NamedTuple):
-    """Blocks of a request that a step saves. ``key``: of its prompt, up to the last of them."""
+    """Blocks of a prompt that a step saves, from block ``at`` on, with their ``entries``. ``key``: of all up to the last.
+
+    ``start``: the first block that the disk may not have, at most ``at``.
+    ``held``: holds the entries. A sequence commits them when they are saved; those of a lease are committed.
+    ``is_above``: whether the engine has these blocks too.
+    """
 
     request_id: str
+    namespace: Namespace
     generation: int
     key: bytes
     start: int
-    sequence: Held
+    at: int
+    entries: Slots
+    held: Held | Lease
+    is_above: bool
 
 
 class SecondLevel:
     """The index of ``num_slots`` slots for blocks of ``block_size`` tokens, which ``num_workers`` workers hold.
 
     ``salts``: reads whose request it is. None: all requests are of one tenant, by their salts in namespaces.
+
+    ``num_above``: blocks of an engine that calls ``demote`` before it evicts; 0 for another one.
 
     ``weights`` is the version of the model's weights, in the namespaces of requests that begin now.
 
@@ -211,17 +223,13 @@ class SecondLevel:
         policy: str = "learned",
         scrub: Scrub = "cross-tenant",
         num_workers: int = 1,
+        num_above: int = 0,
+        clock: Clock = monotonic,
     ) -> None:
-        config = CacheConfig(
-            num_slots,
-            block_size,
-            policy=policy,
-            default_tenant=Tenant("default"),
-            scrub=scrub,
-            writes_before_reads=True,
+        self.index = HostIndex(
+            num_slots, block_size, num_above=num_above, policy=policy, scrub=scrub, clock=clock
         )
-        self._to_zero: deque[Slots] = deque()
-        self.cache = PrefixCache(config, scrub_blocks=self._note_to_zero)
+        self.cache, self._has_above = self.index.cache, num_above > 0
         self._size, self._num_workers = block_size, num_workers
         self._keys = RequestKeys(model, salts)
         self._requests: dict[str, _Request] = {}
@@ -232,12 +240,15 @@ class SecondLevel:
         self._saves: dict[int, list[_Save]] = {}
         self._reports: dict[int, int] = {}
         self._work = StepWork(1)
+        self._failed: set[int] = set()
+        """Steps of which nothing is kept."""
         self._save_blocks: list[Sequence[int]] = []
         self._save_slots: list[Slots] = []
         self.weights = 0
         self.disk: DiskLevel | None = None
         """Set before the first request."""
         self.counts = dict.fromkeys(("loads", "failed_loads", "refused_saves", "refused_requests"), 0)
+        self._num_lost = 0
 
     # --- requests
 
@@ -297,13 +308,15 @@ class SecondLevel:
             lease = self.cache.match_and_lease(namespace, key)
         except CapacityError:
             lease = None
-        slots = np.full(len(blocks), NEVER, np.int64)
+        slots, entries = np.full(len(blocks), NO_SLOT, np.int64), np.empty(0, np.int64)
         if lease is not None:
-            there = lease.block_ids[start : start + len(blocks)]
-            slots[: len(there)] = there
-            self._is_loading[there] = True
+            entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
+            slots[: len(entries)] = self.index.slots_of(entries)
+            entries = entries[slots[: len(entries)] != NO_SLOT]
+            self._is_loading[slots[slots != NO_SLOT]] = True
+            self.index.use(slots[slots != NO_SLOT])
         to = np.array(blocks, np.int64)
-        self._loads[request_id] = _Load(namespace, generation, key, start, slots, lease, to)
+        self._loads[request_id] = _Load(namespace, generation, key, start, entries, slots, lease, to)
         self._new_loads.append(request_id)
         self.counts["loads"] += 1
 
@@ -351,7 +364,7 @@ class SecondLevel:
         ``is_current``: whether nothing was purged since the KV was begun. O(1) if all of it is here.
         """
         stop = len(key) // (self._size * TOKEN_BYTES)
-        if self.cache.match_ahead(namespace, key + _ONE_MORE) >= stop * self._size:
+        if self.cache.match_ahead(namespace, key + ONE_MORE) >= stop * self._size:
             return
         try:
             sequence = self.cache.open(namespace, key, ahead=True)
@@ -359,18 +372,51 @@ class SecondLevel:
             self.counts["refused_saves"] += 1
             return
         start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
+        entries = sequence.block_table[start:].astype(np.int64)
+        slots, source = np.empty(0, np.int64), None
         try:
             sequence.computing(stop * self._size, step=self._work.step)
-            source = blocks()[start:stop] if is_current() else None
+            if is_current():
+                slots = self.index.give(namespace.tenant, entries, may_evict=not self._has_above)
+                source = blocks()[start : start + len(slots)]
         except LeaseError:  # purged since it was opened
             source = None
-        if source is None:
+        if source is not None and not len(slots):
+            sequence.commit(stop * self._size)  # known, without a copy
+        if not source:
             sequence.release()
             return
-        slots = sequence.block_table[start:].astype(np.int64)
-        self._saves.setdefault(self._work.step, []).append(
-            _Save(request_id, generation, key, min(before, start), sequence)
+        entries, is_above = entries[: len(slots)], self._has_above
+        save = _Save(
+            request_id, namespace, generation, key, min(before, start), start, entries, sequence, is_above
         )
+        self._begin_save(save, slots, source)
+
+    def demote(self, namespace: Namespace, key: bytes, start: int, blocks: Sequence[int]) -> None:
+        """Save the engine's blocks of a key from block ``start`` on, which leave it, unless they are here.
+
+        What finds no slot is lost: it is computed again. O(nodes on the path + blocks).
+        """
+        lease = self.index.hold(namespace, key)
+        if lease is None:
+            self._num_lost += len(blocks)
+            return
+        entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
+        self.index.demoted(entries)
+        at = self.index.lacking(entries)
+        slots = self.index.give(namespace.tenant, entries[at], may_evict=True) if len(at) else at
+        self._num_lost += len(at) - len(slots)
+        if not len(slots):
+            lease.release()
+            return
+        at = at[: len(slots)]
+        generation = self.cache.generation(namespace.tenant)
+        first = start + int(at[0])
+        save = _Save("", namespace, generation, key, first, first, entries[at], lease, False)
+        self._begin_save(save, slots, [blocks[each] for each in at.tolist()])
+
+    def _begin_save(self, save: _Save, slots: Slots, source: Sequence[int]) -> None:
+        self._saves.setdefault(self._work.step, []).append(save)
         self._save_blocks.append(source)
         self._save_slots.append(slots)
         self._stamps[slots] = self._work.step
@@ -399,19 +445,17 @@ class SecondLevel:
             self.disk.begin_step(work.step, num_tokens)
         for request_id in self._new_loads:
             load = self._loads[request_id]
-            is_there = self._is_current(load.namespace, load.generation) & (load.slots >= 0)
+            is_there = self._is_current(load.namespace, load.generation) & (load.slots != NO_SLOT)
             stamps = np.where(is_there, self._stamps[load.slots], NEVER)
             work.loads += ((request_id, len(load.blocks)),)
             work.load_slots = np.append(work.load_slots, load.slots)
             work.load_stamps = np.append(work.load_stamps, stamps)
             work.load_blocks = np.append(work.load_blocks, load.blocks)
-        if self._save_slots:
+        if self._saves.get(work.step):
             work.save_slots = np.concatenate(self._save_slots)
             work.save_blocks = np.concatenate([np.asarray(each, np.int64) for each in self._save_blocks])
             self._reports[work.step] = 0
-        to_zero = [self._to_zero.popleft() for _ in range(len(self._to_zero))]
-        if to_zero:
-            work.zero = np.unique(np.concatenate(to_zero))
+        work.zero = self.index.take_to_zero()
         self._new_loads, self._save_blocks, self._save_slots = [], [], []
         self._work = StepWork(work.step + 1)
         return work
@@ -443,7 +487,11 @@ class SecondLevel:
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None and load.lease is not None:
-                self._is_loading[load.slots[load.slots >= 0]] = False
+                slots = load.slots[load.slots != NO_SLOT]
+                self._is_loading[slots] = False
+                self.index.unuse(slots)
+                if self._has_above:
+                    self.index.loaded(load.entries)
                 load.lease.release()
 
     def reset(self, weights: int | None = None) -> bool:
@@ -468,7 +516,7 @@ class SecondLevel:
         """Release what loads and saves hold, and commit nothing more: this level isn't used any more."""
         self._fail_running()
         for save in [each for saves in self._saves.values() for each in saves]:
-            save.sequence.release()
+            save.held.release()
         self.loads_ended(list(self._loads))
 
     def take_counts(self) -> dict[str, int]:
@@ -478,6 +526,11 @@ class SecondLevel:
         if self.disk is not None:
             taken |= self.disk.take_counts()
         return taken
+
+    def take_lost(self) -> int:
+        """Return how many blocks left the engine and found no slot, since the last call."""
+        lost, self._num_lost = self._num_lost, 0
+        return lost
 
     # --- inside
 
@@ -490,11 +543,9 @@ class SecondLevel:
 
     def _num_loadable(self, match: Match, num_local: int) -> int | None:
         """Return the tokens that a load would bring. None if another load reads some of their slots."""
-        if match.num_tokens <= num_local:
-            return 0
-        if self._is_loading[match.block_ids[num_local // self._size :]].any():
-            return None
-        return match.num_tokens - num_local
+        slots = self.index.slots_of(match.block_ids[num_local // self._size :])
+        num = len(slots) if (slots != NO_SLOT).all() else int((slots == NO_SLOT).argmax())
+        return None if self._is_loading[slots[:num]].any() else num * self._size
 
     def _usable(self, num_tokens: int) -> int:
         """Return whole blocks of tokens before the last one, which is computed for its logits."""
@@ -508,19 +559,33 @@ class SecondLevel:
         """Commit and release what a step saved."""
         del self._reports[step]
         self.cache.step_done(step)
+        is_good = step not in self._failed
+        self._failed.discard(step)
         for save in self._saves.pop(step, ()):
-            if self.disk is not None and save.sequence.num_committed_tokens:
-                stop = save.sequence.num_committed_tokens // self._size
-                self.disk.note_saved(save.sequence.namespace, save.generation, save.key, save.start, stop)
-            save.sequence.release()
+            self._end_save(save, is_good)
+            save.held.release()
+
+    def _end_save(self, save: _Save, is_good: bool) -> None:
+        num = len(save.entries)
+        if isinstance(save.held, Held):
+            num = min(max(save.held.num_committed_tokens // self._size - save.at, 0), num)
+        if not is_good or not num:
+            self.index.take_away(save.entries)
+            return
+        self.index.filled(save.entries)
+        if save.is_above:
+            self.index.loaded(save.entries)
+        if self.disk is not None:
+            self.disk.note_saved(save.namespace, save.generation, save.key, save.start, save.at + num)
 
     def _fail_running(self) -> None:
         for step in list(self._saves):
             self._fail(step)
 
     def _fail(self, step: int) -> None:
-        """Commit nothing of a step. Its slots stay taken until all workers have ended it."""
+        """Keep nothing of a step. Its slots stay taken until all workers have ended it."""
         self.cache.step_failed(step)
+        self._failed.add(step)
         for save in self._saves.get(step, ()):
             if (request := self._requests.get(save.request_id)) is not None:
                 request.num_saved = min(request.num_saved, save.start)
@@ -535,12 +600,9 @@ class SecondLevel:
         if (request := self._requests.get(request_id)) is not None:
             request.num_saved = min(request.num_saved, good)
         try:
-            with self.cache.open(load.namespace, load.key + _ONE_MORE) as sequence:
+            with self.cache.open(load.namespace, load.key + ONE_MORE) as sequence:
                 if sequence.num_cached_tokens > good * self._size:
                     self.cache.forget(sequence, good * self._size)
         except (CapacityError, LeaseError):  # no room to keep the good blocks, or a purge in between
             self.cache.clear(load.namespace)
         return load.blocks
-
-    def _note_to_zero(self, slots: Any) -> None:
-        self._to_zero.append(slots.astype(np.int64))

@@ -9,6 +9,7 @@ from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of
 from radixkv.errors import ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
+from radixkv.index.load_target import attach
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig
@@ -67,7 +68,8 @@ class TieredCache(PrefixCache):
         if self.config.has_tiers:
             sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
             raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
-        self._lower = self._below = tiers
+        self._lower = tiers
+        attach(self, tiers)
 
     def close(self) -> None:
         """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls."""

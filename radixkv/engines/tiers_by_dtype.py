@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
+    from radixkv.storage.plan import BlockIds
 
 DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
 
@@ -103,6 +104,7 @@ class TiersByDtype:
             raise
         for dtype, tiers in self.tiers.items():
             tiers.serves = partial(self._is_of, dtype)
+        self.slice_blocks = min(each.slice_blocks for each in self.tiers.values())
         self.keeps_commits = any(each.keeps_commits for each in self.tiers.values())
 
     def dtype_of(self, tenant: str) -> TierDtype:
@@ -122,6 +124,16 @@ class TiersByDtype:
         tiers = self._of(tenant)
         if tiers is not None:
             tiers.keep(tenant, take)
+
+    def moving(self) -> AbstractContextManager[None]:
+        """See ``Below``. Always in the same order of the dtypes."""
+        return self._all([each.moving() for each in self.tiers.values()])
+
+    def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
+        """See ``Below``."""
+        tiers = self._of(namespace.tenant)
+        if tiers is not None:
+            tiers.leave(namespace, key, start, block_ids)
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """See ``Below``."""

@@ -219,7 +219,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
         self.radixkv.disk = DiskLevel(
             tier,
-            self.radixkv.cache,
+            self.radixkv.index,
             memory,
             self.radixkv.fill,
             fleet_generation=fleet_generation,

@@ -1,6 +1,7 @@
 """What may lie below a cache: other places with evicted KV. The cache knows them only by these protocols.
 
-    commit                       Below.keep         copies the new blocks below
+    commit                       Below.keep         hears of new blocks, and copies them while it has room
+    eviction                     Below.leave        copies the blocks that leave, unless it has them
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
     announce                     Below.expect       brings what is slow to come
     purge, clear, forget         Below.forgotten    forgets it there too
@@ -141,7 +142,19 @@ class Below(Protocol):
     """Whether ``keep`` is called after each commit. Otherwise the engine does all of it itself."""
 
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
-        """Copy what ``take`` returns."""
+        """Take that what ``take`` returns was committed."""
+
+    slice_blocks: int
+    """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Return a context in which blocks may be evicted, so that ``leave`` needs no wait. Enter it without the lock.
+
+        Outside of it ``leave`` may have to give blocks up.
+        """
+
+    def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
+        """Copy the blocks of a key from block ``start`` on, which are about to be evicted. The cache's lock is held."""
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """Whether the last block of a key may lie below. False if it surely doesn't; fast then."""
@@ -170,6 +183,11 @@ def made_for(config: CacheConfig, storage: BlockStorage | None) -> Below | None:
     if not config.has_tiers:
         return None
     return cast("Below", getattr(import_module(FACTORY[0]), FACTORY[1])(config, storage))
+
+
+def moving(below: Below | None) -> AbstractContextManager[None]:
+    """Return a context in which blocks may be evicted. Enter it without the cache's lock."""
+    return nullcontext() if below is None else below.moving()
 
 
 def forgetting(

@@ -57,7 +57,7 @@ from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease, end_due, lease_match, take_lease, take_pin
 from radixkv.index.lent_beams import LentBeams, lend_beams
-from radixkv.index.load_target import end_computed_step, follow, forgotten_too, namespaces_of
+from radixkv.index.load_target import attach, end_computed_step, follow, forgotten_too, namespaces_of
 from radixkv.index.locking import Held
 from radixkv.index.match import Match
 from radixkv.index.opening import open_base, open_handle
@@ -140,7 +140,7 @@ class PrefixCache(CacheState):
     ) -> None:
         require_parts(config, clock, journal)
         super().__init__(config, clock, journal, scrub_blocks, storage_of(config, storage))
-        self._below = self._made_below()
+        attach(self, self._made_below())
 
     def _made_below(self) -> Below | None:
         return made_for(self._config, self._storage)
@@ -378,11 +378,11 @@ class PrefixCache(CacheState):
 
     # --- blocks by hand
 
-    def evict(self, num_blocks: SupportsIndex) -> int:
-        """Free up to ``num_blocks`` resident blocks by policy. Returns how many were freed."""
+    def evict(self, num_blocks: SupportsIndex, tenant: TenantId | None = None) -> int:
+        """Free up to ``num_blocks`` resident blocks by policy, anybody's or what may go for a tenant. Returns how many."""
         num_blocks = require_between("num_blocks", num_blocks, 0, None)
         self._require_own_blocks("evict")
-        return engine_blocks.evict(self, num_blocks)
+        return engine_blocks.evict(self, num_blocks, tenant)
 
     def allocate(self, num_blocks: SupportsIndex) -> BlockIds:
         """Lend ``num_blocks`` blocks to the engine until ``free`` or ``insert``; int32 ids. Raises OutOfBlocks."""

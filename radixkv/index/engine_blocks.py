@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.errors import ArgumentError
 from radixkv.index import requests
+from radixkv.index.below import moving
 from radixkv.index.blocks import unpack
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
@@ -86,7 +87,7 @@ def insert(
         if not isinstance(request, Inserted) or request.match.namespace != namespace:
             raise ArgumentError("request", request, "an earlier insert into the same namespace, or None")
         hints, done.noted = None, request._noted
-    with cache._lock:
+    with moving(cache._below), cache._lock:
         try:
             requests.insert(cache, namespace, key, packed, start, hints, leases, done)
             match = Match(namespace, key, done.table)
@@ -101,14 +102,17 @@ def insert(
             raise
 
 
-def evict(cache: CacheState, num_blocks: int) -> int:
+def evict(cache: CacheState, num_blocks: int, tenant: str | None) -> int:
     """See PrefixCache.evict."""
     left = num_blocks
     while left:
-        wanted = min(left, requests.SLICE_BLOCKS)
-        with cache._lock, Mending(cache):
+        wanted = min(left, requests.slice_blocks(cache))
+        with moving(cache._below), cache._lock, Mending(cache):
             cache._evictor.end_due_pins(None, wanted)
-            freed = cache._evictor.evict(wanted)
+            if tenant is None:
+                freed = cache._evictor.evict(wanted)
+            else:
+                freed = cache._evictor.evict_for(cache._registry.state_of(tenant), wanted)
         left -= freed
         if freed < wanted or not left:
             break
@@ -119,7 +123,7 @@ def evict(cache: CacheState, num_blocks: int) -> int:
 def allocate(cache: CacheState, num_blocks: int) -> BlockIds:
     """See PrefixCache.allocate."""
     taken = bytearray()
-    with cache._lock:
+    with moving(cache._below), cache._lock:
         try:
             taken = cache._evictor.take_for_engine(num_blocks)
             return cache._pool.lend(taken)

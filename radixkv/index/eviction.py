@@ -46,6 +46,7 @@ class Evictor:
         "_segment_blocks",
         "evictable_blocks",
         "has_tails",
+        "on_evict",
         "on_hand_out",
         "on_need",
         "promised_blocks",
@@ -70,6 +71,9 @@ class Evictor:
         self.has_tails = False  # whether one was ever kept (tails)
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
+        self.on_evict: Callable[[Node, int], object] | None = (
+            None  # the last blocks of a node are about to leave
+        )
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -146,6 +150,8 @@ class Evictor:
         admit, trimmed = tenant.on_admit, tenant.on_trimmed
         assert admit is not None
         while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
+            if self.on_evict is not None:
+                self.on_evict(at, at.num_blocks)
             if trimmed is not None:
                 trimmed(at, at.num_blocks)
             tenant.declined_blocks += at.num_blocks
@@ -428,6 +434,19 @@ class Evictor:
         self._pool.give(freed)
         return num_blocks
 
+    def evict_for(self, tenant: TenantState, num_blocks: int) -> int:
+        """Free up to ``num_blocks`` blocks that may be evicted for a tenant. Returns how many. O(tenants + evicted).
+
+        These are its own and, unless it is strict, what others have borrowed.
+        """
+        if tenant.settings.mode != "strict":
+            return self.evict(min(num_blocks, self.available_to(tenant)), tenant)
+        num_blocks, freed = min(num_blocks, tenant.evictable_blocks), bytearray()
+        self._evict_from(tenant, num_blocks * ID_BYTES, freed)
+        self._ranking.rank(tenant)
+        self._pool.give(freed)
+        return num_blocks
+
     def keep_limit(self, tenant: TenantState, about_to_take: int) -> None:
         """Evict the tenant's own blocks that would exceed its limit. ``require`` has checked that this is possible."""
         over = tenant.used_blocks + about_to_take - tenant.max_blocks
@@ -475,6 +494,8 @@ class Evictor:
                 )
             tree, ids = cast(NamespaceTree, node.tree), node.block_ids
             cut = left if most is None else min(most(node) * ID_BYTES, left)
+            if self.on_evict is not None:
+                self.on_evict(node, min(len(ids), cut) // ID_BYTES)
             if trimmed is not None:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:

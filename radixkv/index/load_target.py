@@ -1,4 +1,4 @@
-"""The cache's half of loads from below: which blocks a load may write, and what a commit leaves to copy below.
+"""The cache's half of what lies below: which blocks a load may write, and what a commit or an eviction gives it.
 
 A load writes into blocks of an open sequence that aren't committed. Whether it may is decided under the cache's lock,
 and the copy is launched under it, a few blocks at a time, like the copies of a plan. So a block that the engine has
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
@@ -24,7 +24,9 @@ from radixkv.index.leases import Lease
 from radixkv.index.match import Match
 from radixkv.index.purge import clear
 from radixkv.index.recovery import Mending, mend
+from radixkv.index.tenants import NamespaceTree
 from radixkv.index.tokens import ID_BYTES
+from radixkv.index.tree import Node
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace, Tenant
@@ -113,6 +115,28 @@ def _first_missing(cache: CacheState, state: SequenceState) -> int:
     """Return where the first block ends that a load could bring, in bytes of the key; 0 if there is none."""
     start, stop = _first_own(cache, state), max(state._size - 1, 0) // cache._block_bytes
     return (start + 1) * cache._block_bytes if state._is_open and start < stop else 0
+
+
+def attach(cache: CacheState, below: Below | None) -> None:
+    """Let something lie below a cache from now on. Before its first request."""
+    cache._below = below
+    cache._evictor.on_evict = None if below is None else partial(_leave, cache, below)
+
+
+def _leave(cache: CacheState, below: Below, node: Node, num_blocks: int) -> None:
+    """Give the last blocks of a node, which are about to be evicted, to what lies below. O(tokens of the path).
+
+    What was cleared, what lies behind a base, and tails aren't kept.
+    """
+    tree, evictor = cast(NamespaceTree, node.tree), cache._evictor
+    start, stop = node.depth - num_blocks, evictor.reported_depth(node)
+    if tree.detached or tree.head_key or start >= stop:
+        return
+    if evictor.on_hand_out is not None:
+        evictor.on_hand_out()
+    first = len(node.block_ids) - num_blocks * ID_BYTES
+    block_ids = unpack(node.block_ids[first : first + (stop - start) * ID_BYTES])
+    below.leave(tree.namespace, b"".join(tree.labels_to(node))[: stop * cache._block_bytes], start, block_ids)
 
 
 def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:

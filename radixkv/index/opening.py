@@ -36,9 +36,24 @@ def open_handle(
         raise requests.engine_has_blocks("open" if publication is None else "publish")
     if announcement is not None and hints is None:
         hints = cast("Hints", announcement.hints)
-    if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
-        cache, len(key)
-    ):
+    if cache._below is None:
+        return _open_any(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
+    with cache._below.moving():
+        return _open_any(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
+
+
+def _open_any(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    hints: Hints,
+    publication: Publication | None,
+    lookup: bool,
+    may_lean: bool,
+    announcement: Announcement | None,
+    user: SoleUser | None,
+) -> Sequence:
+    if requests.takes_slices(cache, len(key)):
         return _open_long(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
     return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement, user)
 

@@ -29,6 +29,7 @@ from radixkv.errors import (
     wrong_count,
 )
 from radixkv.index.bases import Publication
+from radixkv.index.below import moving
 from radixkv.index.blocks import unpack
 from radixkv.index.ghost_keys import SegmentKeys
 from radixkv.index.holders import INTERRUPTION, PURGE, Ahead, LeaseState, SequenceState
@@ -303,13 +304,19 @@ def lease_of_long(
     return LeaseState(cache, node, matched), matched, needed, place.tree.tenant
 
 
-def takes_many_victims(cache: CacheState, num_bytes: int) -> bool:
+def takes_slices(cache: CacheState, num_bytes: int) -> bool:
     """Whether a key of this many bytes probably needs more evictions than one call should make at once.
 
-    The estimate uses the mean size of leaves. Takes the lock.
+    The estimate uses the mean size of leaves. Takes the lock for a long key.
     """
+    below = cache._below
+    most = MAX_BLOCKS_AT_ONCE if below is None else below.slice_blocks
+    if num_bytes <= most * cache._block_bytes:
+        return False
     with cache._lock:
         short = num_bytes // cache._block_bytes - cache._pool.num_free
+        if below is not None:
+            return short > most
         num_leaves = sum([len(tenant.policy) for tenant in cache._tenants.values()])
         return short * num_leaves > MAX_VICTIMS_AT_ONCE * cache._evictor.evictable_blocks
 
@@ -319,16 +326,21 @@ def make_room(cache: CacheState, num_blocks: int, tenant: TenantState) -> None:
 
     Takes the lock.
     """
-    short = num_blocks
+    short, most = num_blocks, slice_blocks(cache)
     while short > 0:
-        with cache._lock, Mending(cache):
+        with moving(cache._below), cache._lock, Mending(cache):
             cache._evictor.end_due_pins(tenant, num_blocks)
             cache._evictor.require(num_blocks, tenant)
             cache._evictor.require_fetched(num_blocks, tenant)
             short = num_blocks - cache._pool.num_free
             if short > 0:
-                cache._evictor.evict(min(short, SLICE_BLOCKS), tenant)
+                cache._evictor.evict(min(short, most), tenant)
         let_others()
+
+
+def slice_blocks(cache: CacheState) -> int:
+    """Return how many blocks may be evicted under one hold of the lock."""
+    return SLICE_BLOCKS if cache._below is None else min(cache._below.slice_blocks, SLICE_BLOCKS)
 
 
 def let_others() -> None:

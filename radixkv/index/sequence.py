@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_count
 from radixkv.index import ahead, device_beams, requests
+from radixkv.index.below import moving
 from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.load_target import keep, loading_of
@@ -41,6 +42,14 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
         if len(key) != len(sequences) * TOKEN_BYTES:
             raise wrong_count("ids", len(key) // TOKEN_BYTES, f"one for each of {len(sequences)} sequences")
         keys = [key[at : at + TOKEN_BYTES] for at in range(0, len(key), TOKEN_BYTES)]
+    if cache._below is None:
+        _append(cache, sequences, keys)
+    else:
+        with cache._below.moving():
+            _append(cache, sequences, keys)
+
+
+def _append(cache: CacheState, sequences: list[SequenceState], keys: list[bytes]) -> None:
     unsure = sequences
     with cache._lock:
         try:
@@ -267,14 +276,12 @@ class Sequence:
         Raises TokenError, CapacityError, and then changes nothing. O(ids).
         """
         cache, state, key = self._cache, self._state, encode(ids)
-        if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
-            cache, len(key)
-        ):
+        if requests.takes_slices(cache, len(key)):
             with cache._lock:
                 requests.require_open(state)
                 needed = requests.missing_blocks(cache, state, len(key))
             requests.make_room(cache, needed, state._tree.tenant)
-        with cache._lock:
+        with moving(cache._below), cache._lock:
             try:
                 requests.extend(cache, state, key)
             except BaseException as error:
@@ -293,7 +300,7 @@ class Sequence:
         cache, state = self._cache, self._state
         most = cache._config.num_blocks * cache._block_size
         num_tokens = require_between("num_tokens", num_tokens, 0, most)
-        with cache._lock:
+        with moving(cache._below), cache._lock:
             try:
                 requests.reserve(cache, state, num_tokens)
             except BaseException as error:

@@ -67,7 +67,7 @@ class DiskEngine(Engine):
         generation = (lambda tenant: 0) if salts is None else salts.generation
         self.disk = DiskLevel(
             DiskTier(settings, [SECRET], files=files),
-            self.level.cache,
+            self.level.index,
             self.workers[0],
             self.level.fill,
             fleet_generation=generation,

@@ -111,6 +111,7 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
         answers = []
         for each in prompts:  # what host memory evicts before the disk has it is not stored
             answers.append(ask(engine, each)[0])
+            evict_all(engine)
             assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 11 * len(answers))
         evict_all(engine)
         for prompt, answer in zip(prompts, answers, strict=True):

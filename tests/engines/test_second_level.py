@@ -295,7 +295,8 @@ def test_a_load_that_fails_is_computed_and_forgotten_and_saved_again() -> None:
     engine = Engine(64, num_workers=2)
     engine.add("a", ids_of(38))
     engine.run()
-    engine.workers[1]._stamps[engine.level.cache.match(_namespace(engine), ids_of(38)).block_ids[5]] = 0
+    entries = engine.level.cache.match(_namespace(engine), ids_of(38)).block_ids
+    engine.workers[1]._stamps[engine.level.index.slots_of(entries)[5]] = 0
     engine.add("b", ids_of(38))
     engine.run()
     assert (engine.num_failed, engine.num_loaded, engine.num_computed) == (1, 5, 38 + 18)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,6 +14,8 @@ from radixkv.audit import invariants, properties
 from radixkv.audit.properties.material import Mirror
 from radixkv.config import Namespace
 from radixkv.engines.cache_tiers import CacheTiers
+from radixkv.engines.host_blocks import HostBlocks, StepWork
+from radixkv.engines.host_index import HostIndex
 from radixkv.engines.second_level import SecondLevel
 from radixkv.index.cache import PrefixCache as Index
 from tests.engines.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
@@ -32,6 +35,7 @@ class Counted(properties.LoadingMachine):
         assert isinstance(below, CacheTiers)
         assert below.counts()["host"]["open"], "host memory failed"
         invariants.check(below.level.cache)
+        below.level.index.check()
 
     def _came(self, run: Mirror) -> None:
         before = run.num_committed
@@ -65,8 +69,9 @@ def a_tenant_lost_below(patch: pytest.MonkeyPatch) -> None:
 
 def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace]) -> None:
     """Host memory is searched, and filled, at another place."""
-    save = SecondLevel.save_key
+    save, demote = SecondLevel.save_key, SecondLevel.demote
     patch.setattr(SecondLevel, "save_key", lambda self, at, *more: save(self, place(at), *more))
+    patch.setattr(SecondLevel, "demote", lambda self, at, *more: demote(self, place(at), *more))
 
     class Blended(Index):
         """The index of host memory."""
@@ -77,7 +82,7 @@ def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace])
         def match_and_lease(self, namespace: Namespace, *more: Any, **named: Any) -> Any:
             return super().match_and_lease(place(namespace), *more, **named)
 
-    patch.setattr("radixkv.engines.second_level.PrefixCache", Blended)
+    patch.setattr("radixkv.engines.host_index.PrefixCache", Blended)
 
 
 def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -91,11 +96,41 @@ def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def blocks_that_leave_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    demote = SecondLevel.demote
+    patch.setattr(
+        SecondLevel,
+        "demote",
+        lambda self, at, key, start, blocks: demote(self, at, key, start, blocks[::-1]),
+    )
+
+
+def a_dropped_entry_that_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostIndex, "_dropped", lambda self, entries: None)
+
+
+def a_slot_that_is_found_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
+    """Of every second save nothing is copied."""
+    save, turns = HostBlocks.save, itertools.cycle((True, False))
+
+    def lazy(self: HostBlocks, work: StepWork) -> None:
+        if len(work.save_slots) and next(turns):
+            self._stamps[work.save_slots] = work.step
+            self._end_if_all(work.step)
+        else:
+            save(self, work)
+
+    patch.setattr(HostBlocks, "save", lazy)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [
+        blocks_that_leave_in_another_order,
+        a_dropped_entry_that_keeps_its_slot,
+        a_slot_that_is_found_before_it_is_filled,
         a_salt_lost_below,
         a_tenant_lost_below,
         a_purge_that_skips_the_tier,

@@ -24,9 +24,12 @@ class LoadingMachine(CacheMachine):
     with_storage: ClassVar[tuple[bool, ...]] = (True,)
 
     def start(self, config: CacheConfig) -> None:
-        """Make an empty cache, with three times as many blocks below it."""
+        """Make an empty cache, with three times or a third as many blocks below it."""
         if config.layout is not None:
-            config = replace(config, host_blocks=3 * config.num_blocks)
+            num_blocks = config.num_blocks
+            config = replace(
+                config, host_blocks=3 * num_blocks if num_blocks % 2 else max(num_blocks // 3, 2)
+            )
         super().start(config)
 
     @rule(where=where_to, prompt=prompts)

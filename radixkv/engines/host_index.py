@@ -1,0 +1,312 @@
+"""The index of host memory below a cache: which prefixes are known, and which of them have a slot of host memory.
+
+    know      a prefix was committed above: it gets entries, without slots
+    demote    blocks leave the cache above: their entries get slots
+    reach     how much of a prompt, from a block on, could be loaded
+    loaded    blocks were loaded: the cache above has them too, so their slots are *spare*
+
+The entries are the blocks of a PrefixCache. It has one for each slot and one for each block of the cache above, so its
+policy sees what both hold and ranks them together. An entry of a block that the cache above has needs no slot. So what
+both hold takes host memory only as long as there is some to spare (*exclusive*, *keep-copy*):
+
+    a slot is taken from     the free ones, then the spare ones, oldest first, then those of entries that the policy evicts
+
+A save that only keeps a copy takes free ones alone.
+
+**States.** An entry has no slot, a slot that is being *filled*, or a *filled* one. Only filled ones are loaded. The
+index may drop entries at any time, also by a purge in another thread: it calls ``_dropped``, which only notes it. The
+slots are free at the next ``settle``. Every call that gives slots settles first.
+
+**Scrubbing.** A slot that changes tenant, or comes back to one that was purged, is zeroed before it is filled. With
+``scrub="always"``, and for strict tenants, it is zeroed as soon as it is free.
+
+**Strict tenants** have slots of their own, which nobody else takes, and take nobody else's.
+
+Used by one thread at a time, except for what other threads do with ``cache``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.errors import CapacityError, IntegrityError
+from radixkv.index.cache import PrefixCache
+from radixkv.index.leases import Lease
+from radixkv.index.tokens import TOKEN_BYTES
+
+NO_SLOT: Final = -1
+ONE_MORE: Final = bytes(TOKEN_BYTES)
+"""A token behind a key: an open sequence leaves the last token out."""
+_EVICTED_AT_ONCE: Final = 64
+
+Scrub = Literal["cross-tenant", "always"]
+Ids = NDArray[np.int64] | NDArray[np.int32]
+Slots = NDArray[np.int64]
+
+
+class _Pool:
+    """Slots that some tenants share: how many they have, and may have; the entries whose slots are spare."""
+
+    __slots__ = ("capacity", "spare", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.used = capacity, 0
+        self.spare: dict[int, None] = {}
+
+    def drop_spare(self, entries: Slots) -> None:
+        """Take that these entries' slots aren't spare."""
+        if self.spare:
+            for entry in entries.tolist():
+                self.spare.pop(entry, None)
+
+
+class HostIndex:
+    """``num_slots`` slots, for blocks of ``block_size`` tokens. ``num_above``: blocks of the cache above, 0 if it doesn't
+    tell what it evicts. ``policy``: of the entries. ``segment_tokens``: of its ghosts; None for the usual ones.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        *,
+        num_above: int = 0,
+        policy: str = "learned",
+        scrub: Scrub = "cross-tenant",
+        clock: Clock = monotonic,
+        segment_tokens: int | None = None,
+    ) -> None:
+        num_entries = num_slots + num_above
+        more: dict[str, Any] = {} if segment_tokens is None else {"segment_tokens": segment_tokens}
+        self.cache = PrefixCache(
+            CacheConfig(
+                num_entries,
+                block_size,
+                policy=policy,
+                default_tenant=Tenant("default"),
+                scrub="always",
+                writes_before_reads=True,
+                **more,
+            ),
+            clock=clock,
+            scrub_blocks=self._dropped,
+        )
+        self.num_slots, self._size = num_slots, block_size
+        self._always_zeroes = scrub == "always"
+        self._slot_of = np.full(num_entries, NO_SLOT, np.int64)
+        self._is_filled = np.zeros(num_entries, np.bool_)
+        self._dropped_entries: deque[Slots] = deque()
+        self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
+        self._num_free = num_slots
+        self._uses = np.zeros(num_slots, np.int32)
+        self._owner_of = np.zeros(num_slots, np.int64)  # whose bytes are in a slot; 0: nobody's
+        self._owners: dict[tuple[str, int], int] = {}
+        self._pools = [_Pool(num_slots)]
+        """That of all tenants that aren't strict, then those of strict ones."""
+        self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
+        self._own: dict[str, int] = {}
+        self._to_zero: list[Slots] = []
+
+    # --- prefixes
+
+    def know(self, namespace: Namespace, key: bytes) -> bool:
+        """Give whole blocks of a prefix entries. False if there is no room for them. O(nodes, and new entries)."""
+        if self.cache.match_ahead(namespace, key + ONE_MORE) * TOKEN_BYTES >= len(key):
+            return True
+        try:
+            with self.cache.open(namespace, key + ONE_MORE) as sequence:
+                sequence.commit(len(key) // TOKEN_BYTES)
+        except CapacityError:
+            return False
+        return True
+
+    def hold(self, namespace: Namespace, key: bytes) -> Lease | None:
+        """Lease the entries of whole blocks, which count as just used. None if there is no room for all of them."""
+        if not self.know(namespace, key):
+            return None
+        try:
+            lease = self.cache.match_and_lease(namespace, key)
+        except CapacityError:
+            return None
+        if lease.num_tokens * TOKEN_BYTES < len(key):  # purged a moment ago
+            lease.release()
+            return None
+        return lease
+
+    def reach(self, namespace: Namespace, key: bytes, start: int) -> int:
+        """Return up to which block a key could be loaded from block ``start`` on; ``start`` if nothing of it. O(nodes)."""
+        entries = self.cache.match(namespace, key).block_ids[start:]
+        return start + self.num_filled(entries)
+
+    # --- slots of entries, which the caller holds
+
+    def num_filled(self, entries: Ids) -> int:
+        """Return how many of these entries, from the first on, have filled slots."""
+        is_filled = self._is_filled[entries]
+        return len(is_filled) if is_filled.all() else int(is_filled.argmin())
+
+    def slots_of(self, entries: Ids) -> Slots:
+        """Return the filled slot of each entry; NO_SLOT without one."""
+        return np.where(self._is_filled[entries], self._slot_of[entries], NO_SLOT)
+
+    def lacking(self, entries: Ids) -> Slots:
+        """Return the positions of entries without a slot, filled or being filled."""
+        self.settle()
+        return np.flatnonzero(self._slot_of[entries] == NO_SLOT)
+
+    def give(self, tenant: str, entries: Slots, *, may_evict: bool) -> Slots:
+        """Give entries without slots some, to be filled. Returns the slots of the first of them, maybe not of all.
+
+        ``may_evict``: take spare ones, and those of evicted entries, when no more are free.
+        """
+        self.settle()
+        number = self._own.get(tenant, 0)
+        pool = self._pools[number]
+        if may_evict:
+            self._make_room(pool, tenant, len(entries))
+        num = len(entries) - max(self._short(pool, len(entries)), 0)
+        self._num_free -= num
+        slots = self._free[self._num_free : self._num_free + num][::-1].copy()
+        pool.used += num
+        owner = self._owners.setdefault((tenant, self.cache.generation(tenant)), len(self._owners) + 1)
+        is_foreign = (self._owner_of[slots] != 0) & (self._owner_of[slots] != owner)
+        if is_foreign.any():
+            self._to_zero.append(slots[is_foreign])
+        self._owner_of[slots], self._pool_of[slots] = owner, number
+        self._slot_of[entries[:num]] = slots
+        return slots
+
+    def filled(self, entries: Ids) -> None:
+        """Take that the slots of these entries were filled."""
+        self._is_filled[entries] = self._slot_of[entries] != NO_SLOT
+
+    def take_away(self, entries: Ids) -> None:
+        """Take the slots of these entries away: they weren't filled."""
+        self._is_filled[entries] = False
+        self._release(np.asarray(entries, np.int64))
+
+    def loaded(self, entries: Ids) -> None:
+        """Take that the cache above has these entries too: their slots are spare."""
+        for pool, its in self._by_pool(entries):
+            pool.spare.update(dict.fromkeys(its.tolist()))
+
+    def demoted(self, entries: Ids) -> None:
+        """Take that the cache above doesn't have these entries any more: their slots aren't spare."""
+        for pool, its in self._by_pool(entries):
+            pool.drop_spare(its)
+
+    def use(self, slots: Slots) -> None:
+        """Let nobody take these slots until ``unuse``: they are being read."""
+        np.add.at(self._uses, slots, 1)
+
+    def unuse(self, slots: Slots) -> None:
+        """See ``use``."""
+        np.subtract.at(self._uses, slots, 1)
+
+    # --- the whole
+
+    def set_strict(self, tenant: str, num_slots: int) -> None:
+        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others."""
+        shared = self._pools[0]
+        if tenant in self._own:
+            before = self._pools[self._own.pop(tenant)]
+            shared.capacity, before.capacity = shared.capacity + before.capacity, 0
+        if num_slots:
+            num_slots = min(num_slots, shared.capacity)
+            shared.capacity -= num_slots
+            self._own[tenant] = len(self._pools)
+            self._pools.append(_Pool(num_slots))
+
+    def own_slots(self, tenant: str) -> int:
+        """Return how many slots a tenant has for itself."""
+        return self._pools[self._own[tenant]].capacity if tenant in self._own else 0
+
+    def settle(self) -> None:
+        """Free the slots of entries that the index has dropped."""
+        while self._dropped_entries:
+            self._release(self._dropped_entries.popleft())
+
+    def take_to_zero(self) -> Slots:
+        """Return the slots to zero before anything is filled."""
+        self.settle()
+        found, self._to_zero = self._to_zero, []
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that aren't free. Any thread."""
+        return self.num_slots - self._num_free
+
+    def check(self) -> None:
+        """Raise IntegrityError unless each slot is free or of one entry, and the counts of the pools are right."""
+        self.settle()
+        used = self._slot_of[self._slot_of != NO_SLOT].tolist()
+        if sorted(used + self._free[: self._num_free].tolist()) != list(range(self.num_slots)):
+            raise IntegrityError("a slot of host memory is of two entries, or of none and not free")
+        if (self._is_filled & (self._slot_of == NO_SLOT)).any():
+            raise IntegrityError("an entry without a slot counts as filled")
+        for number, pool in enumerate(self._pools):
+            if pool.used != int((self._pool_of == number).sum()):
+                raise IntegrityError("a pool of slots counts wrongly")
+
+    # --- inside
+
+    def _dropped(self, entries: Any) -> None:
+        """Take that the index has no use for these entries. Under its lock, by any thread."""
+        self._is_filled[entries] = False
+        self._dropped_entries.append(entries.astype(np.int64))
+
+    def _release(self, entries: Slots) -> None:
+        """Free the slots of these entries, those that have one."""
+        for pool, its in self._by_pool(entries):
+            slots = self._slot_of[its]
+            self._slot_of[its] = NO_SLOT
+            pool.drop_spare(its)
+            pool.used -= len(slots)
+            if self._always_zeroes or pool is not self._pools[0]:
+                self._to_zero.append(slots)
+                self._owner_of[slots] = 0
+            self._pool_of[slots] = NO_SLOT
+            self._free[self._num_free : self._num_free + len(slots)] = slots
+            self._num_free += len(slots)
+
+    def _by_pool(self, entries: Ids) -> Iterator[tuple[_Pool, Slots]]:
+        """Return those of the entries that have slots, by the pools of these."""
+        its = np.asarray(entries[self._slot_of[entries] != NO_SLOT], np.int64)
+        numbers = self._pool_of[self._slot_of[its]]
+        for number in np.unique(numbers).tolist():
+            yield self._pools[number], its[numbers == number]
+
+    def _make_room(self, pool: _Pool, tenant: str, wanted: int) -> None:
+        """Free slots of a pool until it can give so many, if that is possible."""
+        self._take_spare(pool, wanted)
+        while (short := self._short(pool, wanted)) > 0:
+            if not self.cache.evict(max(short, _EVICTED_AT_ONCE), tenant):
+                return
+            self.settle()
+            self._take_spare(pool, wanted)
+
+    def _short(self, pool: _Pool, wanted: int) -> int:
+        return wanted - min(self._num_free, max(pool.capacity - pool.used, 0))
+
+    def _take_spare(self, pool: _Pool, wanted: int) -> None:
+        """Take spare slots, oldest first, those in use excepted."""
+        short = self._short(pool, wanted)
+        if short <= 0 or not pool.spare:
+            return
+        found: list[int] = []
+        for entry in pool.spare:
+            if len(found) == short:
+                break
+            if not self._uses[self._slot_of[entry]]:
+                found.append(entry)
+        self.take_away(np.array(found, np.int64))
