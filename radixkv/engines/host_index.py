@@ -44,7 +44,6 @@ from radixkv.index.tokens import TOKEN_BYTES
 NO_SLOT: Final = -1
 ONE_MORE: Final = bytes(TOKEN_BYTES)
 """A token behind a key: an open sequence leaves the last token out."""
-_EVICTED_AT_ONCE: Final = 64
 
 Scrub = Literal["cross-tenant", "always"]
 Ids = NDArray[np.int64] | NDArray[np.int32]
@@ -289,11 +288,12 @@ class HostIndex:
     def _make_room(self, pool: _Pool, tenant: str, wanted: int) -> None:
         """Free slots of a pool until it can give so many, if that is possible."""
         self._take_spare(pool, wanted)
+        step = 1
         while (short := self._short(pool, wanted)) > 0:
-            if not self.cache.evict(max(short, _EVICTED_AT_ONCE), tenant):
+            if not self.cache.evict(max(short, step), tenant):
                 return
             self.settle()
-            self._take_spare(pool, wanted)
+            step *= 2  # the next ones in the order may have no slots
 
     def _short(self, pool: _Pool, wanted: int) -> int:
         return wanted - min(self._num_free, max(pool.capacity - pool.used, 0))
