@@ -22,8 +22,10 @@ take, or ``LEAST_WAIT_S``. If the disk needs longer, what has come is used, and 
 **A write budget**, if there is one, chooses among them (``write_budget``). It is asked when blocks are saved, and again
 when a later prompt finds them in memory.
 
-**Stores** go on behind the requests. A block that waits for its store has no lease: if it is evicted first, it is not
-stored. So the disk takes as much as it can write, and never holds up host memory.
+**Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
+was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
+host memory, so the two hold different blocks; its slot stays taken until then. At most an eighth of the slots wait so.
+What is more is not stored. So the disk takes as much as it can write, and never holds up host memory.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -120,8 +122,24 @@ class _Saved(NamedTuple):
     kind: Kind | None = None
 
 
+class _Leaving(NamedTuple):
+    """Slots of blocks of a prompt from ``first`` on, which host memory has evicted.
+
+    ``known``: the generations that the folder knew. ``since``: its purges of the tenant.
+    """
+
+    namespace: Namespace
+    key: bytes
+    first: int
+    slots: Slots
+    known: tuple[int, int]
+    since: int
+
+
 class _Store(NamedTuple):
-    lease: Lease
+    """``lease``: None if the blocks have left host memory."""
+
+    lease: Lease | None
     slots: Slots
     jobs: list[Job]
 
@@ -171,6 +189,9 @@ class DiskLevel:
         """Until when a request waits for others' promotions, before its own begins."""
         self._waiting: deque[_Saved] = deque()
         self._stores: list[_Store] = []
+        self._leaving: deque[_Leaving] = deque()
+        self._num_leaving, self._most_leaving = 0, max(index.num_slots // 8, 1)
+        index.watch(self._leave)
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
         self._learning: dict[str, tuple[Job, float]] = {}
@@ -380,7 +401,7 @@ class DiskLevel:
 
     def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
         """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
-        if not self._serves(namespace.tenant):
+        if not self._serves(namespace.tenant) or self._stores_later:
             return
         kind = None
         if self._budget is not None:
@@ -438,7 +459,11 @@ class DiskLevel:
         ends_at = self._clock() + CLOSING_S
         for tenant in self.owed:
             self.pay(tenant, max(ends_at - self._clock(), 0.0))
-        while (self._waiting or self._stores) and self._clock() < ends_at and self.tier.state == "open":
+        while (
+            (self._waiting or self._stores or self._leaving)
+            and self._clock() < ends_at
+            and self.tier.state == "open"
+        ):
             for store in self._stores:
                 for job in store.jobs:
                     job.poll(ends_at - self._clock())
@@ -448,7 +473,7 @@ class DiskLevel:
         self._admin.close(0.0)
         self.tier.close()
         for store in self._stores:
-            store.lease.release()
+            self._end_store(store)
         self._stores = []
 
     def take_counts(self) -> dict[str, int]:
@@ -580,11 +605,60 @@ class DiskLevel:
         for store in self._stores:
             if all(job.is_done for job in store.jobs):
                 self.counts["disk_unstored_blocks"] += sum(not job.wait(0) for job in store.jobs)
-                self._index.unuse(store.slots)
-                store.lease.release()
+                self._end_store(store)
             else:
                 running.append(store)
         self._stores = running
+
+    def _end_store(self, store: _Store) -> None:
+        self._index.unuse(store.slots)
+        if store.lease is None:
+            self._num_leaving -= len(store.slots)
+        else:
+            store.lease.release()
+
+    def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
+        """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
+        tenant = namespace.tenant
+        known = self._known.get(tenant)
+        is_shut = not self._stores_later or not self._serves(tenant) or tenant in self._owed
+        if is_shut or known is None or self._is_resetting() or self.tier.state != "open":
+            return
+        kept = slots[: self._most_leaving - self._num_leaving]
+        self.counts["disk_unstored_blocks"] += len(slots) - len(kept)
+        if len(kept):
+            self._index.use(kept)
+            self._num_leaving += len(kept)
+            since = self.tier.num_purges(tenant)
+            self._leaving.append(_Leaving(namespace, key, first, kept, known, since))
+
+    @property
+    def _stores_later(self) -> bool:
+        """Whether blocks are stored when they leave host memory, and not before."""
+        return self._budget is None and self.tier.is_full
+
+    def _store_leaving(self, most: int) -> int:
+        """Begin to store up to ``most`` blocks that have left host memory. Returns how many."""
+        num = 0
+        while self._leaving and num < most:
+            leaving = self._leaving.popleft()
+            tenant = leaving.namespace.tenant
+            if self._is_resetting() or not self.is_known(tenant) or self._known.get(tenant) != leaving.known:
+                self._end_store(_Store(None, leaving.slots, []))
+                continue
+            now, later = leaving.slots[: most - num], leaving.slots[most - num :]
+            if len(later):
+                self._leaving.appendleft(leaving._replace(first=leaving.first + len(now), slots=later))
+            on_disk, jobs = self._on_disk(leaving.namespace), list[Job]()
+            there = self.tier.locate(on_disk, leaving.key, leaving.first, len(now))
+            for at, slot in enumerate(now[there:].tolist(), leaving.first + there):
+                content = self._memory.slot_bytes(slot)
+                job = self.tier.store(on_disk, leaving.key, at, content, since=leaving.since)
+                if job is not None:
+                    jobs.append(job)
+            self._stores.append(_Store(None, now, jobs))
+            num += len(now)
+        return num
 
     def _wait_to_store(self, saved: _Saved) -> None:
         if len(self._waiting) >= MAX_WAITING_STORES:
@@ -594,6 +668,8 @@ class DiskLevel:
 
     def _begin_stores(self) -> None:
         num_running = sum(len(store.jobs) for store in self._stores)
+        if self._leaving and self.tier.state == "open":
+            num_running += self._store_leaving(MAX_STORES - num_running)
         while self._waiting and num_running < MAX_STORES and self.tier.state == "open":
             saved = self._waiting.popleft()
             if self._is_resetting() or not self._is_current(saved) or saved.namespace.tenant in self._owed:

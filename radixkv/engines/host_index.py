@@ -28,7 +28,7 @@ Used by one thread at a time, except for what other threads do with ``cache``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import CapacityError, IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.leases import Lease
+from radixkv.index.load_target import watch_evictions
 from radixkv.index.tokens import TOKEN_BYTES
 
 NO_SLOT: Final = -1
@@ -107,6 +108,7 @@ class HostIndex:
         self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
         self._num_free = num_slots
         self._uses = np.zeros(num_slots, np.int32)
+        self._is_orphan = np.zeros(num_slots, np.bool_)  # in use, and of no entry any more
         self._owner_of = np.zeros(num_slots, np.int64)  # whose bytes are in a slot; 0: nobody's
         self._owners: dict[tuple[str, int], int] = {}
         self._pools = [_Pool(num_slots)]
@@ -204,12 +206,28 @@ class HostIndex:
             pool.drop_spare(its)
 
     def use(self, slots: Slots) -> None:
-        """Let nobody take these slots until ``unuse``: they are being read."""
+        """Let nobody take these slots until ``unuse``, even if their entries go: they are being read."""
         np.add.at(self._uses, slots, 1)
 
     def unuse(self, slots: Slots) -> None:
         """See ``use``."""
         np.subtract.at(self._uses, slots, 1)
+        self._free_orphans(slots[self._is_orphan[slots] & (self._uses[slots] == 0)])
+
+    def watch(self, leaves: Callable[[Namespace, bytes, int, Slots], None]) -> None:
+        """Let ``leaves`` hear of filled slots whose entries are about to be evicted. It gets the namespace, the key up to
+        the last of them, the position of the first, and the slots. It may ``use`` them, and nothing else.
+        """
+
+        def leave(namespace: Namespace, key: bytes, start: int, entries: Ids) -> None:
+            filled = np.flatnonzero(self._is_filled[entries])
+            if len(filled):
+                first, stop = int(filled[0]), int(filled[-1]) + 1
+                stop = first + self.num_filled(entries[first:stop])
+                end = (start + stop) * self._size * TOKEN_BYTES
+                leaves(namespace, key[:end], start + first, self._slot_of[entries[first:stop]])
+
+        watch_evictions(self.cache, leave)
 
     # --- the whole
 
@@ -249,6 +267,7 @@ class HostIndex:
         """Raise IntegrityError unless each slot is free or of one entry, and the counts of the pools are right."""
         self.settle()
         used = self._slot_of[self._slot_of != NO_SLOT].tolist()
+        used += np.flatnonzero(self._is_orphan).tolist()
         if sorted(used + self._free[: self._num_free].tolist()) != list(range(self.num_slots)):
             raise IntegrityError("a slot of host memory is of two entries, or of none and not free")
         if (self._is_filled & (self._slot_of == NO_SLOT)).any():
@@ -265,18 +284,28 @@ class HostIndex:
         self._dropped_entries.append(entries.astype(np.int64))
 
     def _release(self, entries: Slots) -> None:
-        """Free the slots of these entries, those that have one."""
+        """Free the slots of these entries, those that have one. A slot in use is free after its use."""
         for pool, its in self._by_pool(entries):
-            slots = self._slot_of[its]
-            self._slot_of[its] = NO_SLOT
             pool.drop_spare(its)
-            pool.used -= len(slots)
-            if self._always_zeroes or pool is not self._pools[0]:
-                self._to_zero.append(slots)
-                self._owner_of[slots] = 0
-            self._pool_of[slots] = NO_SLOT
-            self._free[self._num_free : self._num_free + len(slots)] = slots
-            self._num_free += len(slots)
+        slots = self._slot_of[entries]
+        self._slot_of[entries] = NO_SLOT
+        slots = slots[slots != NO_SLOT]
+        is_used = self._uses[slots] > 0
+        self._is_orphan[slots[is_used]] = True
+        self._free_orphans(slots[~is_used])
+
+    def _free_orphans(self, slots: Slots) -> None:
+        """Free slots that no entry has."""
+        self._is_orphan[slots] = False
+        for number in np.unique(self._pool_of[slots]).tolist():
+            its = slots[self._pool_of[slots] == number]
+            self._pools[number].used -= len(its)
+            if self._always_zeroes or number:
+                self._to_zero.append(its)
+                self._owner_of[its] = 0
+            self._pool_of[its] = NO_SLOT
+            self._free[self._num_free : self._num_free + len(its)] = its
+            self._num_free += len(its)
 
     def _by_pool(self, entries: Ids) -> Iterator[tuple[_Pool, Slots]]:
         """Return those of the entries that have slots, by the pools of these."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace, Tenant
     from radixkv.index.state import CacheState
     from radixkv.storage.plan import BlockIds
+
+
+Leave: TypeAlias = "Callable[[Namespace, bytes, int, BlockIds], None]"
+"""Hears of blocks that are about to be evicted: namespace, key of their prompt up to the last, position of the first, ids."""
 
 
 class LoadTarget:
@@ -120,13 +124,19 @@ def _first_missing(cache: CacheState, state: SequenceState) -> int:
 def attach(cache: CacheState, below: Below | None) -> None:
     """Let something lie below a cache from now on. Before its first request."""
     cache._below = below
-    cache._evictor.on_evict = None if below is None else partial(_leave, cache, below)
+    if below is not None:
+        watch_evictions(cache, below.leave)
 
 
-def _leave(cache: CacheState, below: Below, node: Node, num_blocks: int) -> None:
-    """Give the last blocks of a node, which are about to be evicted, to what lies below. O(tokens of the path).
+def watch_evictions(cache: CacheState, leave: Leave) -> None:
+    """Let ``leave`` hear of all that a cache evicts, under its lock and before it goes."""
+    cache._evictor.on_evict = partial(_leave, cache, leave)
 
-    What was cleared, what lies behind a base, and tails aren't kept.
+
+def _leave(cache: CacheState, leave: Leave, node: Node, num_blocks: int) -> None:
+    """Tell of the last blocks of a node, which are about to be evicted. O(tokens of the path).
+
+    Nobody hears of what was cleared, what lies behind a base, and tails.
     """
     tree, evictor = cast(NamespaceTree, node.tree), cache._evictor
     start, stop = node.depth - num_blocks, evictor.reported_depth(node)
@@ -136,7 +146,7 @@ def _leave(cache: CacheState, below: Below, node: Node, num_blocks: int) -> None
         evictor.on_hand_out()
     first = len(node.block_ids) - num_blocks * ID_BYTES
     block_ids = unpack(node.block_ids[first : first + (stop - start) * ID_BYTES])
-    below.leave(tree.namespace, b"".join(tree.labels_to(node))[: stop * cache._block_bytes], start, block_ids)
+    leave(tree.namespace, b"".join(tree.labels_to(node))[: stop * cache._block_bytes], start, block_ids)
 
 
 def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:

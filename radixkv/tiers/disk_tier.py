@@ -207,6 +207,11 @@ class DiskTier:
         with self._lock:
             return len(self._table)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a record takes the slot of another one from now on."""
+        return not self._table.num_free
+
     def counts(self) -> dict[str, int]:
         """Return what happened since the opening, by name. Every refused or failed record is in one of them.
 

@@ -98,7 +98,7 @@ class Replay:
         for number, ends in events(self._trace):
             self._clock.now = max(self._clock.now, ends_at[number] if ends else self._times[number])
             if self._clock.now >= maintain_at:
-                self.cache.maintain()
+                self.maintain()
                 maintain_at = self._clock.now + 1.0
             if ends:
                 self._end(number)
@@ -107,8 +107,15 @@ class Replay:
         stats = self.cache.stats()
         return Outcome(self._hits, self._refused, stats.evicted_blocks, stats.declined_blocks)
 
+    def maintain(self) -> None:
+        """Let policies learn, once a second of the trace."""
+        self.cache.maintain()
+
     def about_to_open(self, number: int, namespace: Namespace, key: bytes) -> None:
         """A request is about to open with its prompt's blocks. Does nothing here."""
+
+    def committed(self, namespace: Namespace, key: bytes) -> None:
+        """Blocks were committed. Does nothing here."""
 
     def _start(self, number: int) -> None:
         start, size = self._starts[number], self._prompts[number]
@@ -126,6 +133,7 @@ class Replay:
         self._hits[number] = sequence.num_cached_tokens
         sequence.commit(size)
         sequence.truncate(size)
+        self.committed(self._namespaces[self._tenants[number]], key)
         self._running[number] = sequence
 
     def _end(self, number: int) -> None:
@@ -135,12 +143,15 @@ class Replay:
         start = self._starts[number] + self._prompts[number]
         answer = self._blocks[start : self._starts[number + 1]]
         with sequence:
-            if len(answer):
-                self._keep(sequence, answer.tobytes())
+            if len(answer) and self._keep(sequence, answer.tobytes()):
+                whole = self._blocks[self._starts[number] : self._starts[number + 1]].tobytes()
+                self.committed(sequence.namespace, whole)
 
-    def _keep(self, sequence: Sequence, answer: bytes) -> None:
+    def _keep(self, sequence: Sequence, answer: bytes) -> bool:
+        """Commit an answer, if there is room. Returns whether there was."""
         try:
             sequence.extend(answer + _EXTRA)
         except CapacityError:
-            return
+            return False
         sequence.commit(sequence.num_tokens - 1)
+        return True

@@ -1,16 +1,15 @@
 """Replay of a trace through a cache with tiers below it: host memory, then disk.
 
-The cache is the real one (``replay``), and each tier is the table of slots that the disk tier uses
-(``radixkv.tiers.slots``). One record is one block of the trace.
+The cache is the real one (``replay``), host memory has the index that serves (``radixkv.engines.host_index``), and the
+disk has the table of slots and the write budget of the disk tier. One record is one block of the trace.
 
     request    what the device has; then, block by block in a row, what the host or the disk has
-    eviction   a block that leaves the device goes to the host, and one that leaves the host goes to the disk
-    copies     a block that comes back keeps its copy below (keep-copy), so its next eviction writes nothing
+    commit     the host knows the blocks, and copies them while it has free slots
+    eviction   a block that leaves the device is copied to the host, unless its copy is still there
+    disk       stores what the host copies; once it is full, what leaves the host
+    budget     with one, the disk stores what ``radixkv.tiers.write_budget`` chooses when the host copies it
 
-    budget     with one, the disk takes only what ``radixkv.tiers.write_budget`` chose when a request came
-
-A block that leaves the device while the host has its copy counts there as just used. The deepest blocks of an evicted
-prefix go first, so the shallowest leave a tier last. Loads and copies take no time here.
+Without a host, the disk stores what leaves the device. Loads and copies take no time here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from numpy.typing import NDArray
 
 from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
+from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
+from radixkv.engines.host_index import HostIndex, Slots
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
@@ -59,119 +60,165 @@ def replay_tiers(
 
     ``disk_writes``: blocks a second that the disk may be written on average; None for no bound.
     """
-    below = _Below(host_blocks, disk_blocks, disk_writes)
-    run = _TieredReplay(trace, policy, capacity, seed, below)
+    run = _TieredReplay(trace, policy, capacity, seed, host_blocks, _Disk(disk_blocks, disk_writes))
     hits = run.run().hit_blocks
-    return TieredOutcome(hits, run.host_hits, run.disk_hits, below.host.num_writes, below.disk.num_writes)
+    return TieredOutcome(hits, run.host_hits, run.disk_hits, run.host_writes, run.disk.num_writes)
 
 
-class _Tier:
-    """One tier: its table, and how many blocks were written to it."""
+def _blocks(key: bytes, start: int, stop: int) -> list[bytes]:
+    """Return the ids of blocks ``[start, stop)``. An id of the trace stands for a whole prefix."""
+    return [key[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] for at in range(start, stop)]
 
-    def __init__(self, num_blocks: int, below: _Tier | None, chosen: set[bytes] | None = None) -> None:
+
+class _Disk:
+    """The disk: its table, its budget, and how many blocks were written to it."""
+
+    def __init__(self, num_blocks: int, writes_per_s: float | None) -> None:
         self.table = SlotTable(num_blocks)
-        self._chosen = chosen
-        self.num_writes = 0
-        self._below = below
+        self.budget = None if writes_per_s is None else WriteBudget(writes_per_s, num_blocks)
+        self.num_writes, self.now = 0, 0.0
 
-    def find(self, locator: bytes) -> bool:
-        """Whether it has a block, which then counts as just used."""
-        slot = self.table.find(locator)
-        if slot is not None:
+    @property
+    def stores_later(self) -> bool:
+        """Whether it stores what leaves the host, and not what comes there."""
+        return self.budget is None and not self.table.num_free
+
+    def num_found(self, key: bytes, start: int) -> int:
+        """Return how many blocks from ``start`` on it has in a row. They count as just used."""
+        for num, block in enumerate(_blocks(key, start, len(key) // TOKEN_BYTES)):
+            slot = self.table.find(block)
+            if slot is None:
+                return num
             self.table.touch(slot)
-        return slot is not None
+        return len(key) // TOKEN_BYTES - start
 
-    def put(self, locator: bytes) -> None:
-        """Take a block from the tier above, and give the one that leaves for it to the tier below."""
-        if self.find(locator):
-            return
-        if self._chosen is not None:
-            if locator not in self._chosen:
-                return
-            self._chosen.remove(locator)
-        leaving = self.table.victim(_OWNER)
-        if self._below is not None and leaving is not None:
-            self._below.put(self.table.entry(leaving).locator)
-        slot = self.table.take(locator, _OWNER)
-        if slot is None:  # a tier of no size: the block goes on
-            if self._below is not None:
-                self._below.put(locator)
-            return
-        self.table.seal(slot)
-        self.num_writes += 1
+    def saved(self, tenant: str, key: bytes, first: int, stop: int, *, is_used: bool = False) -> None:
+        """The host has these blocks: take them, or those that the budget chooses."""
+        new = [each for each in _blocks(key, first, stop) if self.table.find(each) is None]
+        if self.budget is None:
+            self._put(new)
+        elif new:
+            kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
+            points = _points(key, first, stop)
+            if self.budget.offered(tenant, kind, points, len(new), len(new), self.now):
+                for at in range(0, len(new), _AT_ONCE):
+                    part = new[at : at + _AT_ONCE]
+                    if not self.budget.spend(tenant, len(part), self.now):
+                        break
+                    self._put(part)
+
+    def asked(self, tenant: str, key: bytes, first: int) -> None:
+        """A request needs the blocks from ``first`` on, and found those before it."""
+        if self.budget is not None:
+            self.budget.asked(tenant, _points(key, first, len(key) // TOKEN_BYTES))
+            if first and self.table.find(_blocks(key, first - 1, first)[0]) is None:
+                self.saved(tenant, key, 0, first, is_used=True)
+
+    def _put(self, blocks: list[bytes]) -> None:
+        for block in blocks:
+            slot = None if self.table.find(block) is not None else self.table.take(block, _OWNER)
+            if slot is not None:
+                self.table.seal(slot)
+                self.num_writes += 1
 
 
-class _Below:
-    """The tiers, which hear from the cache's journal what leaves the device."""
+class _Evictions:
+    """The journal of the cache: the replay hears what leaves the device."""
 
     grain_tokens = 1
 
-    def __init__(self, host_blocks: int, disk_blocks: int, disk_writes: float | None) -> None:
-        self.budget = None if disk_writes is None else WriteBudget(disk_writes, disk_blocks)
-        self.chosen: set[bytes] = set()
-        self.disk = _Tier(disk_blocks, None, None if self.budget is None else self.chosen)
-        self.host = _Tier(host_blocks, self.disk)
+    def __init__(self) -> None:
+        self.replay: _TieredReplay | None = None
 
     def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """The tiers keep their copies of what comes back."""
+        """Commits are told by the replay."""
 
     def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """Blocks leave the device: the deepest goes first."""
-        whole = key if isinstance(key, bytes) else b"".join(key)
-        for at in range(stop - 1, start - 1, -1):
-            self.host.put(whole[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES])
-
-    def has_chosen(self, locator: bytes) -> bool:
-        """Whether the disk has a block, or will take it."""
-        return locator in self.chosen or self.disk.table.find(locator) is not None
+        """Blocks leave the device."""
+        assert self.replay is not None
+        self.replay.leave(namespace, key if isinstance(key, bytes) else b"".join(key), start, stop)
 
     def cleared(self, namespace: Namespace) -> None:
         """No trace clears a namespace."""
 
 
 class _TieredReplay(Replay):
-    def __init__(self, trace: Trace, policy: str, capacity: int, seed: int, below: _Below) -> None:
-        super().__init__(trace, resolve("policy", policy), capacity, seed, journal=below)
-        self._below, self._times = below, trace.times
+    def __init__(
+        self, trace: Trace, policy: str, capacity: int, seed: int, host_blocks: int, disk: _Disk
+    ) -> None:
+        evictions = _Evictions()
+        super().__init__(trace, resolve("policy", policy), capacity, seed, journal=evictions)
+        evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
+        if self.host is not None:
+            self.host.watch(self._leave_host)
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
+        self.host_writes = 0
+
+    def maintain(self) -> None:
+        """See Replay."""
+        super().maintain()
+        if self.host is not None:
+            self.host.cache.maintain()
 
     def about_to_open(self, number: int, namespace: Namespace, key: bytes) -> None:
         """Count what the tiers have behind what the device has, before the request evicts anything."""
-        matched = self.cache.match(namespace, key).num_tokens
-        blocks = [key[at : at + TOKEN_BYTES] for at in range(0, len(key), TOKEN_BYTES)]
-        for locator in blocks[matched:]:
-            if self._below.host.find(locator):
-                self.host_hits[number] += 1
-            elif self._below.disk.find(locator):
-                self.disk_hits[number] += 1
-            else:
-                break
-        if self._below.budget is not None:
-            in_memory = matched + int(self.host_hits[number])
-            known = in_memory + int(self.disk_hits[number])
-            self._choose(self._below.budget, namespace.tenant, blocks, in_memory, known, self._times[number])
+        self.disk.now = self._clock.now
+        resident = self.cache.match(namespace, key).num_tokens
+        reach = resident if self.host is None else self.host.reach(namespace, key, resident)
+        self.host_hits[number] = reach - resident
+        self.disk.asked(namespace.tenant, key, reach)
+        self.disk_hits[number] = self.disk.num_found(key, reach)
+        if self.host is not None and reach > resident:
+            with self.host.cache.match_and_lease(namespace, key[: reach * TOKEN_BYTES]) as lease:
+                self.host.loaded(lease.block_ids[resident:])
 
-    def _choose(
-        self, budget: WriteBudget, tenant: str, blocks: list[bytes], in_memory: int, known: int, now: float
+    def committed(self, namespace: Namespace, key: bytes) -> None:
+        """The host knows the blocks, and copies them while it has free slots."""
+        if self.host is not None and self.host.know(namespace, key):
+            self._save(self.host, namespace, key, 0, len(key) // TOKEN_BYTES, is_leaving=False)
+
+    def leave(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+        """Blocks leave the device."""
+        self.disk.now = self._clock.now
+        if self.host is None:
+            self.disk.saved(namespace.tenant, key, start, stop)
+        else:
+            self._save(self.host, namespace, key[: stop * TOKEN_BYTES], start, stop, is_leaving=True)
+
+    def _save(
+        self, host: HostIndex, namespace: Namespace, key: bytes, start: int, stop: int, *, is_leaving: bool
     ) -> None:
-        """Ask the budget what the disk level asks it: which blocks a prompt needs, has found, and will compute."""
-        budget.asked(tenant, _points(blocks, in_memory, len(blocks)))
-        offers = [(known, len(blocks), False)]
-        if in_memory and not self._below.has_chosen(blocks[in_memory - 1]):
-            offers.insert(0, (0, in_memory, True))
-        for first, stop, is_used in offers:
-            new = [each for each in blocks[first:stop] if not self._below.has_chosen(each)]
-            kind = kind_of(is_used=is_used, continues=known > 0, num_blocks=len(blocks))
-            points = _points(blocks, first, stop)
-            if new and budget.offered(tenant, kind, points, len(new), len(new), now):
-                for at in range(0, len(new), _AT_ONCE):
-                    part = new[at : at + _AT_ONCE]
-                    if not budget.spend(tenant, len(part), now):
-                        break
-                    self._below.chosen.update(part)
+        lease = host.hold(namespace, key)
+        if lease is None:
+            return
+        with lease:
+            entries = lease.block_ids[start:stop].astype(np.int64)
+            if is_leaving:
+                host.demoted(entries)
+            at = host.lacking(entries)
+            at = at[: len(host.give(namespace.tenant, entries[at], may_evict=is_leaving))]
+            host.filled(entries[at])
+            if not is_leaving:
+                host.loaded(entries[at])
+            self.host_writes += len(at)
+        if len(at) and not self.disk.stores_later:
+            self.disk.saved(namespace.tenant, key, start + int(at[0]), start + int(at[-1]) + 1)
+
+    def _leave_host(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
+        if self.disk.stores_later:
+            self.disk.saved(namespace.tenant, key, first, first + len(slots))
 
 
-def _points(blocks: list[bytes], first: int, stop: int) -> list[Point]:
-    """Return the points of a prompt in blocks ``(first, stop]``. An id of the trace stands for a whole prefix."""
-    return [Point(blocks[at - 1], num_blocks) for at, num_blocks in point_positions(first, stop)]
+def _host(num_blocks: int, capacity: int, policy: str, clock: Clock) -> HostIndex | None:
+    """Return the index of host memory, as below a cache of ``capacity`` blocks."""
+    if not num_blocks:
+        return None
+    return HostIndex(num_blocks, 1, num_above=capacity + 1, policy=policy, clock=clock, segment_tokens=1)
+
+
+def _points(key: bytes, first: int, stop: int) -> list[Point]:
+    """Return the points of a prompt in blocks ``(first, stop]``."""
+    return [
+        Point(_blocks(key, at - 1, at)[0], num_blocks) for at, num_blocks in point_positions(first, stop)
+    ]
