@@ -53,7 +53,7 @@ from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.io_threads import IOThreads, Job
-from radixkv.tiers.write_budget import Kind, Point, WriteBudget, kind_of, point_positions
+from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
 
 PATIENCE: Final = 0.5
 """Share of the time that computing would take, for which a request waits for the disk."""
@@ -109,17 +109,13 @@ class _Promotion(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Blocks ``[first, stop)`` of a prompt that are in slots, and not yet on the disk.
-
-    ``kind``: for the write budget; None if it has chosen them, or there is none.
-    """
+    """Blocks ``[first, stop)`` of a prompt that are in slots, and not yet on the disk."""
 
     namespace: Namespace
     generation: int
     key: bytes
     first: int
     stop: int
-    kind: Kind | None = None
 
 
 class _Leaving(NamedTuple):
@@ -288,6 +284,11 @@ class DiskLevel:
         return len(self._promotions) + len(self._stores) + len(self._filling)
 
     @property
+    def has_budget(self) -> bool:
+        """Whether a write budget chooses what is stored."""
+        return self._budget is not None
+
+    @property
     def num_waiting(self) -> int:
         """Saved prompts that wait to be stored."""
         return len(self._waiting)
@@ -403,11 +404,33 @@ class DiskLevel:
         """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
         if not self._serves(namespace.tenant) or self._stores_later:
             return
-        kind = None
-        if self._budget is not None:
-            kind = kind_of(is_used=False, continues=first > 0, num_blocks=stop)
-        self._wait_to_store(_Saved(namespace, generation, key, first, stop, kind))
+        self._wait_to_store(_Saved(namespace, generation, key, first, stop))
         self._begin_stores()
+
+    def choose(
+        self,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        first: int,
+        entries: Slots,
+        *,
+        is_used: bool = False,
+    ) -> None:
+        """Let the budget choose blocks of a prompt from ``first`` on, with these entries, when they become known.
+
+        What is chosen is stored when host memory has its bytes. O(a hash of the key).
+        """
+        if self._budget is None or not len(entries):
+            return
+        stop = len(key) // (self._size * TOKEN_BYTES)
+        kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
+        points = self._points(namespace, generation, key, first, first + len(entries))
+        num_bytes = len(entries) * self._record_bytes
+        if self._budget.offered(namespace.tenant, kind, points, len(entries), num_bytes, self._clock()):
+            self._index.choose(entries)
+        else:
+            self.counts["disk_unchosen_blocks"] += len(entries)
 
     # --- purges
 
@@ -678,16 +701,13 @@ class DiskLevel:
             if not self.is_known(saved.namespace.tenant):
                 self._waiting.appendleft(saved)
                 return
-            if not self._is_chosen(saved):
-                self.counts["disk_unchosen_blocks"] += saved.stop - saved.first
-                continue
             stop = min(saved.stop, saved.first + MAX_STORES - num_running)
             num_stores = self._store(saved._replace(stop=stop))
             num_running += max(num_stores, 0)
             if num_stores < 0:
                 self.counts["disk_unchosen_blocks"] += saved.stop - saved.first
             elif stop < saved.stop:
-                self._waiting.appendleft(saved._replace(first=stop, kind=None))
+                self._waiting.appendleft(saved._replace(first=stop))
 
     def _store(self, saved: _Saved) -> int:
         """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left."""
@@ -734,18 +754,10 @@ class DiskLevel:
         num_blocks = len(key) // (self._size * TOKEN_BYTES)
         budget.asked(namespace.tenant, self._points(namespace, generation, key, first, num_blocks))
         if first and not self.tier.locate(self._on_disk(namespace), key, first - 1, 1):
-            kind = kind_of(is_used=True, continues=True, num_blocks=num_blocks)
-            self._wait_to_store(_Saved(namespace, generation, key, 0, first, kind))
-
-    def _is_chosen(self, saved: _Saved) -> bool:
-        if self._budget is None or saved.kind is None:
-            return True
-        points = self._points(saved.namespace, saved.generation, saved.key, saved.first, saved.stop)
-        num_blocks = saved.stop - saved.first
-        num_bytes = num_blocks * self._record_bytes
-        return self._budget.offered(
-            saved.namespace.tenant, saved.kind, points, num_blocks, num_bytes, self._clock()
-        )
+            entries = self._cache.match(namespace, key).block_ids[:first].astype(np.int64)
+            self.choose(namespace, generation, key, 0, entries, is_used=True)
+            for start, stop in self._index.chosen(entries):
+                self._wait_to_store(_Saved(namespace, generation, key, start, stop))
 
     def _points(
         self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int

@@ -104,6 +104,7 @@ class HostIndex:
         self._always_zeroes = scrub == "always"
         self._slot_of = np.full(num_entries, NO_SLOT, np.int64)
         self._is_filled = np.zeros(num_entries, np.bool_)
+        self._is_chosen = np.zeros(num_entries, np.bool_)  # by the disk's write budget
         self._dropped_entries: deque[Slots] = deque()
         self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
         self._num_free = num_slots
@@ -205,6 +206,16 @@ class HostIndex:
         for pool, its in self._by_pool(entries):
             pool.drop_spare(its)
 
+    def choose(self, entries: Ids) -> None:
+        """Take that the disk is to have these entries."""
+        self._is_chosen[entries] = True
+
+    def chosen(self, entries: Ids) -> list[tuple[int, int]]:
+        """Return the ranges of positions of entries that the disk is to have. O(ranges)."""
+        padded = np.concatenate(([False], self._is_chosen[entries], [False]))
+        ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
     def use(self, slots: Slots) -> None:
         """Let nobody take these slots until ``unuse``, even if their entries go: they are being read."""
         np.add.at(self._uses, slots, 1)
@@ -280,7 +291,7 @@ class HostIndex:
 
     def _dropped(self, entries: Any) -> None:
         """Take that the index has no use for these entries. Under its lock, by any thread."""
-        self._is_filled[entries] = False
+        self._is_filled[entries] = self._is_chosen[entries] = False
         self._dropped_entries.append(entries.astype(np.int64))
 
     def _release(self, entries: Slots) -> None:

@@ -374,6 +374,8 @@ class SecondLevel:
         start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
         entries = sequence.block_table[start:].astype(np.int64)
         slots, source = np.empty(0, np.int64), None
+        if self.disk is not None:
+            self.disk.choose(namespace, generation, key, start, entries)
         try:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
@@ -575,8 +577,13 @@ class SecondLevel:
         self.index.filled(save.entries)
         if save.is_above:
             self.index.loaded(save.entries)
-        if self.disk is not None:
+        if self.disk is not None and not self.disk.has_budget:
             self.disk.note_saved(save.namespace, save.generation, save.key, save.start, save.at + num)
+        elif self.disk is not None:
+            for first, stop in self.index.chosen(save.entries[:num]):
+                self.disk.note_saved(
+                    save.namespace, save.generation, save.key, save.at + first, save.at + stop
+                )
 
     def _fail_running(self) -> None:
         for step in list(self._saves):

@@ -23,7 +23,7 @@ from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
 from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
-from radixkv.engines.host_index import HostIndex, Slots
+from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
@@ -92,27 +92,30 @@ class _Disk:
             self.table.touch(slot)
         return len(key) // TOKEN_BYTES - start
 
-    def saved(self, tenant: str, key: bytes, first: int, stop: int, *, is_used: bool = False) -> None:
-        """The host has these blocks: take them, or those that the budget chooses."""
-        new = [each for each in _blocks(key, first, stop) if self.table.find(each) is None]
+    def chooses(self, tenant: str, key: bytes, first: int, stop: int, *, is_used: bool = False) -> bool:
+        """Whether it should have these blocks, when they become known."""
+        num = stop - first
         if self.budget is None:
-            self._put(new)
-        elif new:
-            kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
-            points = _points(key, first, stop)
-            if self.budget.offered(tenant, kind, points, len(new), len(new), self.now):
-                for at in range(0, len(new), _AT_ONCE):
-                    part = new[at : at + _AT_ONCE]
-                    if not self.budget.spend(tenant, len(part), self.now):
-                        break
-                    self._put(part)
+            return True
+        kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=len(key) // TOKEN_BYTES)
+        return self.budget.offered(tenant, kind, _points(key, first, stop), num, num, self.now)
 
-    def asked(self, tenant: str, key: bytes, first: int) -> None:
-        """A request needs the blocks from ``first`` on, and found those before it."""
-        if self.budget is not None:
-            self.budget.asked(tenant, _points(key, first, len(key) // TOKEN_BYTES))
-            if first and self.table.find(_blocks(key, first - 1, first)[0]) is None:
-                self.saved(tenant, key, 0, first, is_used=True)
+    def saved(self, tenant: str, blocks: list[bytes]) -> None:
+        """The tier above has these blocks, which were chosen: take them, as far as the budget goes."""
+        new = [each for each in blocks if self.table.find(each) is None]
+        for at in range(0, len(new), _AT_ONCE):
+            part = new[at : at + _AT_ONCE]
+            if self.budget is not None and not self.budget.spend(tenant, len(part), self.now):
+                return
+            self._put(part)
+
+    def asked(self, tenant: str, key: bytes, first: int) -> bool:
+        """A request needs the blocks from ``first`` on. Whether it should have those before, which were found."""
+        if self.budget is None:
+            return False
+        self.budget.asked(tenant, _points(key, first, len(key) // TOKEN_BYTES))
+        is_new = first > 0 and self.table.find(_blocks(key, first - 1, first)[0]) is None
+        return is_new and self.chooses(tenant, key, 0, first, is_used=True)
 
     def _put(self, blocks: list[bytes]) -> None:
         for block in blocks:
@@ -167,47 +170,65 @@ class _TieredReplay(Replay):
         resident = self.cache.match(namespace, key).num_tokens
         reach = resident if self.host is None else self.host.reach(namespace, key, resident)
         self.host_hits[number] = reach - resident
-        self.disk.asked(namespace.tenant, key, reach)
+        is_chosen = self.disk.asked(namespace.tenant, key, reach)
         self.disk_hits[number] = self.disk.num_found(key, reach)
-        if self.host is not None and reach > resident:
+        if self.host is not None and reach:
             with self.host.cache.match_and_lease(namespace, key[: reach * TOKEN_BYTES]) as lease:
-                self.host.loaded(lease.block_ids[resident:])
+                entries = lease.block_ids
+                self.host.loaded(entries[resident:])
+                if is_chosen:
+                    self.host.choose(entries)
+                    self._store(namespace, key, 0, entries[self.host.slots_of(entries) != NO_SLOT])
 
     def committed(self, namespace: Namespace, key: bytes) -> None:
         """The host knows the blocks, and copies them while it has free slots."""
-        if self.host is not None and self.host.know(namespace, key):
-            self._save(self.host, namespace, key, 0, len(key) // TOKEN_BYTES, is_leaving=False)
+        host, stop = self.host, len(key) // TOKEN_BYTES
+        if host is None:
+            return
+        first = host.cache.match(namespace, key).num_tokens
+        if first == stop or not host.know(namespace, key):
+            return
+        entries = host.cache.match(namespace, key).block_ids[first:].astype(np.int64)
+        if self.disk.chooses(namespace.tenant, key, first, stop):
+            host.choose(entries)
+        copied = entries[: len(host.give(namespace.tenant, entries, may_evict=False))]
+        host.filled(copied)
+        host.loaded(copied)
+        self._copied(namespace, key, first, copied)
 
     def leave(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
         """Blocks leave the device."""
         self.disk.now = self._clock.now
-        if self.host is None:
-            self.disk.saved(namespace.tenant, key, start, stop)
-        else:
-            self._save(self.host, namespace, key[: stop * TOKEN_BYTES], start, stop, is_leaving=True)
-
-    def _save(
-        self, host: HostIndex, namespace: Namespace, key: bytes, start: int, stop: int, *, is_leaving: bool
-    ) -> None:
-        lease = host.hold(namespace, key)
-        if lease is None:
+        host, key = self.host, key[: stop * TOKEN_BYTES]
+        if host is None:
+            if self.disk.chooses(namespace.tenant, key, start, stop):
+                self.disk.saved(namespace.tenant, _blocks(key, start, stop))
             return
-        with lease:
-            entries = lease.block_ids[start:stop].astype(np.int64)
-            if is_leaving:
+        lease = host.hold(namespace, key)
+        if lease is not None:
+            with lease:
+                entries = lease.block_ids[start:].astype(np.int64)
                 host.demoted(entries)
-            at = host.lacking(entries)
-            at = at[: len(host.give(namespace.tenant, entries[at], may_evict=is_leaving))]
-            host.filled(entries[at])
-            if not is_leaving:
-                host.loaded(entries[at])
-            self.host_writes += len(at)
-        if len(at) and not self.disk.stores_later:
-            self.disk.saved(namespace.tenant, key, start + int(at[0]), start + int(at[-1]) + 1)
+                at = host.lacking(entries)
+                copied = entries[at[: len(host.give(namespace.tenant, entries[at], may_evict=True))]]
+                host.filled(copied)
+            if len(copied):
+                self._copied(namespace, key, start + int(at[0]), copied)
+
+    def _copied(self, namespace: Namespace, key: bytes, first: int, entries: Slots) -> None:
+        """The host has copied entries of a key, from block ``first`` on."""
+        self.host_writes += len(entries)
+        if not self.disk.stores_later:
+            self._store(namespace, key, first, entries)
+
+    def _store(self, namespace: Namespace, key: bytes, first: int, entries: Ids) -> None:
+        assert self.host is not None
+        for start, stop in self.host.chosen(entries):
+            self.disk.saved(namespace.tenant, _blocks(key, first + start, first + stop))
 
     def _leave_host(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         if self.disk.stores_later:
-            self.disk.saved(namespace.tenant, key, first, first + len(slots))
+            self.disk.saved(namespace.tenant, _blocks(key, first, first + len(slots)))
 
 
 def _host(num_blocks: int, capacity: int, policy: str, clock: Clock) -> HostIndex | None:
@@ -219,6 +240,4 @@ def _host(num_blocks: int, capacity: int, policy: str, clock: Clock) -> HostInde
 
 def _points(key: bytes, first: int, stop: int) -> list[Point]:
     """Return the points of a prompt in blocks ``(first, stop]``."""
-    return [
-        Point(_blocks(key, at - 1, at)[0], num_blocks) for at, num_blocks in point_positions(first, stop)
-    ]
+    return [Point(_blocks(key, at - 1, at)[0], num_blocks) for at, num_blocks in point_positions(first, stop)]
