@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
+from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
 from radixkv.engines.lower_tiers import LowerTiers, RowBelow
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
+    from radixkv.tiers.private_folder import PrivateFolder
 
 DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
 
@@ -67,14 +69,24 @@ def tiers_of(
 ) -> LowerTiers | TiersByDtype:
     """Return tiers with these settings; ``make`` makes those of one dtype. ``default``: see TiersByDtype.
 
-    A disk is for exact KV. Raises what ``make`` raises.
+    Raises what ``make`` and ``open_folder`` raise, and ConfigError for a lossy disk without host memory.
     """
+    disk = settings.lossy_disk
+    if disk is not None and not settings.lossy_host_bytes:
+        allowed = "none without lossy_host_bytes: records pass through host memory"
+        raise ConfigError("lossy_disk", str(disk.folder), allowed)
     if not settings.lossy_host_bytes:
         return make(settings)
-    lossy = {dtype: TierSettings(settings.lossy_host_bytes, dtype=dtype) for dtype in LOSSY_DTYPES}
+    disks = {} if disk is None else disks_in(disk)
     of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if settings.host_bytes else {}
-    of_dtype |= lossy
-    return TiersByDtype(list(of_dtype), lambda dtype: make(of_dtype[dtype]), default)
+    for each in LOSSY_DTYPES:
+        of_dtype[each] = TierSettings(settings.lossy_host_bytes, disks.get(each), dtype=each)
+
+    def made(dtype: TierDtype) -> LowerTiers:
+        with nullcontext() if disk is None or dtype == "exact" else errors_named(disk):
+            return make(of_dtype[dtype])
+
+    return TiersByDtype(list(of_dtype), made, default, None if disk is None else open_folder(disk))
 
 
 def default_dtype(config: CacheConfig) -> TierDtype:
@@ -85,13 +97,18 @@ def default_dtype(config: CacheConfig) -> TierDtype:
 class TiersByDtype:
     """Tiers for each of ``dtypes``, which ``make`` makes. ``default``: the dtype of tenants that nobody named.
 
-    It does what ``LowerTiers`` does, by the tiers of the tenant. Raises what ``make`` raises.
+    It does what ``LowerTiers`` does, by the tiers of the tenant. ``folder``: that of their lossy disks, which ``close``
+    gives back. Raises what ``make`` raises; then the folder is given back too.
     """
 
     def __init__(
-        self, dtypes: list[TierDtype], make: Callable[[TierDtype], LowerTiers], default: TierDtype
+        self,
+        dtypes: list[TierDtype],
+        make: Callable[[TierDtype], LowerTiers],
+        default: TierDtype,
+        folder: PrivateFolder | None = None,
     ) -> None:
-        self._default, self._dtypes = default, dict[str, TierDtype]()
+        self._default, self._dtypes, self._folder = default, dict[str, TierDtype](), folder
         self._following = threading.Lock()
         self.tiers: dict[TierDtype, LowerTiers] = {}
         """By dtype."""
@@ -203,6 +220,8 @@ class TiersByDtype:
     def close(self) -> None:
         """See LowerTiers."""
         with ExitStack() as stack:
+            if self._folder is not None:
+                stack.callback(self._folder.close)  # after the disks in it
             for each in self.tiers.values():
                 stack.callback(each.close)
 
