@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from radixkv.index.sequence import Sequence
 
 FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
+"""The longest time for which a purge or a clear waits for a disk. It is repeated until it is done."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01

@@ -69,24 +69,30 @@ def tiers_of(
 ) -> LowerTiers | TiersByDtype:
     """Return tiers with these settings; ``make`` makes those of one dtype. ``default``: see TiersByDtype.
 
-    Raises what ``make`` and ``open_folder`` raise, and ConfigError for a lossy disk without host memory.
+    Raises what ``make`` and ``open_folder`` raise, and ConfigError for a disk without host memory of its dtype.
     """
-    disk = settings.lossy_disk
-    if disk is not None and not settings.lossy_host_bytes:
-        allowed = "none without lossy_host_bytes: records pass through host memory"
-        raise ConfigError("lossy_disk", str(disk.folder), allowed)
+    lossy_disk, has_exact = settings.lossy_disk, bool(settings.host_bytes or settings.host_blocks)
+    for name, disk, memory, is_there in (
+        ("disk", settings.disk, "host_bytes", has_exact),
+        ("lossy_disk", lossy_disk, "lossy_host_bytes", bool(settings.lossy_host_bytes)),
+    ):
+        if disk is not None and not is_there:
+            raise ConfigError(
+                name, str(disk.folder), f"none without {memory}: records pass through host memory"
+            )
     if not settings.lossy_host_bytes:
         return make(settings)
-    disks = {} if disk is None else disks_in(disk)
-    of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if settings.host_bytes else {}
+    disks = {} if lossy_disk is None else disks_in(lossy_disk)
+    of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if has_exact else {}
     for each in LOSSY_DTYPES:
         of_dtype[each] = TierSettings(settings.lossy_host_bytes, disks.get(each), dtype=each)
 
     def made(dtype: TierDtype) -> LowerTiers:
-        with nullcontext() if disk is None or dtype == "exact" else errors_named(disk):
+        with nullcontext() if lossy_disk is None or dtype == "exact" else errors_named(lossy_disk):
             return make(of_dtype[dtype])
 
-    return TiersByDtype(list(of_dtype), made, default, None if disk is None else open_folder(disk))
+    folder = None if lossy_disk is None else open_folder(lossy_disk)
+    return TiersByDtype(list(of_dtype), made, default, folder)
 
 
 def default_dtype(config: CacheConfig) -> TierDtype:

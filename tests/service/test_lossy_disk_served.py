@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv.cli import main as cli
+from radixkv.engines import EngineSettings, find_engine
 from radixkv.engines.lossy_folder import disks_in
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
@@ -165,6 +166,20 @@ def test_exact_kv_alone_may_have_no_disk(place: Path) -> None:
             assert ask(live.globex)[1] == 0
             on_disk_soon(live, "int8")
             assert 'tier="disk"' not in live.operator.get("/metrics").text
+
+
+def test_a_strict_lossy_tenant_has_nothing_on_disk(place: Path) -> None:
+    """What is on disk could show its traffic to others."""
+    write_keys(place, "int8", mode="strict", guaranteed_blocks=128)
+    with serving(place) as live:
+        ask(live.acme)
+        evict_all(live)
+        assert ask(live.acme)[1] > 100, "it has its share of host memory"
+        ask(live.globex)
+        on_disk_soon(live, "exact")
+        assert not on_disk(live, "int8")
+    with serving(place) as live:
+        assert ask(live.acme)[1] == 0 and not on_disk(live, "int8")
 
 
 # --- purges
@@ -454,15 +469,33 @@ def test_settings_come_from_the_environment_and_a_file_too(
     assert "RADIXKV_LOSSY_DISK_SIZE='plenty' is not allowed" in str(run.exception)
 
 
-def test_in_a_process_a_lossy_disk_needs_lossy_memory(place: Path) -> None:
-    settings = TierSettings(1 << 20, lossy_disk=DiskOptions(place / "lossy", 1 << 20, SECRET.encode()))
+def test_in_a_process_a_disk_needs_memory_of_its_dtype(place: Path) -> None:
+    disk = DiskOptions(place / "lossy", 1 << 20, SECRET.encode())
 
     def make(_: TierSettings) -> Any:
         raise AssertionError("nothing is made")
 
     with pytest.raises(ConfigError, match=r"lossy_disk='.*none without lossy_host_bytes"):
-        tiers_of(settings, make, "exact")
+        tiers_of(TierSettings(1 << 20, lossy_disk=disk), make, "exact")
+    with pytest.raises(ConfigError, match=r"^disk='.*none without host_bytes"):
+        tiers_of(TierSettings(0, disk, lossy_host_bytes=1 << 20), make, "exact")
     assert not (place / "lossy").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (TierSettings(1 << 20, lossy_host_bytes=1 << 20), "--host-memory=1048576"),
+        (TierSettings(0, lossy_host_bytes=2 << 20), "--lossy-host-memory=2097152"),
+    ],
+)
+def test_an_engine_with_tiers_of_its_own_refuses_them_by_name(
+    place: Path, settings: TierSettings, named: str
+) -> None:
+    (place / "config.json").write_text('{"vocab_size": 100}')
+    loaded = find_engine("vllm")(EngineSettings(place, "", 100, 64, 16, tiers=settings))
+    with pytest.raises(ConfigError, match=f"^{named} is not allowed; allowed: none with the engine vllm"):
+        loaded.start(None)
 
 
 def test_the_folder_is_given_back_if_a_tier_cannot_be_made(place: Path) -> None:
