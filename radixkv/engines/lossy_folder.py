@@ -54,15 +54,17 @@ def open_folder(whole: DiskOptions) -> PrivateFolder:
 
 @contextmanager
 def errors_named(whole: DiskOptions) -> Iterator[None]:
-    """Raise ConfigError with the size of the whole, for a part that is too small, and in place of OSError."""
+    """Let errors of a part name the settings of the whole, and its size. OSError becomes a ConfigError."""
     dtypes = " and ".join(LOSSY_DTYPES)
     try:
         yield
     except ConfigError as error:
-        if error.setting not in _SIZES:
-            raise
-        allowed = f"two halves, for {dtypes}; for each of them {error.allowed}"
-        raise ConfigError("lossy_disk_size", whole.num_bytes, allowed) from None
+        if error.setting in _SIZES:
+            allowed = f"two halves, for {dtypes}; for each of them {error.allowed}"
+            raise ConfigError("lossy_disk_size", whole.num_bytes, allowed) from None
+        if error.setting == "folder":
+            raise ConfigError("lossy_disk", error.value, error.allowed) from None
+        raise
     except OSError as error:
         allowed = f"a folder that can be used ({error.strerror or error}: {error.filename or 'a file in it'})"
         raise ConfigError("lossy_disk", str(whole.folder), allowed) from error

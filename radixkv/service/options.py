@@ -12,6 +12,7 @@ An address that is not loopback needs ``--keys`` (the demo keys are public knowl
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import secrets
 import socket
@@ -42,11 +43,6 @@ Amount = TypeVar("Amount", int, float)
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
 _MAX_PASSWORD_BYTES = 4096
-
-_TIERS = (
-    *("host-memory", "disk", "disk-size", "disk-writes"),
-    *("lossy-host-memory", "lossy-disk", "lossy-disk-size"),
-)
 
 EVENT_OPTIONS: Mapping[str, str] = {
     "endpoint": "events",
@@ -305,7 +301,7 @@ class _Reader:
             return None
         disk, lossy_disk = self._disk("disk", secret), self._disk("lossy-disk", secret)
         if disk is not None and lossy_disk is not None:
-            one, other = disk.folder.resolve(), lossy_disk.folder.resolve()
+            one, other = (Path(os.path.realpath(each.folder)) for each in (disk, lossy_disk))
             if one.is_relative_to(other) or other.is_relative_to(one):
                 raise self.refuse("lossy-disk", f"a folder outside of {self.name('disk')}, and not around it")
         rate = self.text("disk-writes")
@@ -320,13 +316,13 @@ class _Reader:
 
     def _require_parts_of_disks(self) -> None:
         """Refuse a disk without its size, its memory or the secret, and what only a disk needs without one."""
-        given = {name for name in _TIERS if self.text(name) is not None}
+        given = self._values.keys()  # none of these has a default
         for disk, memory in (("disk", "host-memory"), ("lossy-disk", "lossy-host-memory")):
             for name, is_missing, other in (
                 (memory, disk in given and memory not in given, disk),
                 (f"{disk}-size", disk in given and f"{disk}-size" not in given, disk),
                 (disk, disk not in given and f"{disk}-size" in given, f"{disk}-size"),
-                ("fleet-secret", disk in given and self.text("fleet-secret") is None, disk),
+                ("fleet-secret", disk in given and "fleet-secret" not in given, disk),
             ):
                 if is_missing:
                     raise self.refuse(name, f"a value, because {self.name(other)} is set")
@@ -347,7 +343,8 @@ class _Reader:
         if text is None or size is None:
             return None
         path = Path(text)
-        if not text or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+        is_path = bool(text) and "\0" not in text
+        if not is_path or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
             raise self.refuse(setting, "a folder, or the path of a new one in an existing directory")
         num_bytes = self._amount(bytes_of, f"{setting}-size", size)
         if not num_bytes:

@@ -24,7 +24,16 @@ from radixkv.tiers.files import PAGE_BYTES, round_up
 from radixkv.tiers.private_folder import PrivateFolder
 from radixkv.tiers.slab import HEADER_BYTES
 from tests.redis_server import RedisServer
-from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import (
+    KEYS,
+    START_S,
+    Process,
+    Running,
+    client,
+    eventually,
+    served,
+    service_in_thread,
+)
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
 
 SECRET = "s" * 40
@@ -331,16 +340,22 @@ def file_inside(place: Path) -> None:
 @pytest.mark.parametrize(
     ("attack", "message"),
     [
-        (foreign_file, r"lossy' is not allowed; .*a lossy disk's files alone; it has 'notes.txt'"),
-        (foreign_file_inside, r"fp8' is not allowed; .*files alone; it has 'notes.txt'"),
-        (without_lock, r"lossy' is not allowed; .*an empty folder, or one of a lossy disk; it has 'fp8'"),
-        (open_to_others, r"lossy' is not allowed; .*mode 0700"),
-        (open_inside, r"int8' is not allowed; .*mode 0700"),
-        (linked, r"lossy' is not allowed; .*no symbolic link"),
-        (linked_inside, r"int8' is not allowed; .*no symbolic link"),
+        (
+            foreign_file,
+            r"^lossy_disk='.*lossy' is not allowed; .*a lossy disk's files alone; it has 'notes.txt'",
+        ),
+        (foreign_file_inside, r"^lossy_disk='.*fp8' is not allowed; .*files alone; it has 'notes.txt'"),
+        (
+            without_lock,
+            r"^lossy_disk='.*lossy' is not allowed; .*an empty folder, or one of a lossy disk; it has 'fp8'",
+        ),
+        (open_to_others, r"^lossy_disk='.*lossy' is not allowed; .*mode 0700"),
+        (open_inside, r"^lossy_disk='.*int8' is not allowed; .*mode 0700"),
+        (linked, r"^lossy_disk='.*lossy' is not allowed; .*no symbolic link"),
+        (linked_inside, r"^lossy_disk='.*int8' is not allowed; .*no symbolic link"),
         (linked_lock, r"lossy_disk='.*lossy' is not allowed; .*Too many levels of symbolic links: lock"),
         (linked_slab, r"lossy_disk='.*lossy' is not allowed; .*Too many levels of symbolic links: slab"),
-        (file_inside, r"int8' is not allowed; .*Not a directory"),
+        (file_inside, r"^lossy_disk='.*int8' is not allowed; .*Not a directory"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -355,10 +370,30 @@ def test_a_folder_that_was_tampered_with_is_refused_and_left_alone(
     assert sorted(str(each) for each in place.rglob("*")) == before
 
 
+def test_the_folder_of_another_kind_of_disk_is_refused(place: Path) -> None:
+    with serving(place):
+        pass
+    for name, other, it_has in (
+        ("lossy-disk", "kv", "a lossy disk's files alone; it has 'generations'"),
+        ("disk", "lossy", "a disk tier's files alone; it has 'fp8'"),
+    ):
+        given = {**options(place), "disk": str(place / "a"), "lossy-disk": str(place / "b")}
+        with (
+            pytest.raises(ConfigError, match=it_has),
+            service_in_thread(None, **{**given, name: str(place / other)}),
+        ):
+            pass
+    with serving(place) as live:
+        assert metric(live.operator, "open", "disk") == metric(live.operator, "open", "disk_int8") == 1
+
+
 def test_a_folder_belongs_to_one_process(place: Path) -> None:
     with serving(place):
         other = {**options(place), "disk": str(place / "kv2")}
-        with pytest.raises(ConfigError, match="no other process uses"), service_in_thread(None, **other):
+        with (
+            pytest.raises(ConfigError, match=r"^lossy_disk=.* no other process uses"),
+            service_in_thread(None, **other),
+        ):
             pass
     with serving(place):
         pass  # what was opened before the error is free again
@@ -414,6 +449,8 @@ def test_the_files_have_the_given_size_and_the_budget_is_shown(place: Path) -> N
         ([], {"lossy-disk-size": "-1"}, "--lossy-disk-size='-1' is not allowed"),
         ([], {"lossy-disk-size": "9" * 16}, "--lossy-disk-size='9999999999999999' is not allowed"),
         ([], {"lossy-disk": ""}, "--lossy-disk='' is not allowed; allowed: a folder, or the path of a new one"),
+        ([], {"lossy-disk": "a\0b"}, "--lossy-disk='.*' is not allowed; allowed: a folder, or the path of a new"),
+        ([], {"lossy-disk": "loop/lossy"}, "--lossy-disk='.*loop/lossy' is not allowed; allowed: a folder, or the"),
         ([], {"lossy-disk": "no/lossy"}, "--lossy-disk='.*no/lossy' is not allowed; allowed: a folder, or"),
         ([], {"lossy-disk": "secret"}, "--lossy-disk='.*secret' is not allowed; allowed: a folder, or"),
         ([], {"lossy-disk": "kv"}, "--lossy-disk='.*kv' is not allowed; allowed: a folder outside of --disk"),
@@ -433,6 +470,7 @@ def test_combinations_that_are_refused(
     for folder in ("x", "kv", "lossy"):
         (place / folder).mkdir(0o700)
     (place / "link").symlink_to(place / "kv")
+    (place / "loop").symlink_to(place / "loop")
     for name in ("disk", "lossy-disk"):
         if changed.get(name):
             changed = {**changed, name: str(place) + "/" + changed[name]}
@@ -450,6 +488,17 @@ def test_a_size_that_is_too_small_is_shown_as_it_was_given(place: Path) -> None:
         pass
     with serving(place):
         pass  # nothing is held
+
+
+@pytest.mark.slow
+def test_the_command_line_names_the_option(place: Path) -> None:
+    """What is found only when the folder is opened, too."""
+    (place / "lossy").mkdir(0o755)
+    given = [each for name, text in options(place).items() for each in (f"--{name}", text)]
+    process = Process(["--port", "0", *given], place / "log")
+    assert process.process.wait(START_S) == 2
+    told = f"radixkv: --lossy-disk='{place}/lossy' is not allowed; allowed: a folder of mode 0700"
+    assert told in process.output
 
 
 def test_settings_come_from_the_environment_and_a_file_too(
