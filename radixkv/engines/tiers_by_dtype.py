@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow
+from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_on_disks
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -163,15 +163,14 @@ class TiersByDtype:
             tiers.expect(expected)
 
     @contextmanager
-    def _all(self, contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
+    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """See ``Below``. A purge or a clear reaches the tiers of all dtypes. Their disks forget at the same time."""
+        tiers = [each for each in self.tiers.values() if namespace is None or each.has(namespace)]
         with ExitStack() as stack:
-            for each in contexts:
-                stack.enter_context(each)
+            for each in tiers:
+                stack.enter_context(each.forgotten_in_memory(tenant, namespace))
             yield
-
-    def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
-        """See ``Below``. A purge or a clear reaches the tiers of all dtypes."""
-        return self._all([each.forgotten(tenant, namespace) for each in self.tiers.values()])
+        forget_on_disks(tiers, tenant)
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``. An exact tenant needs no memory: without it, nothing of it is kept."""
