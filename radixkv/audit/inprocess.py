@@ -26,19 +26,21 @@ import numpy as np
 import xxhash
 
 from radixkv.audit import properties, statistics
-from radixkv.audit.oracle import chain
+from radixkv.audit.oracle import cache_with_engine, chain
 from radixkv.audit.properties import (
     LAYOUT,
     CacheAdapter,
     CacheFactory,
     has_loading,
+    has_lossy,
     has_strict_tenants,
     strict_halves,
     strict_system,
 )
+from radixkv.audit.properties.lossy_machine import with_lossy_memory
 from radixkv.audit.verdict import AuditReport, Check, Verdict
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig, Namespace, policy_names
+from radixkv.config import CacheConfig, Namespace, Tenant, policy_names
 from radixkv.errors import RadixKVError
 
 A, B = Namespace("a", "m"), Namespace("b", "m")
@@ -83,6 +85,8 @@ def run(
     ]
     if has_loading(factory):
         rows.insert(1, (1, "laws and contents, host memory below", audit.host_memory))
+    if has_lossy(factory):
+        rows.insert(2, (1, "laws and contents, lossy host memory below", audit.lossy_memory))
     checks = []
     for number, name, check in rows:
         began = time.perf_counter()
@@ -140,6 +144,33 @@ class InProcess:
         """The same lives with host memory below each cache: what was evicted comes back."""
         return self._attacked(properties.LoadingMachine, "burst", (True,))
 
+    def lossy_memory(self) -> Found:
+        """The same lives with a tenant whose KV have small errors there, beside tenants whose KV must have none.
+
+        The control: errors show in KV of the first that came back.
+        """
+        came_back = self._came_back_lossy()
+        if came_back is None:
+            return Verdict.NOT_CHECKED, "nothing of a tenant with a lossy tier_dtype came back from below", {}
+        if not came_back:
+            return Verdict.BLIND, "KV of a lossy tenant came back without errors, so none would show", {}
+        return self._attacked(properties.LossyMachine, "burst", (True,))
+
+    def _came_back_lossy(self) -> bool | None:
+        """Whether KV of a lossy tenant that was evicted comes back with errors; None if nothing comes back."""
+        config = with_lossy_memory(CacheConfig(16, BLOCK, host_blocks=48), LAYOUT)
+        cache, engine = cache_with_engine(self._factory, config, clock=ManualClock())
+        cache.add_tenant(Tenant(A.tenant, tier_dtype="int8"))
+        prompt = list(range(4 * BLOCK))
+        _serve(CacheAdapter(cache, engine), A, prompt)
+        cache.evict(config.num_blocks)
+        with cache.open(A, prompt) as sequence:
+            if sequence.loading is not None:
+                sequence.loading.poll()
+            stop = sequence.num_committed_tokens
+            is_exact = engine.holds(sequence.block_table, chain(A, prompt)[:stop])
+        return not is_exact if stop else None
+
     def two_runs(self) -> Found:
         """A alone and among others.
 
@@ -160,12 +191,12 @@ class InProcess:
         done, policies = 0, policy_names()
         each = -(-self._examples // len(policies))
         figures: dict[str, Any] = {"examples": 0, "steps": 0}
-        for policy in policies:
+        for number, policy in enumerate(policies):
             report = properties.run(
                 self._factory,
                 each,
                 self._steps,
-                self._seed,
+                self._seed * len(policies) + number,  # other lives for each policy
                 policies=[policy],
                 with_storage=with_storage or self._with_storage,
                 modes=[mode],

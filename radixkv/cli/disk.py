@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,7 +59,10 @@ def _secret_options(*, required: bool) -> Callable[[Command], Command]:
     ),
 )
 def disk() -> None:
-    """Check, repair or forget the folder of a disk tier, while no process uses it."""
+    """Check, repair or forget the folder of a disk tier, while no process uses it.
+
+    A folder of --lossy-disk holds those of two disk tiers, fp8 and int8: name each of them.
+    """
 
 
 @disk.command(
@@ -119,6 +123,7 @@ def forget(
 
     if tenant is not None and fleet_secret is None:
         raise ConfigError("--fleet-secret", None, "with --tenant, a file with the fleet's secret")
+    _require_one_disk(folder)
     whose = "all tenants" if tenant is None else f"tenant {tenant!r}"
     if not yes:
         click.confirm(f"Forget the records of {whose} in {folder}?", abort=True, err=True)
@@ -129,6 +134,14 @@ def forget(
         secrets = _secrets(fleet_secret or "", previous)
         num_records = inspection.forget_tenant(folder, secrets, tenant)
         click.echo(f"forgot {num_records} records of {whose} in {folder}")
+
+
+def _require_one_disk(folder: str) -> None:
+    from radixkv.config import LOSSY_DTYPES
+    from radixkv.errors import ConfigError
+
+    if found := [each for each in (Path(folder) / dtype for dtype in LOSSY_DTYPES) if each.is_dir()]:
+        raise ConfigError("FOLDER", folder, f"one of the folders in it: {' or '.join(map(str, found))}")
 
 
 def _secrets(fleet_secret: str, previous: tuple[str, ...]) -> list[bytes]:
@@ -143,6 +156,7 @@ def _secrets(fleet_secret: str, previous: tuple[str, ...]) -> list[bytes]:
 def _inspected(folder: str, fleet_secret: str, previous: tuple[str, ...], *, repair: bool) -> Inspection:
     from radixkv.tiers import inspection
 
+    _require_one_disk(folder)
     secrets = _secrets(fleet_secret, previous)
     with progress_bar(1_000, "reading") as advance:
         return inspection.inspect(

@@ -199,8 +199,22 @@ SERVE: Final = (
     ),
     Setting("disk-size", "Size of the disk tier: bytes, or a text such as 200GiB.", "text", unset="none"),
     Setting(
+        "lossy-disk",
+        "Keep KV of tenants whose tier_dtype is fp8 or int8 in this folder, as --disk does; needs --lossy-host-memory "
+        "and --fleet-secret.",
+        "new folder",
+        unset="none",
+    ),
+    Setting(
+        "lossy-disk-size",
+        "Size of that folder: one half for fp8, the other for int8, each in a folder of its own.",
+        "text",
+        unset="none",
+    ),
+    Setting(
         "disk-writes",
-        "Most bytes written to the disk tier on average, such as 2TB/day, spent on what comes back most often.",
+        "Most bytes written to all disks on average, such as 2TB/day, spent on what comes back most often; "
+        "the disks share them in proportion to their sizes.",
         "text",
         unset="no bound",
     ),

@@ -451,10 +451,14 @@ class DiskLevel:
     def pay(self, tenant: str, timeout_s: float) -> bool:
         """Destroy the keys of a tenant that ``owe`` named. Returns whether that was done in this time; else it is
         repeated until it is."""
-        job = self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
+        job = self.begin_to_pay(tenant)
         if job is not None:
             job.poll(timeout_s)
         return tenant not in self._owed
+
+    def begin_to_pay(self, tenant: str) -> Job | None:
+        """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
+        return self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
 
     @property
     def owed(self) -> frozenset[str]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
 
 FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for the disk. It is repeated until it is done."""
+"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -270,13 +270,19 @@ class LowerTiers:
         if namespace is not None and not self.has(namespace):
             yield
             return
+        with self.forgotten_in_memory(tenant, namespace):
+            yield
+        forget_on_disks([self], tenant)
+
+    @contextmanager
+    def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
         with self.forgetting(tenant):
             yield
             if namespace is None:
                 self.purge(tenant)
             else:
                 self.clear(namespace)
-        self.forget_on_disk(tenant)
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
@@ -293,12 +299,6 @@ class LowerTiers:
     def clear(self, namespace: Namespace) -> int:
         """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
         return self.level.cache.clear(namespace)
-
-    def forget_on_disk(self, tenant: str) -> None:
-        """Destroy the keys of a tenant's records. Waits for at most ``FORGET_S``: see ``unforgotten``."""
-        disk = self.level.disk
-        if disk is not None and not disk.pay(tenant, FORGET_S):
-            _log.error("the disk has not forgotten tenant %r; it serves nothing of it meanwhile", tenant)
 
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:
@@ -605,6 +605,20 @@ class LowerTiers:
                 with self._lock:
                     self._counts["errors"] += 1
                 self.level.abandon()
+
+
+def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
+    """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
+
+    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.unforgotten``.
+    """
+    disks = [each.disk for each in tiers if each.disk is not None]
+    jobs, ends_at = [disk.begin_to_pay(tenant) for disk in disks], monotonic() + FORGET_S
+    for disk, job in zip(disks, jobs, strict=True):
+        if job is not None:
+            job.poll(max(ends_at - monotonic(), 0.0))
+        if tenant in disk.owed:
+            _log.error("a disk has not forgotten tenant %r; it serves nothing of it meanwhile", tenant)
 
 
 def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:

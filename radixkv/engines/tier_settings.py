@@ -46,7 +46,8 @@ class TierSettings:
     """``host_bytes``: of KV in host memory, at least two blocks. ``disk``: None without one.
 
     ``host_blocks``: blocks of host memory, in place of its bytes; 0 for the bytes. ``dtype``: of the tenants whose KV
-    it is. ``lossy_host_bytes``: host memory for the KV of tenants with each lossy dtype; 0 for none.
+    it is. ``lossy_host_bytes``: host memory for the KV of tenants with each lossy dtype; 0 for none. ``lossy_disk``: a
+    disk below that, whose folder has one for each lossy dtype (``lossy_folder``); None without one.
     """
 
     host_bytes: int
@@ -54,6 +55,7 @@ class TierSettings:
     host_blocks: int = 0
     dtype: TierDtype = "exact"
     lossy_host_bytes: int = 0
+    lossy_disk: DiskOptions | None = None
 
 
 Disks: TypeAlias = Mapping[TierDtype, DiskOptions]

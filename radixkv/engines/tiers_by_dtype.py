@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow
+from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
+from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_on_disks
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
+    from radixkv.tiers.private_folder import PrivateFolder
 
 DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
 
@@ -68,14 +70,30 @@ def tiers_of(
 ) -> LowerTiers | TiersByDtype:
     """Return tiers with these settings; ``make`` makes those of one dtype. ``default``: see TiersByDtype.
 
-    A disk is for exact KV. Raises what ``make`` raises.
+    Raises what ``make`` and ``open_folder`` raise, and ConfigError for a disk without host memory of its dtype.
     """
+    lossy_disk, has_exact = settings.lossy_disk, bool(settings.host_bytes or settings.host_blocks)
+    for name, disk, memory, is_there in (
+        ("disk", settings.disk, "host_bytes", has_exact),
+        ("lossy_disk", lossy_disk, "lossy_host_bytes", bool(settings.lossy_host_bytes)),
+    ):
+        if disk is not None and not is_there:
+            raise ConfigError(
+                name, str(disk.folder), f"none without {memory}: records pass through host memory"
+            )
     if not settings.lossy_host_bytes:
         return make(settings)
-    lossy = {dtype: TierSettings(settings.lossy_host_bytes, dtype=dtype) for dtype in LOSSY_DTYPES}
-    of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if settings.host_bytes else {}
-    of_dtype |= lossy
-    return TiersByDtype(list(of_dtype), lambda dtype: make(of_dtype[dtype]), default)
+    disks = {} if lossy_disk is None else disks_in(lossy_disk)
+    of_dtype: dict[TierDtype, TierSettings] = {"exact": settings} if has_exact else {}
+    for each in LOSSY_DTYPES:
+        of_dtype[each] = TierSettings(settings.lossy_host_bytes, disks.get(each), dtype=each)
+
+    def made(dtype: TierDtype) -> LowerTiers:
+        with nullcontext() if lossy_disk is None or dtype == "exact" else errors_named(lossy_disk):
+            return make(of_dtype[dtype])
+
+    folder = None if lossy_disk is None else open_folder(lossy_disk)
+    return TiersByDtype(list(of_dtype), made, default, folder)
 
 
 def default_dtype(config: CacheConfig) -> TierDtype:
@@ -86,13 +104,18 @@ def default_dtype(config: CacheConfig) -> TierDtype:
 class TiersByDtype:
     """Tiers for each of ``dtypes``, which ``make`` makes. ``default``: the dtype of tenants that nobody named.
 
-    It does what ``LowerTiers`` does, by the tiers of the tenant. Raises what ``make`` raises.
+    It does what ``LowerTiers`` does, by the tiers of the tenant. ``folder``: that of their lossy disks, which ``close``
+    gives back. Raises what ``make`` raises; then the folder is given back too.
     """
 
     def __init__(
-        self, dtypes: list[TierDtype], make: Callable[[TierDtype], LowerTiers], default: TierDtype
+        self,
+        dtypes: list[TierDtype],
+        make: Callable[[TierDtype], LowerTiers],
+        default: TierDtype,
+        folder: PrivateFolder | None = None,
     ) -> None:
-        self._default, self._dtypes = default, dict[str, TierDtype]()
+        self._default, self._dtypes, self._folder = default, dict[str, TierDtype](), folder
         self._following = threading.Lock()
         self.tiers: dict[TierDtype, LowerTiers] = {}
         """By dtype."""
@@ -152,15 +175,14 @@ class TiersByDtype:
             tiers.expect(expected)
 
     @contextmanager
-    def _all(self, contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
+    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """See ``Below``. A purge or a clear reaches the tiers of all dtypes. Their disks forget at the same time."""
+        tiers = [each for each in self.tiers.values() if namespace is None or each.has(namespace)]
         with ExitStack() as stack:
-            for each in contexts:
-                stack.enter_context(each)
+            for each in tiers:
+                stack.enter_context(each.forgotten_in_memory(tenant, namespace))
             yield
-
-    def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
-        """See ``Below``. A purge or a clear reaches the tiers of all dtypes."""
-        return self._all([each.forgotten(tenant, namespace) for each in self.tiers.values()])
+        forget_on_disks(tiers, tenant)
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``. An exact tenant needs no memory: without it, nothing of it is kept."""
@@ -215,6 +237,8 @@ class TiersByDtype:
     def close(self) -> None:
         """See LowerTiers."""
         with ExitStack() as stack:
+            if self._folder is not None:
+                stack.callback(self._folder.close)  # after the disks in it
             for each in self.tiers.values():
                 stack.callback(each.close)
 

@@ -73,7 +73,8 @@ class VllmModel:
         settings = self._settings
         if settings.tiers is not None:
             allowed = "none with the engine vllm: its KV connector has tiers"
-            raise ConfigError("--host-memory", settings.tiers.host_bytes, allowed)
+            exact, lossy = settings.tiers.host_bytes, settings.tiers.lossy_host_bytes
+            raise ConfigError("--host-memory" if exact else "--lossy-host-memory", exact or lossy, allowed)
         keys = KeySet.derive([secrets.token_bytes(32)])
         process = VllmProcess(
             [

@@ -12,12 +12,13 @@ An address that is not loopback needs ``--keys`` (the demo keys are public knowl
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import secrets
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 from urllib.parse import quote, urlsplit
@@ -79,7 +80,7 @@ class ServeSettings:
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
     - ``record``: the file for a trace of the traffic; None for no trace.
     - ``usage``: where usage records are written; None: nowhere.
-    - ``tiers``: host memory and disk below the cache; None: nothing.
+    - ``tiers``: host memory and disks below the cache; None: nothing.
     - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
@@ -293,44 +294,62 @@ class _Reader:
         return UsageSettings(path, file_bytes, None if self.text("fleet-secret") is None else secret)
 
     def tiers(self, secret: bytes) -> TierSettings | None:
-        """``secret``: the fleet's, under which the disk's keys are sealed."""
-        memory, lossy, disk, size, writes = (
-            self.text(name)
-            for name in ("host-memory", "lossy-host-memory", "disk", "disk-size", "disk-writes")
-        )
-        for name, is_missing, other in (
-            ("host-memory", memory is None and disk is not None, "disk"),
-            ("disk-size", size is None and disk is not None, "disk"),
-            ("disk", disk is None and size is not None, "disk-size"),
-            ("disk", disk is None and writes is not None, "disk-writes"),
-            ("fleet-secret", disk is not None and self.text("fleet-secret") is None, "disk"),
-        ):
-            if is_missing:
-                raise self.refuse(name, f"a value, because {self.name(other)} is set")
-        if memory is None and lossy is None:
+        """``secret``: the fleet's, under which the disks' keys are sealed."""
+        self._require_parts_of_disks()
+        exact, lossy = self._memory("host-memory"), self._memory("lossy-host-memory")
+        if not exact and not lossy:
             return None
-        of_lossy = 0 if lossy is None else self._amount(bytes_of, "lossy-host-memory", lossy)
-        of_exact = 0 if memory is None else self._amount(bytes_of, "host-memory", memory)
-        for name, text, num_bytes in (
-            ("host-memory", memory, of_exact),
-            ("lossy-host-memory", lossy, of_lossy),
-        ):
-            if text is not None and not num_bytes:
-                raise self.refuse(name, "at least two blocks")
-        if disk is None or size is None:
-            return TierSettings(of_exact, lossy_host_bytes=of_lossy)
-        path = Path(disk)
-        if not disk or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
-            raise self.refuse("disk", "a folder, or the path of a new one in an existing directory")
-        awaits = self.text("redis") is not None
-        below = DiskOptions(
-            path,
-            self._amount(bytes_of, "disk-size", size),
-            secret,
-            awaits_generations=awaits,
-            bytes_per_s=None if writes is None else self._amount(rate_of, "disk-writes", writes),
-        )
-        return TierSettings(of_exact, below, lossy_host_bytes=of_lossy)
+        disk, lossy_disk = self._disk("disk", secret), self._disk("lossy-disk", secret)
+        if disk is not None and lossy_disk is not None:
+            one, other = (Path(os.path.realpath(each.folder)) for each in (disk, lossy_disk))
+            if one.is_relative_to(other) or other.is_relative_to(one):
+                raise self.refuse("lossy-disk", f"a folder outside of {self.name('disk')}, and not around it")
+        rate = self.text("disk-writes")
+        if rate is not None:
+            bytes_per_s = self._amount(rate_of, "disk-writes", rate)
+            whole = sum(each.num_bytes for each in (disk, lossy_disk) if each is not None)
+            disk, lossy_disk = (
+                None if each is None else replace(each, bytes_per_s=bytes_per_s * each.num_bytes / whole)
+                for each in (disk, lossy_disk)
+            )
+        return TierSettings(exact, disk, lossy_host_bytes=lossy, lossy_disk=lossy_disk)
+
+    def _require_parts_of_disks(self) -> None:
+        """Refuse a disk without its size, its memory or the secret, and what only a disk needs without one."""
+        given = self._values.keys()  # none of these has a default
+        for disk, memory in (("disk", "host-memory"), ("lossy-disk", "lossy-host-memory")):
+            for name, is_missing, other in (
+                (memory, disk in given and memory not in given, disk),
+                (f"{disk}-size", disk in given and f"{disk}-size" not in given, disk),
+                (disk, disk not in given and f"{disk}-size" in given, f"{disk}-size"),
+                ("fleet-secret", disk in given and "fleet-secret" not in given, disk),
+            ):
+                if is_missing:
+                    raise self.refuse(name, f"a value, because {self.name(other)} is set")
+        if "disk-writes" in given and not given & {"disk", "lossy-disk"}:
+            either = f"a value, or {self.name('lossy-disk')} with one"
+            raise self.refuse("disk", f"{either}, because {self.name('disk-writes')} is set")
+
+    def _memory(self, setting: str) -> int:
+        """Return the bytes of host memory; 0 without."""
+        text = self.text(setting)
+        num_bytes = 0 if text is None else self._amount(bytes_of, setting, text)
+        if text is not None and not num_bytes:
+            raise self.refuse(setting, "at least two blocks")
+        return num_bytes
+
+    def _disk(self, setting: str, secret: bytes) -> DiskOptions | None:
+        text, size = self.text(setting), self.text(f"{setting}-size")
+        if text is None or size is None:
+            return None
+        path = Path(text)
+        is_path = bool(text) and "\0" not in text
+        if not is_path or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+            raise self.refuse(setting, "a folder, or the path of a new one in an existing directory")
+        num_bytes = self._amount(bytes_of, f"{setting}-size", size)
+        if not num_bytes:
+            raise self.refuse(f"{setting}-size", "at least one record")
+        return DiskOptions(path, num_bytes, secret, awaits_generations=self.text("redis") is not None)
 
     def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
         try:

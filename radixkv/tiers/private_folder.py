@@ -2,7 +2,7 @@
 
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
-ours: those of a disk tier, or of a usage log.
+ours: those of a disk tier, of a usage log, or the folders of lossy disks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from radixkv.config import LOSSY_DTYPES
 from radixkv.errors import ConfigError
 from radixkv.tiers.files import Files, read_exactly, write_exactly
 
@@ -44,6 +45,8 @@ class Contents:
 
 
 DISK_TIER: Final = Contents("a disk tier", OURS.__contains__)
+LOSSY_DISKS: Final = Contents("a lossy disk", {LOCK, *LOSSY_DTYPES}.__contains__)
+"""A folder with the folder of a disk tier for each lossy dtype."""
 
 
 class PrivateFolder:

@@ -15,9 +15,11 @@ import pytest
 from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
+from radixkv.audit.properties import has_lossy
 from radixkv.audit.verdict import Verdict
 from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
+from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
 
 Check = Callable[[InProcess], inprocess.Found]
 
@@ -132,11 +134,34 @@ class Silent(PrefixCache):
         return super().match(namespace, [])
 
 
+class Lossless(PrefixCache):
+    """Every tenant is exact, whatever its settings say."""
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        super().add_tenant(replace(tenant, tier_dtype="exact"))
+
+
+class Bottomless(PrefixCache):
+    """There is nothing below, whatever the configuration says."""
+
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        super().__init__(replace(config, host_blocks=0, lossy_host_blocks=0), **named)
+
+
+class ExactAlone(PrefixCache):
+    """There is host memory below, and none of it is lossy."""
+
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        super().__init__(replace(config, lossy_host_blocks=0), **named)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "check", "verdict"),
     [
         (PrefixCache, InProcess.laws, Verdict.ISOLATED),
+        (PrefixCache, InProcess.host_memory, Verdict.ISOLATED),
+        (PrefixCache, InProcess.lossy_memory, Verdict.ISOLATED),
         (PrefixCache, InProcess.two_runs, Verdict.ISOLATED),
         (PrefixCache, InProcess.cross_tenant_probe, Verdict.ISOLATED),
         (PrefixCache, InProcess.fresh_blocks, Verdict.ISOLATED),
@@ -148,6 +173,7 @@ class Silent(PrefixCache):
         (PrefixCache, InProcess.eviction_signal, Verdict.ISOLATED),
         (PrefixCache, InProcess.order, Verdict.ISOLATED),
         (OneForAll, InProcess.laws, Verdict.LEAKS),
+        (OneForAll, InProcess.lossy_memory, Verdict.LEAKS),
         (OneForAll, InProcess.two_runs, Verdict.LEAKS),
         (OneForAll, InProcess.cross_tenant_probe, Verdict.LEAKS),
         (Unsalted, InProcess.cross_tenant_probe, Verdict.LEAKS),
@@ -158,6 +184,8 @@ class Silent(PrefixCache):
         (Counting, InProcess.names, Verdict.LEAKS),
         (Talkative, InProcess.scrapes, Verdict.LEAKS),
         (Silent, InProcess.cross_tenant_probe, Verdict.BLIND),
+        (Lossless, InProcess.lossy_memory, Verdict.BLIND),
+        (Bottomless, InProcess.lossy_memory, Verdict.NOT_CHECKED),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -167,7 +195,37 @@ def test_each_check_separates_a_sound_cache_from_one_with_its_bug(
     lives = 600 if verdict is Verdict.LEAKS else 30  # the run ends with the first life that finds it
     found, detail, figures = inprocess.found_by(lambda: check(audit_of(factory, lives)))
     assert found is verdict, (detail, figures)
-    assert detail and figures
+    assert detail and (figures or verdict in (Verdict.NOT_CHECKED, Verdict.BLIND))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plant", LOSSY_BUGS, ids=lambda plant: plant.__name__)
+def test_the_check_of_lossy_memory_finds_its_bugs(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the lives that `radixkv audit run` plays by itself."""
+    plant(monkeypatch)
+    audit = InProcess(PrefixCache, 200, 50, 0, lambda phase, done, of: None, shrink=False)
+    verdict, detail, figures = inprocess.found_by(audit.lossy_memory)
+    assert verdict is Verdict.LEAKS and detail, figures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_bug_of_lossy_memory_is_the_verdict_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales_of_another_vector(monkeypatch)
+    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
+    report = inprocess.run(PrefixCache, examples=60, steps=30)
+    assert report.verdict is Verdict.LEAKS and report.exit_code == 1
+    leaks = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
+    assert leaks == {"laws and contents, lossy host memory below"}
+
+
+def test_a_cache_that_refuses_lossy_memory_has_no_check_of_it() -> None:
+    assert has_lossy(PrefixCache)
+    assert not has_lossy(ExactAlone)
+    assert not has_lossy(lambda config, **named: Untenanted(PrefixCache(config, **named)))
 
 
 def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
@@ -180,7 +238,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 def test_a_full_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
     report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
-    assert [check.number for check in report.checks] == [1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
+    assert [check.number for check in report.checks] == [1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert told and all(0 < done <= of + 1 for _, done, of in told)
     assert all(check.detail and check.seconds >= 0 for check in report.checks)
     failed = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}

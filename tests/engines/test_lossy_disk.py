@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,15 @@ from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
+from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.errors import ConfigError
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.engines.test_loading_from_disk import SECRET, eventually
 from tests.engines.test_loading_from_disk import patience as patience
 from tests.engines.test_tier_dtype import LAYOUT, LossyOwner
+from tests.tiers.support import FaultyFiles
+
+WAIT_S = 1.0
 
 
 class LossyDiskOwner(LossyOwner):
@@ -145,3 +151,27 @@ def opened(config: CacheConfig, disk: DiskOptions) -> Iterator[TieredCache]:
         yield cache
     finally:
         cache.close()
+
+
+@pytest.mark.parametrize("hangs", [("exact", "fp8", "int8"), ("exact",), ("int8",)])
+def test_a_purge_waits_for_all_disks_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: tuple[str, ...]
+) -> None:
+    """Disks that don't answer cost one wait, and don't keep the others from forgetting."""
+    monkeypatch.setattr("radixkv.engines.lower_tiers.FORGET_S", WAIT_S)
+    released, files = threading.Event(), {dtype: FaultyFiles() for dtype in ("exact", "fp8", "int8")}
+    made = {dtype: replace(options(tmp_path / dtype), files=each) for dtype, each in files.items()}
+    exact = made.pop("exact")
+    config = CacheConfig(40, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
+    with closing(TieredCache(config, disk=exact, lossy_disks=made, fingerprint="toy")) as cache:  # type: ignore[arg-type]
+        assert isinstance(cache.lower, TiersByDtype)
+        disks = {dtype: tiers.disk for dtype, tiers in cache.lower.tiers.items()}
+        for dtype in hangs:
+            files[dtype].before = lambda call: released.wait(30) and None
+        began_at = time.monotonic()
+        cache.purge("a")
+        assert WAIT_S <= time.monotonic() - began_at < 2 * WAIT_S
+        assert cache.unforgotten("a")
+        assert {dtype for dtype, disk in disks.items() if disk is not None and disk.owed} == set(hangs)
+        released.set()
+        assert eventually(lambda: not cache.unforgotten("a"))

@@ -73,19 +73,18 @@ def a_change_that_only_the_cache_hears_of(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TiersByDtype, "add_tenant", lambda self, tenant: self._dtypes.setdefault(tenant.id, "int8"))
 
 
+LOSSY_BUGS = [
+    lossy_served_to_an_exact_tenant,
+    pytest.param(a_change_that_leaves_what_is_resident, marks=pytest.mark.pure),
+    a_purge_that_skips_lossy_tiers,
+    scales_of_another_vector,
+    a_change_that_only_the_cache_hears_of,
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "plant",
-    [
-        lossy_served_to_an_exact_tenant,
-        pytest.param(a_change_that_leaves_what_is_resident, marks=pytest.mark.pure),
-        a_purge_that_skips_lossy_tiers,
-        scales_of_another_vector,
-        a_change_that_only_the_cache_hears_of,
-    ],
-    ids=lambda plant: plant.__name__,
-)
+@pytest.mark.parametrize("plant", LOSSY_BUGS, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ from radixkv.audit.oracle import Engine, cache_with_engine, chain, kv_of
 from radixkv.audit.properties.material import LAYOUT, MAX_PINS, CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.errors import FlushRequired
+from radixkv.errors import ArgumentError, ConfigError, FlushRequired
 
 _FOR_GOOD_S = 86_400.0
 
@@ -334,6 +334,22 @@ def has_loading(factory: Any) -> bool:
     found = hasattr(sequence, "loading")
     sequence.release()
     return found
+
+
+def has_lossy(factory: Any) -> bool:
+    """Whether the caches that ``factory`` makes may have lossy host memory below.
+
+    Those that refuse ``lossy_host_blocks``, or a tenant with a lossy ``tier_dtype``, may not.
+    """
+    if not has_strict_tenants(factory) or not has_loading(factory):
+        return False
+    layout = replace(LAYOUT, dtype="float32")
+    try:
+        cache = factory(CacheConfig(4, 4, layout, host_blocks=8, lossy_host_blocks=8))
+        cache.add_tenant(Tenant("a", tier_dtype="int8"))
+    except (ConfigError, ArgumentError):
+        return False
+    return True
 
 
 def strict_system(

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from radixkv.audit.properties.loading_machine import LoadingMachine
-from radixkv.audit.properties.material import NAMESPACES, Held, Mirror
-from radixkv.config import CacheConfig, Namespace, Tenant, TierDtype
+from radixkv.audit.properties.material import MAX_OPEN, NAMESPACES, Held, Mirror, prompts, where_to
+from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant, TierDtype
 
 LOSSY: Final = "a"
 ERROR: Final = 2.0**-14
 """More than the relative error of a vector of one value in any lossy dtype, and far less than between two prompts."""
+
+
+def with_lossy_memory(config: CacheConfig, layout: KVLayout) -> CacheConfig:
+    """Return a configuration with three times as many blocks of lossy memory, and a layout that can be quantised."""
+    layout = replace(layout, dtype="float32")
+    return replace(config, layout=layout, lossy_host_blocks=3 * config.num_blocks)
 
 
 class LossyMachine(LoadingMachine):
@@ -30,8 +36,7 @@ class LossyMachine(LoadingMachine):
         self.old: list[Any] = []
         """What read KV when the dtype changed."""
         if config.layout is not None:
-            layout = replace(config.layout, dtype="float32")
-            config = replace(config, layout=layout, lossy_host_blocks=3 * config.num_blocks)
+            config = with_lossy_memory(config, config.layout)
         super().start(config)
         self._set("int8")
 
@@ -46,6 +51,13 @@ class LossyMachine(LoadingMachine):
         for namespace in NAMESPACES if is_other else ():
             if namespace.tenant == LOSSY:
                 self._cleared(namespace)
+
+    @precondition(lambda self: len(self.runs) < MAX_OPEN and not self.away)
+    @rule(dtype=st.sampled_from(("exact", "fp8", "int8")), where=where_to, prompt=prompts)
+    def come_back_after_a_change(self, dtype: TierDtype, where: int, prompt: tuple[int, ...]) -> None:
+        """A long prompt is served and evicted after the change, and comes again as it is kept now."""
+        self.change_dtype(dtype)
+        self.come_back(where, prompt, "", "poll", 1, ())
 
     def _set(self, dtype: TierDtype) -> None:
         settings = self.cache.config.default_tenant or Tenant(LOSSY)
