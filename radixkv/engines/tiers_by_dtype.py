@@ -148,9 +148,13 @@ class TiersByDtype:
         if tiers is not None:
             tiers.keep(tenant, take)
 
-    def moving(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def moving(self) -> Iterator[None]:
         """See ``Below``. Always in the same order of the dtypes."""
-        return self._all([each.moving() for each in self.tiers.values()])
+        with ExitStack() as stack:
+            for each in self.tiers.values():
+                stack.enter_context(each.moving())
+            yield
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
         """See ``Below``."""
