@@ -24,8 +24,8 @@ when a later prompt finds them in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
-host memory, so the two hold different blocks; its slot stays taken until then. At most an eighth of the slots wait so.
-What is more is not stored. So the disk takes as much as it can write, and never holds up host memory.
+host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do. What
+leaves beyond that is not stored. So the disk takes as much as it can write, and never holds up host memory.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -37,7 +37,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -49,6 +49,7 @@ from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.errors import CapacityError, LeaseError
 from radixkv.index.leases import Lease
+from radixkv.index.load_target import paths_of
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.disk_tier import DiskTier
@@ -62,6 +63,8 @@ AHEAD_S: Final = 2.0
 """The longest time for a part of what comes before anybody waits for it."""
 REST_S: Final = 30.0
 MOST_REST_S: Final = 960.0
+LEAVING_PART: Final = 64
+"""Over a full disk, one of so many slots of host memory is free or waits to be stored."""
 CLOSING_S: Final = 10.0
 """The longest time for which ``close`` stores what waits."""
 MAX_WAITING_STORES: Final = 4_096
@@ -186,8 +189,8 @@ class DiskLevel:
         self._waiting: deque[_Saved] = deque()
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
-        self._num_leaving, self._most_leaving = 0, max(index.num_slots // 8, 1)
-        index.watch(self._leave)
+        self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
+        index.watch(self._leave, lambda: self._most_leaving if self._stores_later else 0)
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
         self._learning: dict[str, tuple[Job, float]] = {}
@@ -195,7 +198,7 @@ class DiskLevel:
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
         self._num_owed, self._owing, self._pays_at = 0, threading.Lock(), clock()
         self._admin = IOThreads(1, 1)
-        self._must_reset = False
+        self._must_reset = self._is_closing = False
         self._resetting: Job | None = None
         self._weights = {0: 0}
         self._rests_until, self._rest_s = clock(), REST_S
@@ -479,29 +482,48 @@ class DiskLevel:
         """Serve from now on: all purges of the fleet are known, by ``fleet_generation``."""
         self.tier.apply_generations({})
 
-    def close(self) -> None:
-        """Store what waits, for at most ``CLOSING_S``, sync, and give the folder back."""
+    def close(self, give_all: Callable[[Callable[[], bool]], None] | None = None) -> None:
+        """Store what host memory has, for at most ``CLOSING_S``, sync, and give the folder back.
+
+        ``give_all``: saves what lies above host memory until its argument is true; called when the rest is stored.
+        """
         for request_id in list(self._promotions):
             self.forget(request_id)
         ends_at = self._clock() + CLOSING_S
         for tenant in self.owed:
             self.pay(tenant, max(ends_at - self._clock(), 0.0))
-        while (
-            (self._waiting or self._stores or self._leaving)
-            and self._clock() < ends_at
-            and self.tier.state == "open"
-        ):
-            for store in self._stores:
-                for job in store.jobs:
-                    job.poll(ends_at - self._clock())
-            self._end_stores()
-            self._begin_stores()
+        self._is_closing = True
+        self._waiting.extend(self._unsaved())
+        self._finish(ends_at)
+        if give_all is not None and self.tier.state == "open":
+            give_all(lambda: self._clock() >= ends_at)
+            self._finish(ends_at)
         self._waiting.clear()
         self._admin.close(0.0)
         self.tier.close()
         for store in self._stores:
             self._end_store(store)
         self._stores = []
+
+    def _unsaved(self) -> Iterator[_Saved]:
+        """Return all that host memory has, and that the budget has chosen if there is one."""
+        for namespace, key, entries in paths_of(self._cache):
+            generation = self._cache.generation(namespace.tenant)
+            for first, stop in self._index.filled_ranges(entries):
+                its = entries[first:stop]
+                for start, end in self._index.chosen(its) if self.has_budget else [(0, len(its))]:
+                    yield _Saved(namespace, generation, key, first + start, first + end)
+
+    def _finish(self, ends_at: float) -> None:
+        """Store what waits until then."""
+        while (self._waiting or self._stores or self._leaving) and self._clock() < ends_at:
+            if self.tier.state != "open":
+                return
+            for store in self._stores:
+                for job in store.jobs:
+                    job.poll(ends_at - self._clock())
+            self._end_stores()
+            self._begin_stores()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
@@ -662,7 +684,7 @@ class DiskLevel:
     @property
     def _stores_later(self) -> bool:
         """Whether blocks are stored when they leave host memory, and not before."""
-        return self._budget is None and self.tier.is_full
+        return self._budget is None and self.tier.is_full and not self._is_closing
 
     def _store_leaving(self, most: int) -> int:
         """Begin to store up to ``most`` blocks that have left host memory. Returns how many."""

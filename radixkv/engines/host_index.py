@@ -9,7 +9,7 @@ The entries are the blocks of a PrefixCache. It has one for each slot and one fo
 policy sees what both hold and ranks them together. An entry of a block that the cache above has needs no slot. So what
 both hold takes host memory only as long as there is some to spare (*exclusive*, *keep-copy*):
 
-    a slot is taken from     the free ones, then the spare ones, oldest first, then those of entries that the policy evicts
+    a slot is taken from    the free ones, then spare ones, oldest first, then those of entries that the policy evicts
 
 A save that only keeps a copy takes free ones alone.
 
@@ -68,8 +68,10 @@ class _Pool:
 
 
 class HostIndex:
-    """``num_slots`` slots, for blocks of ``block_size`` tokens. ``num_above``: blocks of the cache above, 0 if it doesn't
-    tell what it evicts. ``policy``: of the entries. ``segment_tokens``: of its ghosts; None for the usual ones.
+    """``num_slots`` slots, for blocks of ``block_size`` tokens.
+
+    ``num_above``: blocks of the cache above, 0 if it doesn't tell what it evicts. ``policy``: of the entries.
+    ``segment_tokens``: of its ghosts; None for the usual ones.
 
     Raises ConfigError.
     """
@@ -117,6 +119,7 @@ class HostIndex:
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
         self._own: dict[str, int] = {}
         self._to_zero: list[Slots] = []
+        self._reserve: Callable[[], int] = lambda: 0
 
     # --- prefixes
 
@@ -145,7 +148,7 @@ class HostIndex:
         return lease
 
     def reach(self, namespace: Namespace, key: bytes, start: int) -> int:
-        """Return up to which block a key could be loaded from block ``start`` on; ``start`` if nothing of it. O(nodes)."""
+        """Return up to which block a key could be loaded from block ``start`` on; ``start`` for none. O(nodes)."""
         entries = self.cache.match(namespace, key).block_ids[start:]
         return start + self.num_filled(entries)
 
@@ -185,7 +188,16 @@ class HostIndex:
             self._to_zero.append(slots[is_foreign])
         self._owner_of[slots], self._pool_of[slots] = owner, number
         self._slot_of[entries[:num]] = slots
+        if may_evict and not number:
+            self._make_reserve()
         return slots
+
+    def _make_reserve(self) -> None:
+        """Evict ahead, so that slots that are in use until they are stored are free when they are needed."""
+        short = self._reserve() - self._num_free - int(self._is_orphan.sum())
+        if short > 0:
+            self.cache.evict(short)
+            self.settle()
 
     def filled(self, entries: Ids) -> None:
         """Take that the slots of these entries were filled."""
@@ -212,9 +224,11 @@ class HostIndex:
 
     def chosen(self, entries: Ids) -> list[tuple[int, int]]:
         """Return the ranges of positions of entries that the disk is to have. O(ranges)."""
-        padded = np.concatenate(([False], self._is_chosen[entries], [False]))
-        ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-        return list(zip(ends[::2], ends[1::2], strict=True))
+        return _ranges(self._is_chosen[entries])
+
+    def filled_ranges(self, entries: Ids) -> list[tuple[int, int]]:
+        """Return the ranges of positions of entries with filled slots. O(ranges)."""
+        return _ranges(self._is_filled[entries])
 
     def use(self, slots: Slots) -> None:
         """Let nobody take these slots until ``unuse``, even if their entries go: they are being read."""
@@ -225,9 +239,13 @@ class HostIndex:
         np.subtract.at(self._uses, slots, 1)
         self._free_orphans(slots[self._is_orphan[slots] & (self._uses[slots] == 0)])
 
-    def watch(self, leaves: Callable[[Namespace, bytes, int, Slots], None]) -> None:
-        """Let ``leaves`` hear of filled slots whose entries are about to be evicted. It gets the namespace, the key up to
-        the last of them, the position of the first, and the slots. It may ``use`` them, and nothing else.
+    def watch(
+        self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[], int]
+    ) -> None:
+        """Let ``leaves`` hear of filled slots whose entries are about to be evicted, under the index's lock.
+
+        It gets the namespace, the key up to the last of them, the position of the first, and the slots. It may ``use``
+        them, and calls nothing else here. ``reserve``: how many slots should be free, or used so.
         """
 
         def leave(namespace: Namespace, key: bytes, start: int, entries: Ids) -> None:
@@ -238,6 +256,7 @@ class HostIndex:
                 end = (start + stop) * self._size * TOKEN_BYTES
                 leaves(namespace, key[:end], start + first, self._slot_of[entries[first:stop]])
 
+        self._reserve = reserve
         watch_evictions(self.cache, leave)
 
     # --- the whole
@@ -350,3 +369,10 @@ class HostIndex:
             if not self._uses[self._slot_of[entry]]:
                 found.append(entry)
         self.take_away(np.array(found, np.int64))
+
+
+def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the ranges in which a mask is true."""
+    padded = np.concatenate(([False], mask, [False]))
+    ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    return list(zip(ends[::2], ends[1::2], strict=True))

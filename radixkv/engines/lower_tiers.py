@@ -156,6 +156,7 @@ class LowerTiers:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._prefetch: Prefetch | None = None
+        self._give_all: Callable[[Callable[[], bool]], None] = lambda is_over: None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
             self._prefetch = Prefetch(
@@ -361,6 +362,10 @@ class LowerTiers:
     def begin(self, target: Target) -> Loading | None:
         """Return None: the engine loads."""
 
+    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
+        """See ``Below``."""
+        self._give_all = give_all
+
     @contextmanager
     def moving(self) -> Iterator[None]:
         """See ``Below``."""
@@ -421,14 +426,14 @@ class LowerTiers:
             self.level.reset(version)
 
     def close(self) -> None:
-        """Store what waits for the disk, for some seconds at most, and give its folder back."""
+        """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         with self.gate:
-            self._is_off = True
             if self.level.disk is not None:
-                self.level.disk.close()
+                self.level.disk.close(None if self._is_off else self._give_all)
+            self._is_off = True
 
     def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
         """Take from now on which purges the fleet knows of, and whether it knows all: see ``Tiered``."""
@@ -439,7 +444,8 @@ class LowerTiers:
 
         ``capacity_blocks``, ``resident_blocks``, ``hit_blocks``, ``read_bytes``, ``written_bytes``, ``load_seconds``,
         how long its loads took, ``errors``, ``open``, 1 if it serves, ``owed_purges``, tenants whose purge isn't done
-        there yet, ``unchosen_blocks``, which the write budget left out, and ``budget_bytes``, what it has left.
+        there yet, ``unchosen_blocks``, which the write budget left out, ``lost_blocks``, which left the tier above and
+        found no room or no time, and ``budget_bytes``, what the write budget has left.
         """
         with self._lock:
             counts = self._counts.copy()
@@ -455,6 +461,7 @@ class LowerTiers:
                 "open": int(not self._is_off),
                 "owed_purges": 0,
                 "unchosen_blocks": 0,
+                "lost_blocks": counts["lost_blocks"],
                 "budget_bytes": 0,
             }
         }
@@ -473,6 +480,7 @@ class LowerTiers:
                 "open": int(not self._is_off and disk.tier.state == "open"),
                 "owed_purges": len(disk.owed),
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
+                "lost_blocks": counts["disk_unstored_blocks"],
                 "budget_bytes": disk.budget_bytes,
             }
         return found

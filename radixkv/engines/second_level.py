@@ -183,7 +183,7 @@ class _Load(NamedTuple):
 
 
 class _Save(NamedTuple):
-    """Blocks of a prompt that a step saves, from block ``at`` on, with their ``entries``. ``key``: of all up to the last.
+    """Blocks of a prompt that a step saves, from block ``at`` on, with their ``entries``. ``key``: up to the last.
 
     ``start``: the first block that the disk may not have, at most ``at``.
     ``held``: holds the entries. A sequence commits them when they are saved; those of a lease are committed.

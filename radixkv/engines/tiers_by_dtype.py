@@ -148,6 +148,11 @@ class TiersByDtype:
         if tiers is not None:
             tiers.keep(tenant, take)
 
+    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
+        """See ``Below``."""
+        for each in self.tiers.values():
+            each.attached(give_all)
+
     @contextmanager
     def moving(self) -> Iterator[None]:
         """See ``Below``. Always in the same order of the dtypes."""

@@ -147,6 +147,9 @@ class Below(Protocol):
     slice_blocks: int
     """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""
 
+    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
+        """Take a function that passes all that is resident to ``leave``, until its argument is true. For the end."""
+
     def moving(self) -> AbstractContextManager[None]:
         """Return a context in which blocks may be evicted, so that ``leave`` needs no wait. Enter it without the lock.
 

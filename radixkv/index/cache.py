@@ -379,7 +379,7 @@ class PrefixCache(CacheState):
     # --- blocks by hand
 
     def evict(self, num_blocks: SupportsIndex, tenant: TenantId | None = None) -> int:
-        """Free up to ``num_blocks`` resident blocks by policy, anybody's or what may go for a tenant. Returns how many."""
+        """Free up to ``num_blocks`` blocks by policy, anybody's or what may go for a tenant. Returns how many."""
         num_blocks = require_between("num_blocks", num_blocks, 0, None)
         self._require_own_blocks("evict")
         return engine_blocks.evict(self, num_blocks, tenant)

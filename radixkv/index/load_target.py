@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Leave: TypeAlias = "Callable[[Namespace, bytes, int, BlockIds], None]"
-"""Hears of blocks that are about to be evicted: namespace, key of their prompt up to the last, position of the first, ids."""
+"""Hears of blocks that are about to be evicted: namespace, key up to the last of them, position of the first, ids."""
 
 
 class LoadTarget:
@@ -126,6 +126,36 @@ def attach(cache: CacheState, below: Below | None) -> None:
     cache._below = below
     if below is not None:
         watch_evictions(cache, below.leave)
+        below.attached(partial(_give_all, cache, below))
+
+
+def _give_all(cache: CacheState, below: Below, is_over: Callable[[], bool]) -> None:
+    """Let what lies below copy all that is resident, until ``is_over``. After all calls of the cache."""
+    for namespace, key, block_ids in paths_of(cache):
+        if is_over():
+            return
+        with below.moving():
+            below.leave(namespace, key, 0, block_ids)
+
+
+def paths_of(cache: CacheState) -> list[tuple[Namespace, bytes, BlockIds]]:
+    """Return namespace, key and blocks of each longest prefix that is resident: no tails, nothing behind bases.
+
+    Takes the lock. O(tokens of all of them).
+    """
+    found = []
+    with cache._lock:
+        trees = [tree for tenant in cache._tenants.values() for tree in tenant.trees.values()]
+        for tree in trees:
+            if tree.detached or tree.head_key:
+                continue
+            for node in tree.nodes():
+                if node.children is None:
+                    size, table = cache._evictor.reported_depth(node) * cache._block_bytes, bytearray()
+                    key = tree.key_of(node)[:size]
+                    tree.walk(key, size, table)
+                    found.append((tree.namespace, key, unpack(table)))
+    return found
 
 
 def watch_evictions(cache: CacheState, leave: Leave) -> None:

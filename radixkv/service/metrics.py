@@ -78,6 +78,7 @@ _TIER_TEXTS = {
     "read_bytes": ("Bytes read from the tier", False),
     "written_bytes": ("Bytes written to the tier", False),
     "unchosen_blocks": ("Blocks that the tier's write budget left out", False),
+    "lost_blocks": ("Blocks that left the tier above and found no room or no time here", False),
     "errors": ("Reads and writes of the tier that failed, and records that were refused", False),
 }
 

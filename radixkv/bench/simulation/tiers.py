@@ -23,6 +23,7 @@ from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
 from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
+from radixkv.engines.disk_level import LEAVING_PART
 from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable
@@ -153,7 +154,8 @@ class _TieredReplay(Replay):
         super().__init__(trace, resolve("policy", policy), capacity, seed, journal=evictions)
         evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
         if self.host is not None:
-            self.host.watch(self._leave_host)
+            reserve = max(host_blocks // LEAVING_PART, 1)
+            self.host.watch(self._leave_host, lambda: reserve if disk.stores_later else 0)
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
         self.host_writes = 0

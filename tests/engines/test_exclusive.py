@@ -1,0 +1,234 @@
+"""Host memory below a cache holds what the cache doesn't: blocks are copied when they leave, once slots are short."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, Tenant
+from radixkv.audit.oracle import Engine
+from radixkv.audit.properties.material import LAYOUT
+from radixkv.engines import disk_level
+from radixkv.engines.tier_settings import DiskOptions
+from radixkv.engines.tiered_cache import TieredCache
+from radixkv.index.tokens import encode
+from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
+from tests.engines.test_loading_from_disk import SECRET
+from tests.engines.test_engine_on_disk import eventually
+
+
+def prompt_of(number: int, size: int = 41) -> list[int]:
+    return [1_000 * number + at for at in range(size)]
+
+
+def lost(owner: Owner) -> float:
+    return owner.below.counts()["host"]["lost_blocks"]
+
+
+def saved(owner: Owner) -> float:
+    return owner.below.counts()["host"]["written_bytes"] // owner.below.block_bytes
+
+
+def test_the_two_hold_different_blocks_when_memory_is_short() -> None:
+    owner = Owner(num_blocks=23, host_blocks=30, policy="lru")
+    for number in range(5):  # 50 blocks: more than either holds
+        owner.ask(prompt_of(number))
+    assert lost(owner) == 0
+    index, found = owner.below.level.index, list[int]()
+    for number in range(5):
+        key = encode(prompt_of(number)[:40])
+        found.append(index.reach(NS, key, owner.cache.match(NS, prompt_of(number)).num_blocks))
+    assert found == [10] * 5, "each block is in one of them"
+    owner.below.level.index.check()
+    owner.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "learned", "lfu"])
+def test_a_working_set_of_both_is_computed_once(policy: str) -> None:
+    """Neither tier alone holds it, and whole prompts come and go."""
+    owner = Owner(num_blocks=35, host_blocks=60, policy=policy)  # 8 × 10, and room to exchange a prompt
+    computed = sum(owner.ask(prompt_of(number))[1] for _ in range(6) for number in range(8))
+    assert computed == 8 * 41 + 5 * 8
+    assert lost(owner) == 0
+    owner.check()
+
+
+def test_what_leaves_while_its_copy_is_here_is_not_copied_again() -> None:
+    owner = Owner(num_blocks=16, host_blocks=64)
+    for _ in range(4):
+        owner.ask(prompt_of(1))
+        owner.evict()
+    assert saved(owner) == 10
+    owner.check()
+
+
+def test_an_append_in_a_full_cache_saves_what_it_evicts() -> None:
+    owner = Owner(num_blocks=14, host_blocks=24)
+    owner.ask(prompt_of(1))
+    owner.ask(prompt_of(2, 9))
+    with owner.cache.open(NS, prompt_of(3, 5)) as sequence:
+        owner.compute(sequence, 5)
+        for token in range(24):
+            sequence.append(token)
+    assert lost(owner) == 0
+    assert owner.ask(prompt_of(1))[1] == 1
+    owner.check()
+
+
+def test_a_long_prompt_evicts_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache's lock is held for few blocks at a time."""
+    owner = Owner(num_blocks=64, host_blocks=100)
+    owner.below.slice_blocks = 2
+    owner.ask(prompt_of(1, 200))
+    most, demote = 0, owner.below.level.demote
+
+    def watched(namespace: Namespace, key: bytes, start: int, blocks: list[int]) -> None:
+        nonlocal most
+        most = max(most, len(blocks))
+        demote(namespace, key, start, blocks)
+
+    monkeypatch.setattr(owner.below.level, "demote", watched)
+    owner.ask(prompt_of(2, 200))
+    assert 0 < most <= 2
+    assert owner.ask(prompt_of(1, 200))[1] < 8
+    owner.check()
+
+
+def test_a_purge_leaves_nothing_of_what_leaves_later() -> None:
+    owner = Owner(num_blocks=12, host_blocks=4)
+    held = owner.cache.open(NS, prompt_of(1))
+    owner.compute(held, 41)
+    owner.cache.purge("a")
+    held.release()
+    owner.evict()
+    assert owner.below.level.cache.namespaces() == []
+    assert owner.ask(prompt_of(1)) == (0, 41)
+    owner.check()
+
+
+def test_slots_that_change_tenant_are_zeroed_first() -> None:
+    owner = Owner(num_blocks=12, host_blocks=10)
+    owner.evicted(prompt_of(1))
+    index, memory = owner.below.level.index, owner.below.memory
+    zeroed: list[int] = []
+    zero = memory._zero
+    memory._zero = lambda slots: (zeroed.extend(slots.tolist()), zero(slots))[1]  # type: ignore[method-assign]
+    owner.evicted(prompt_of(1), OTHER)
+    assert sorted(zeroed) == list(range(10))
+    index.check()
+    owner.check()
+
+
+def test_a_strict_tenant_loses_no_slot_to_others() -> None:
+    owner = Owner(num_blocks=32, host_blocks=32, policy="lru")
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict"))
+    owner.evicted(prompt_of(1))
+    for number in range(20):
+        owner.evicted(prompt_of(number), OTHER)
+    assert owner.ask(prompt_of(1)) == (40, 1)
+    owner.below.level.index.check()
+    owner.check()
+
+
+def test_threads_get_their_own_kv() -> None:
+    """Many threads open, compute, load and evict in a cache and a host memory that are both too small."""
+    owner = Owner(num_blocks=40, host_blocks=30)
+    errors: list[BaseException] = []
+
+    def serve(seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            for _ in range(60):
+                owner.ask(prompt_of(dice.randrange(8), dice.randint(5, 41)), dice.choice([NS, OTHER]))
+                if dice.random() < 0.05:
+                    owner.cache.purge("a" if dice.random() < 0.5 else "b")
+        except BaseException as error:
+            if type(error).__name__ not in ("StaleGeneration", "OutOfBlocks"):
+                errors.append(error)
+                raise
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors
+    owner.below.level.index.check()
+    owner.check()
+
+
+# --- with a disk
+
+
+def on_disk(folder: Path, num_blocks: int, host_blocks: int, disk_slots: int) -> Owner:
+    owner = Owner.__new__(Owner)
+    config = CacheConfig(num_blocks, SIZE, LAYOUT, host_blocks=host_blocks, policy="lru")
+    options = DiskOptions(folder, 4_096 * disk_slots + 64 * disk_slots * 2 + 16_384, SECRET)
+    owner.cache = TieredCache(config, disk=options, fingerprint="a test")
+    owner.engine = Engine(owner.cache)
+    return owner
+
+
+def ask(owner: Owner, ids: list[int]) -> int:
+    """Serve a prompt, and wait for the disk. Returns the tokens that were computed."""
+    with owner.cache.open(NS, ids) as sequence:
+        loading = sequence.loading
+        if loading is not None:
+            loading.wait(60)
+        left = len(ids) - sequence.num_committed_tokens
+        owner.compute(sequence, len(ids))
+        assert owner.is_right(sequence)
+        return left
+
+
+def settled(owner: Owner) -> bool:
+    """Whether the disk has stored what waits for it."""
+    disk = owner.below.disk
+    assert disk is not None
+    with owner.below.gate:
+        owner.below.tick()
+        return not (disk._leaving or disk._waiting or disk._stores)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEARNING_S", "LEAST_WAIT_S"):
+        monkeypatch.setattr(disk_level, name, 60.0)
+
+
+def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: None) -> None:
+    """Cache, host memory and disk hold different blocks: all of them are computed once."""
+    owner = on_disk(tmp_path / "disk", 24, 80, 64)
+    try:
+        disk = owner.below.disk
+        assert disk is not None
+        disk._most_leaving = 12
+        num = (disk.tier.num_slots + 80) // 10
+        numbers = list(range(num))
+        for number in numbers:
+            owner.ask(prompt_of(number))
+            assert eventually(lambda: settled(owner))
+        assert disk.tier.is_full
+        computed = []
+        for number in reversed(numbers):
+            computed.append(ask(owner, prompt_of(number)))
+            assert eventually(lambda: settled(owner))
+        assert computed[:10] == [1] * 10, "the newest; the disk alone has room for six, host memory for eight"
+    finally:
+        owner.cache.close()
+
+
+def test_all_of_it_is_there_after_a_restart(tmp_path: Path, patience: None) -> None:
+    """Also what only the cache had, and what a full disk would have stored later."""
+    owner = on_disk(tmp_path / "disk", 33, 20, 512)
+    for number in range(3):
+        owner.ask(prompt_of(number))
+    owner.cache.close()
+    owner = on_disk(tmp_path / "disk", 33, 20, 512)
+    try:
+        assert [ask(owner, prompt_of(number)) for number in range(3)] == [1, 1, 1]
+    finally:
+        owner.cache.close()
