@@ -194,7 +194,9 @@ class HostIndex:
 
     def _make_reserve(self) -> None:
         """Evict ahead, so that slots that are in use until they are stored are free when they are needed."""
-        short = self._reserve() - self._num_free - int(self._is_orphan.sum())
+        short = self._reserve() - self._num_free - len(self._pools[0].spare)
+        if short > 0:
+            short -= int(self._is_orphan.sum())
         if short > 0:
             self.cache.evict(short)
             self.settle()
