@@ -36,7 +36,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_128
@@ -46,6 +46,7 @@ from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.host_blocks import Slots
 from radixkv.errors import CapacityError, LeaseError
 from radixkv.index.cache import PrefixCache
+from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
@@ -56,6 +57,8 @@ from radixkv.tiers.write_budget import Kind, Point, WriteBudget, kind_of, point_
 PATIENCE: Final = 0.5
 """Share of the time that computing would take, for which a request waits for the disk."""
 LEAST_WAIT_S: Final = 0.1
+Need: TypeAlias = Literal["waits", "announced", "asked"]
+"""Why something comes: a request waits for it, an announced one will, or somebody asked where to send it."""
 AHEAD_S: Final = 2.0
 """The longest time for a part of what comes before anybody waits for it."""
 REST_S: Final = 30.0
@@ -103,7 +106,7 @@ class _Promotion(NamedTuple):
     jobs: list[Job]
     began_at: float
     ends_at: float
-    is_ahead: bool
+    need: Need
 
 
 class _Saved(NamedTuple):
@@ -208,12 +211,13 @@ class DiskLevel:
         key: bytes,
         num_local: int,
         *,
-        is_ahead: bool = False,
+        need: Need = "waits",
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts. ``is_ahead``: the request is to come,
-        and takes neither rows nor threads from those that wait.
+        One that needs more rows of staging memory than are free comes in parts. ``need``: a request that is to come
+        takes neither rows nor threads from those that wait. One that was only asked about takes no slots from other
+        tenants either, and the write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -236,15 +240,19 @@ class DiskLevel:
             return True
         if not self.is_known(namespace.tenant):
             self._asked.add(request_id)
-            self._rest()
+            if need == "waits":
+                self._rest()
             return False
         first = self._cache.match(namespace, key).num_blocks
-        if self._budget is not None and is_new:
+        if self._budget is not None and is_new and need != "asked":
             self._tell_budget(self._budget, namespace, generation, key, first)
-        if not self._free_ahead if is_ahead else self._is_queued(request_id, namespace, key, first):
+        is_queued = (
+            self._is_queued(request_id, namespace, key, first) if need == "waits" else not self._free_ahead
+        )
+        if is_queued:
             return True
         self._asked.add(request_id)
-        return self._begin(request_id, namespace, generation, key, first, num_local, is_ahead)
+        return self._begin(request_id, namespace, generation, key, first, num_local, need)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
@@ -468,7 +476,10 @@ class DiskLevel:
             for each in self._promotions.values()
         )
         num_free = len(self._free_rows)
-        if not is_coming and self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free:
+        has_rows = num_free == self._num_rows or (
+            self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free
+        )
+        if not is_coming and has_rows:
             return False
         return self._clock() < self._queued.setdefault(request_id, self._clock() + LEAST_WAIT_S)
 
@@ -480,14 +491,19 @@ class DiskLevel:
         key: bytes,
         first: int,
         num_local: int,
-        is_ahead: bool,
+        need: Need,
     ) -> bool:
-        on_disk, free = self._on_disk(namespace), self._free_ahead if is_ahead else self._free_rows
+        on_disk, free = self._on_disk(namespace), self._free_rows if need == "waits" else self._free_ahead
         num = self.tier.locate(on_disk, key, first, len(free))
         if (first + num) * self._size <= max(num_local, first * self._size):
             return False
-        stop = first + num
         try:
+            if need == "asked":
+                with self._cache.match_and_lease(namespace, key):
+                    num = own_room(self._cache, namespace.tenant, num)
+            if not num:
+                return False
+            stop = first + num
             key = key[: stop * self._size * TOKEN_BYTES]
             sequence = self._cache.open(namespace, key)
         except (CapacityError, LeaseError):
@@ -498,17 +514,15 @@ class DiskLevel:
                 break
             row = free.pop()
             memory = self._memory.staging_bytes(row)
-            job = self.tier.load(on_disk, key, block, memory, is_awaited=not is_ahead)
+            job = self.tier.load(on_disk, key, block, memory, is_awaited=need == "waits")
             if job is None:
                 free.append(row)
                 break
             rows.append(row)
             jobs.append(job)
         now = self._clock()
-        ends_at = now + (AHEAD_S if is_ahead else self.patience_s(len(jobs) * self._size))
-        promotion = _Promotion(
-            namespace, generation, key, sequence, start, rows, jobs, now, ends_at, is_ahead
-        )
+        ends_at = now + (self.patience_s(len(jobs) * self._size) if need == "waits" else AHEAD_S)
+        promotion = _Promotion(namespace, generation, key, sequence, start, rows, jobs, now, ends_at, need)
         if not jobs:
             self._drop(promotion)
             return False
@@ -520,7 +534,7 @@ class DiskLevel:
         self.load_ended(self._clock() - promotion.began_at)
         if all(job.is_done for job in promotion.jobs):
             self._rest_s = REST_S
-        elif not promotion.is_ahead:
+        elif promotion.need == "waits":
             self._rest()
         num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
         self.counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
@@ -540,6 +554,10 @@ class DiskLevel:
         self._fill(slots, np.array(rows, np.int64))
         self.counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
+        if promotion.need == "asked" and self._budget is not None:
+            namespace, generation = promotion.namespace, promotion.generation
+            points = self._points(namespace, generation, promotion.key, promotion.start, stop)
+            self._budget.asked(namespace.tenant, points)
         self._drop(promotion._replace(rows=promotion.rows[num_good:], jobs=promotion.jobs[num_good:]))
         return stop if num_good == len(promotion.jobs) else 0
 

@@ -139,6 +139,12 @@ class TiersByDtype:
         if tiers is not None:
             tiers.expect(expected)
 
+    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
+        """See LowerTiers."""
+        tiers = self._of(namespace.tenant)
+        if tiers is not None:
+            tiers.prefetch(namespace, key, resident_tokens)
+
     @contextmanager
     def _all(self, contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
         with ExitStack() as stack:

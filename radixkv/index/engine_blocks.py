@@ -1,6 +1,7 @@
 """Blocks by hand: how blocks of the engine come into the tree, and how they come back.
 
     evict      resident blocks become free
+    own_room   blocks become free for a tenant, and no other tenant loses any
     allocate   free blocks become the engine's
     insert     blocks that the engine filled become resident
     reclaim    with ``CacheConfig(blocks="engine")``: evicted blocks become the engine's again
@@ -114,6 +115,21 @@ def evict(cache: CacheState, num_blocks: int) -> int:
             break
         requests.let_others()
     return num_blocks - left
+
+
+def own_room(cache: CacheState, tenant: str, num_blocks: int) -> int:
+    """Return how many of ``num_blocks`` blocks a tenant can take now without others losing what they may keep.
+
+    These are the free blocks, and those that its guarantee lacks. If they are too few, its policy evicts its own. One
+    hold of the lock: O(blocks evicted).
+    """
+    with cache._lock, Mending(cache):
+        state, short = cache._tenants.get(tenant), num_blocks - cache._pool.num_free
+        if state is not None and short > 0:
+            short -= max(state.guaranteed_blocks - state.used_blocks, 0)
+            if short > 0:
+                short -= cache._evictor.evict_own(short, state)
+        return num_blocks - max(short, 0)
 
 
 def allocate(cache: CacheState, num_blocks: int) -> BlockIds:

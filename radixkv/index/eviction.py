@@ -428,6 +428,13 @@ class Evictor:
         self._pool.give(freed)
         return num_blocks
 
+    def evict_own(self, num_blocks: int, tenant: TenantState) -> int:
+        """Free up to ``num_blocks`` blocks of the tenant by its policy. Returns how many. O(blocks evicted)."""
+        num_blocks, freed = min(num_blocks, tenant.evictable_blocks), bytearray()
+        self._evict_from(tenant, num_blocks * ID_BYTES, freed)
+        self._pool.give(freed)
+        return num_blocks
+
     def keep_limit(self, tenant: TenantState, about_to_take: int) -> None:
         """Evict the tenant's own blocks that would exceed its limit. ``require`` has checked that this is possible."""
         over = tenant.used_blocks + about_to_take - tenant.max_blocks
