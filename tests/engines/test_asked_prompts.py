@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def test_it_begins_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """The disk's thread is woken: otherwise it would look only once in an hour."""
     monkeypatch.setattr(lower_tiers, "_TICK_S", 3_600.0)
     with on_disk(folder) as owner:
+        time.sleep(0.1)  # until the thread sleeps
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: in_host(owner) == 40)
+        assert eventually(lambda: in_host(owner) == 40 and not held_by(owner).is_busy)
+        time.sleep(0.1)
         owner.cache.announce(OTHER, PROMPT)
         assert eventually(lambda: in_host(owner, OTHER) == 40)
 
@@ -114,15 +117,17 @@ def test_what_ends_it(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch
         assert in_host(owner) == 0, "nothing comes back"
 
 
-@pytest.mark.parametrize("change", ["purge", "clear"])
-def test_what_was_asked_before_a_purge_is_not_looked_for(
+@pytest.mark.parametrize("change", ["purge", "clear", "time"])
+def test_what_was_asked_before_its_end_is_not_looked_for(
     folder: Path, change: str, by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lower_tiers, "ASKED_S", 0.0 if change == "time" else 60.0)
     with on_disk(folder) as owner:
         owner.known()
         found = looked_at(owner, monkeypatch)
         owner.cache.prefetch(NS, PROMPT)
-        owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
+        if change != "time":
+            owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
         assert ticks(owner, lambda: not held_by(owner).is_busy)
         assert found == []
 
