@@ -11,8 +11,8 @@ Nothing here holds up a request: the rows are not those of requests, and the rea
 for. A promotion like any other does the work (``disk_level``), so what comes is proven, counts as the tenant's, and a
 purge stops it.
 
-Anybody who may send a tenant's requests may ask, and send nothing. So an asked prompt evicts nothing of other tenants,
-and a tenant's flood replaces its own prompts alone.
+Anybody who may send a tenant's requests may ask, and send nothing. So beyond its tenant's guarantee an asked prompt
+takes no host memory from other tenants, and a tenant's flood replaces its own prompts alone.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ class TieredCache(PrefixCache):
     def prefetch(self, namespace: Namespace, ids: TokenIds) -> None:
         """Bring what a disk has of a prompt into host memory, because its request may come within moments.
 
-        Unlike ``announce`` it is no request: it changes no order of eviction in this cache, and takes no host memory
-        that others hold. The newest ``prefetch.MAX_ASKED`` prompts of a tenant count, for ``prefetch.ASKED_S`` seconds;
-        a purge or a clear ends them. Each keeps its ids, 4 bytes a token.
+        Unlike ``announce`` it is no request: it changes no order of eviction in this cache, and beyond its tenant's
+        guarantee it takes no host memory from others. The newest ``prefetch.MAX_ASKED`` prompts of a tenant count, for
+        ``prefetch.ASKED_S`` seconds; a purge or a clear ends them. Each keeps its ids, 4 bytes a token.
 
         Raises TokenError, ArgumentError. O(tokens) to read the ids. It waits neither for the disk nor for a request.
         """

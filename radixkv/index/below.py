@@ -52,7 +52,7 @@ class Expected(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """False for ever after it was withdrawn, opened, purged or cleared, or its time is over."""
+        """False for ever after it was withdrawn, opened or purged, or its time is over."""
 
 
 class Target(Protocol):

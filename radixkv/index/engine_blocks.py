@@ -1,7 +1,7 @@
 """Blocks by hand: how blocks of the engine come into the tree, and how they come back.
 
     evict      resident blocks become free
-    own_room   blocks become free for a tenant, and no other tenant loses any
+    own_room   blocks become free for a tenant; others lose none
     allocate   free blocks become the engine's
     insert     blocks that the engine filled become resident
     reclaim    with ``CacheConfig(blocks="engine")``: evicted blocks become the engine's again
@@ -118,7 +118,7 @@ def evict(cache: CacheState, num_blocks: int) -> int:
 
 
 def own_room(cache: CacheState, tenant: str, num_blocks: int) -> int:
-    """Return how many of ``num_blocks`` blocks a tenant can take now without others losing what they may keep.
+    """Return how many of ``num_blocks`` blocks a tenant can take now, and take none from others beyond its guarantee.
 
     These are the free blocks, and those that its guarantee lacks. If they are too few, its policy evicts its own. One
     hold of the lock: O(blocks evicted).

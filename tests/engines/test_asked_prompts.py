@@ -219,6 +219,23 @@ def test_it_takes_free_memory_and_none_of_others(folder: Path) -> None:
         assert host.match(OTHER, ELSE).num_tokens == 40
 
 
+def test_it_takes_back_what_its_guarantee_has_lent(folder: Path) -> None:
+    with on_disk(folder, host_blocks=12) as owner:
+        owner.ask(ELSE, OTHER)
+        owner.ask(ELSE[::-1][:9], OTHER)
+        owner.evict()
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 32)
+        host = owner.below.level.cache
+        assert eventually(lambda: host.evictable_blocks == 12) and host.free_blocks == 0
+        owner.cache.prefetch(NS, PROMPT)
+        assert eventually(lambda: not held_by(owner).is_busy) and in_host(owner) == 0
+        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20))
+        owner.cache.prefetch(NS, PROMPT)
+        assert eventually(lambda: not held_by(owner).is_busy)
+        assert in_host(owner) == 6 * SIZE, "20 of 40 blocks: 6 of 12 slots"
+        assert host.tenant_stats("b").resident_blocks == 6
+
+
 def test_it_replaces_what_its_own_tenant_has(folder: Path) -> None:
     with on_disk(folder, host_blocks=20) as owner:
         owner.ask(ELSE, OTHER)
