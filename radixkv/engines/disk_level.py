@@ -12,8 +12,9 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 worker copies them into slots in its own order, behind the zeroing of these slots. A promotion that is cut off, purged
 or refused leaves nothing. Its tokens are computed.
 
-**Single flight.** A request waits if another promotion brings its next block. It also waits if staging memory is short.
-Both waits are at most ``LEAST_WAIT_S``.
+**Single flight.** A request waits if another one's promotion brings its next block. It also waits if staging memory is
+short. Both waits are at most ``LEAST_WAIT_S``. If the block comes ahead, the request uses what is there and reads on
+itself.
 
 **Hardly slower than computing.** A request waits at most for ``PATIENCE`` of the time that computing its tokens would
 take, or ``LEAST_WAIT_S``. If the disk needs longer, what has come is used, and the disk rests: no request asks it for
@@ -244,6 +245,8 @@ class DiskLevel:
                 self._rest()
             return False
         first = self._cache.match(namespace, key).num_blocks
+        if need == "waits":
+            first = self._take_over(namespace, key, first)
         if self._budget is not None and is_new and need != "asked":
             self._tell_budget(self._budget, namespace, generation, key, first)
         is_queued = (
@@ -252,6 +255,8 @@ class DiskLevel:
         if is_queued:
             return True
         self._asked.add(request_id)
+        if need == "asked" and self._bringing(namespace, key, first):
+            return False  # a request for it has come
         return self._begin(request_id, namespace, generation, key, first, num_local, need)
 
     def forget(self, request_id: str) -> None:
@@ -468,13 +473,7 @@ class DiskLevel:
         """Whether others' promotions bring block ``first`` too, or hold the staging memory; for a short time."""
         if not self._promotions and not self._filling and not self._filled_now:
             return False
-        num_bytes = (first + 1) * self._size * TOKEN_BYTES
-        is_coming = any(
-            each.namespace == namespace
-            and len(each.key) >= num_bytes
-            and each.key[:num_bytes] == key[:num_bytes]
-            for each in self._promotions.values()
-        )
+        is_coming = bool(self._bringing(namespace, key, first))
         num_free = len(self._free_rows)
         has_rows = num_free == self._num_rows or (
             self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free
@@ -482,6 +481,28 @@ class DiskLevel:
         if not is_coming and has_rows:
             return False
         return self._clock() < self._queued.setdefault(request_id, self._clock() + LEAST_WAIT_S)
+
+    def _bringing(self, namespace: Namespace, key: bytes, block: int, *, is_ahead: bool = False) -> list[str]:
+        """Return whose promotions bring this block of a prompt: of requests that wait, or of those to come."""
+        num_bytes = (block + 1) * self._size * TOKEN_BYTES
+        return [
+            request_id
+            for request_id, each in self._promotions.items()
+            if (each.need != "waits") == is_ahead
+            and each.namespace == namespace
+            and len(each.key) >= num_bytes
+            and each.key[:num_bytes] == key[:num_bytes]
+        ]
+
+    def _take_over(self, namespace: Namespace, key: bytes, first: int) -> int:
+        """Use what has come ahead for a request that waits now, and read the rest for itself, before all others' ahead.
+
+        Returns how many of its blocks are there then.
+        """
+        ahead = self._bringing(namespace, key, first, is_ahead=True)
+        for request_id in ahead:
+            self._end(request_id, self._promotions.pop(request_id))
+        return self._cache.match(namespace, key).num_blocks if ahead else first
 
     def _begin(
         self,
@@ -549,9 +570,14 @@ class DiskLevel:
         except LeaseError:  # purged a moment ago
             self._drop(promotion)
             return 0
-        rows = promotion.rows[:num_good]
-        self._filled_now += rows
-        self._fill(slots, np.array(rows, np.int64))
+        rows = np.array(promotion.rows[:num_good], np.int64)
+        there = self._cache.match(promotion.namespace, promotion.key).block_ids[promotion.start : stop]
+        is_own = np.zeros(num_good, np.bool_)  # of the others, another promotion has filled slots before
+        is_own[: len(there)] = there == slots[: len(there)]
+        self._filled_now += rows[is_own].tolist()
+        self._fill(slots[is_own], rows[is_own])
+        for row in rows[~is_own].tolist():
+            self.give_row(row)
         self.counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
         if promotion.need == "asked" and self._budget is not None:

@@ -317,6 +317,76 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
 
 
 @pytest.mark.parametrize("call", ["announce", "prefetch"])
+def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand: None) -> None:
+    """It doesn't wait for reads that others' go before: it uses what is there, and reads the rest itself."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        owner.disk._budget = heard = Heard()
+        getattr(owner.cache, call)(NS, PROMPT)
+        assert ticks(owner, lambda: owner.disk.num_running == 1)
+        heard.num_blocks = 0
+        (ahead,) = owner.disk._promotions.values()
+        reads.allow(4)
+        assert eventually(lambda: sum(job.is_done for job in ahead.jobs) == 4)
+        num_good = [*(job.is_done for job in ahead.jobs), False].index(False)
+        with owner.below.gate:  # type: ignore[attr-defined]
+            assert owner.disk.is_waiting("request", NS, 0, encode(PROMPT), 0)
+            assert owner.disk._promotions.keys() == {"request"}
+            assert owner.disk._promotions["request"].start == num_good
+        assert in_host(owner) == num_good * SIZE
+        assert heard.num_blocks == 8 or call == "announce", "each point once"
+        reads.open()
+
+        def is_there() -> bool:
+            owner.disk.is_waiting("request", NS, 0, encode(PROMPT), 0)
+            return in_host(owner) == 40
+
+        assert ticks(owner, is_there)
+        assert ticks(owner, lambda: not held_by(owner).is_busy)
+        owner.disk.forget("request")
+        assert owner.ask(PROMPT) == (40, 1), "and its KV is right"
+
+
+def test_what_a_request_brings_is_not_brought_ahead(folder: Path, by_hand: None) -> None:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        with owner.below.gate:  # type: ignore[attr-defined]
+            assert owner.disk.is_waiting("request", NS, 0, encode(PROMPT), 0)
+        owner.cache.prefetch(NS, PROMPT)
+        with owner.below.gate:  # type: ignore[attr-defined]
+            owner.below.tick()
+        assert not held_by(owner).is_busy and owner.disk.num_running == 1
+        reads.open()
+        owner.disk.forget("request")
+
+
+def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:
+    """If two promotions bring the same blocks, the second finds them there, and its own slots are free again."""
+    with on_disk(folder) as owner:
+        owner.known()
+        key, filled = encode(PROMPT), list[int]()
+        with owner.below.gate:  # type: ignore[attr-defined]
+            assert owner.disk.is_waiting("request", NS, 0, key, 0)
+            assert owner.disk.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            jobs = [job for each in owner.disk._promotions.values() for job in each.jobs]
+            assert len(jobs) == 20 and eventually(lambda: all(job.is_done for job in jobs))
+            assert not owner.disk.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            with owner.below.level.cache.match_and_lease(NS, key):
+                assert not owner.disk.is_waiting("request", NS, 0, key, 0)
+            filled += owner.below.level._work.fill_slots.tolist()
+            owner.below.tick()
+        table = owner.below.level.cache.match(NS, PROMPT).block_ids.tolist()
+        assert sorted(filled) == sorted(table) and len(table) == 10
+        for each in ("request", "ahead"):
+            owner.disk.forget(each)
+        assert owner.ask(PROMPT) == (40, 1)
+
+
+@pytest.mark.parametrize("call", ["announce", "prefetch"])
 def test_a_folder_that_learns_slowly_is_not_blamed(
     folder: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
