@@ -12,8 +12,9 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 worker copies them into slots in its own order, behind the zeroing of these slots. A promotion that is cut off, purged
 or refused leaves nothing. Its tokens are computed.
 
-**Single flight.** A request waits if another promotion brings its next block. It also waits if staging memory is short.
-Both waits are at most ``LEAST_WAIT_S``.
+**Single flight.** A request waits if another one's promotion brings its next block. It also waits if staging memory is
+short. Both waits are at most ``LEAST_WAIT_S``. If the block comes ahead, the request uses what is there and reads on
+itself.
 
 **Hardly slower than computing.** A request waits at most for ``PATIENCE`` of the time that computing its tokens would
 take, or ``LEAST_WAIT_S``. If the disk needs longer, what has come is used, and the disk rests: no request asks it for
@@ -24,8 +25,8 @@ when a later prompt finds them in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
-host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do. What
-leaves beyond that is not stored. So the disk takes as much as it can write, and never holds up host memory.
+host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do.
+What leaves beyond that is not stored. So the disk takes as much as it can write, and never holds up host memory.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -38,7 +39,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_128
@@ -48,6 +49,7 @@ from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.errors import CapacityError, LeaseError
+from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
 from radixkv.index.load_target import paths_of
 from radixkv.index.sequence import Sequence as Held
@@ -59,6 +61,8 @@ from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positi
 PATIENCE: Final = 0.5
 """Share of the time that computing would take, for which a request waits for the disk."""
 LEAST_WAIT_S: Final = 0.1
+Need: TypeAlias = Literal["waits", "announced", "asked"]
+"""Why something comes: a request waits for it, an announced one will, or somebody asked where to send it."""
 AHEAD_S: Final = 2.0
 """The longest time for a part of what comes before anybody waits for it."""
 REST_S: Final = 30.0
@@ -108,7 +112,7 @@ class _Promotion(NamedTuple):
     jobs: list[Job]
     began_at: float
     ends_at: float
-    is_ahead: bool
+    need: Need
 
 
 class _Saved(NamedTuple):
@@ -230,12 +234,13 @@ class DiskLevel:
         key: bytes,
         num_local: int,
         *,
-        is_ahead: bool = False,
+        need: Need = "waits",
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts. ``is_ahead``: the request is to come,
-        and takes neither rows nor threads from those that wait.
+        One that needs more rows of staging memory than are free comes in parts. ``need``: a request that is to come
+        takes neither rows nor threads from those that wait. One that was only asked about takes no slots from other
+        tenants beyond its own one's guarantee, and the write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -258,15 +263,23 @@ class DiskLevel:
             return True
         if not self.is_known(namespace.tenant):
             self._asked.add(request_id)
-            self._rest()
+            if need == "waits":
+                self._rest()
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
-        if self._budget is not None and is_new:
+        if need == "waits" and self._take_over(namespace, key, first):
+            first = self._index.reach(namespace, key, num_local // self._size)
+        if self._budget is not None and is_new and need != "asked":
             self._tell_budget(self._budget, namespace, generation, key, first)
-        if not self._free_ahead if is_ahead else self._is_queued(request_id, namespace, key, first):
+        is_queued = (
+            self._is_queued(request_id, namespace, key, first) if need == "waits" else not self._free_ahead
+        )
+        if is_queued:
             return True
         self._asked.add(request_id)
-        return self._begin(request_id, namespace, generation, key, first, num_local, is_ahead)
+        if need == "asked" and self._bringing(namespace, key, first):
+            return False  # a request for it has come
+        return self._begin(request_id, namespace, generation, key, first, num_local, need)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
@@ -536,17 +549,36 @@ class DiskLevel:
         """Whether others' promotions bring block ``first`` too, or hold the staging memory; for a short time."""
         if not self._promotions and not self._filling and not self._filled_now:
             return False
-        num_bytes = (first + 1) * self._size * TOKEN_BYTES
-        is_coming = any(
-            each.namespace == namespace
-            and len(each.key) >= num_bytes
-            and each.key[:num_bytes] == key[:num_bytes]
-            for each in self._promotions.values()
-        )
+        is_coming = bool(self._bringing(namespace, key, first))
         num_free = len(self._free_rows)
-        if not is_coming and self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free:
+        has_rows = num_free == self._num_rows or (
+            self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free
+        )
+        if not is_coming and has_rows:
             return False
         return self._clock() < self._queued.setdefault(request_id, self._clock() + LEAST_WAIT_S)
+
+    def _bringing(self, namespace: Namespace, key: bytes, block: int, *, is_ahead: bool = False) -> list[str]:
+        """Return whose promotions bring this block of a prompt: of requests that wait, or of those to come."""
+        num_bytes = (block + 1) * self._size * TOKEN_BYTES
+        return [
+            request_id
+            for request_id, each in self._promotions.items()
+            if (each.need != "waits") == is_ahead
+            and each.namespace == namespace
+            and len(each.key) >= num_bytes
+            and each.key[:num_bytes] == key[:num_bytes]
+        ]
+
+    def _take_over(self, namespace: Namespace, key: bytes, first: int) -> bool:
+        """Use what has come ahead for a request that waits now: it reads the rest for itself, before all others' ahead.
+
+        Returns whether something was coming.
+        """
+        ahead = self._bringing(namespace, key, first, is_ahead=True)
+        for request_id in ahead:
+            self._end(request_id, self._promotions.pop(request_id))
+        return bool(ahead)
 
     def _begin(
         self,
@@ -556,14 +588,20 @@ class DiskLevel:
         key: bytes,
         first: int,
         num_local: int,
-        is_ahead: bool,
+        need: Need,
     ) -> bool:
-        on_disk, free = self._on_disk(namespace), self._free_ahead if is_ahead else self._free_rows
+        on_disk, free = self._on_disk(namespace), self._free_rows if need == "waits" else self._free_ahead
         num = self.tier.locate(on_disk, key, first, len(free))
         if (first + num) * self._size <= max(num_local, first * self._size):
             return False
-        stop = first + num
         try:
+            if need == "asked":
+                with self._cache.match_and_lease(namespace, key):
+                    num = own_room(self._cache, namespace.tenant, num)
+                    num = self._index.own_room(namespace.tenant, num)
+            if not num:
+                return False
+            stop = first + num
             key = key[: stop * self._size * TOKEN_BYTES]
             is_known = self._cache.match(namespace, key).num_blocks == stop  # then all of it is to be matched
             sequence = self._cache.open(namespace, key + ONE_MORE if is_known else key)
@@ -575,17 +613,15 @@ class DiskLevel:
                 break
             row = free.pop()
             memory = self._memory.staging_bytes(row)
-            job = self.tier.load(on_disk, key, block, memory, is_awaited=not is_ahead)
+            job = self.tier.load(on_disk, key, block, memory, is_awaited=need == "waits")
             if job is None:
                 free.append(row)
                 break
             rows.append(row)
             jobs.append(job)
         now = self._clock()
-        ends_at = now + (AHEAD_S if is_ahead else self.patience_s(len(jobs) * self._size))
-        promotion = _Promotion(
-            namespace, generation, key, sequence, first, rows, jobs, now, ends_at, is_ahead
-        )
+        ends_at = now + (self.patience_s(len(jobs) * self._size) if need == "waits" else AHEAD_S)
+        promotion = _Promotion(namespace, generation, key, sequence, first, rows, jobs, now, ends_at, need)
         if not jobs:
             self._drop(promotion)
             return False
@@ -597,7 +633,7 @@ class DiskLevel:
         self.load_ended(self._clock() - promotion.began_at)
         if all(job.is_done for job in promotion.jobs):
             self._rest_s = REST_S
-        elif not promotion.is_ahead:
+        elif promotion.need == "waits":
             self._rest()
         num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
         self.counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
@@ -613,7 +649,12 @@ class DiskLevel:
             return 0
         self.counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
-        return promotion.start + num_good if num_good == len(promotion.jobs) else 0
+        stop = promotion.start + num_good
+        if promotion.need == "asked" and self._budget is not None:
+            namespace, generation = promotion.namespace, promotion.generation
+            points = self._points(namespace, generation, promotion.key, promotion.start, stop)
+            self._budget.asked(namespace.tenant, points)
+        return stop if num_good == len(promotion.jobs) else 0
 
     def _fill_slots(self, promotion: _Promotion, num_good: int) -> tuple[int, set[int]]:
         """Let the worker copy the first records into slots.
@@ -629,15 +670,17 @@ class DiskLevel:
         key = promotion.key[: stop * self._size * TOKEN_BYTES]
         entries = self._cache.match(promotion.namespace, key).block_ids[promotion.start :].astype(np.int64)
         num_good = len(entries)
-        at = self._index.lacking(entries)
-        slots = self._index.give(promotion.namespace.tenant, entries[at], may_evict=True)
-        used, num_missing = at[: len(slots)].tolist(), len(at) - len(slots)
+        at, tenant = self._index.lacking(entries), promotion.namespace.tenant
+        if promotion.need == "asked":
+            at = at[: self._index.own_room(tenant, len(at))]
+        slots = self._index.give(tenant, entries[at], may_evict=True)
+        used = at[: len(slots)].tolist()
         rows = [promotion.rows[each] for each in used]
         if rows:
             self._filled_now += rows
             self._fill(slots, np.array(rows, np.int64))
             self._index.filled(entries[used])
-        return int(at[len(slots)]) if num_missing else num_good, set(used)
+        return self._index.num_filled(entries), set(used)
 
     def _drop(self, promotion: _Promotion) -> None:
         """Release a promotion. No job touches its memory any more."""

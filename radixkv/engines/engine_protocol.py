@@ -322,6 +322,14 @@ class Tiered(Protocol):
         """Take the fleet's generations of tenants, and whether all of them are known, from these functions."""
 
 
+@runtime_checkable
+class Prefetching(Protocol):
+    """A cache that brings nearer what lies far below of a prompt, before its request comes. Others are left alone."""
+
+    def prefetch(self, namespace: Namespace, ids: TokenIds, /) -> None:
+        """Begin to, for a request that may come within moments. Must not wait, and promises nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What ``radixkv serve`` knows when it loads an engine.

@@ -38,6 +38,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import CapacityError, IntegrityError
 from radixkv.index.cache import PrefixCache
+from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
 from radixkv.index.load_target import watch_evictions
 from radixkv.index.tokens import TOKEN_BYTES
@@ -200,6 +201,18 @@ class HostIndex:
         if short > 0:
             self.cache.evict(short)
             self.settle()
+
+    def own_room(self, tenant: str, wanted: int) -> int:
+        """Return how many of ``wanted`` slots a tenant can get, and take none from others beyond its guarantee.
+
+        Free and spare ones are nobody's. If they are too few, its own entries are evicted.
+        """
+        self.settle()
+        pool = self._pools[self._own.get(tenant, 0)]
+        num_free = wanted - self._short(pool, wanted) + len(pool.spare)
+        room = own_room(self.cache, tenant, wanted, num_free)
+        self.settle()
+        return room
 
     def filled(self, entries: Ids) -> None:
         """Take that the slots of these entries were filled."""

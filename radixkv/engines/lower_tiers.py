@@ -39,7 +39,7 @@ from radixkv.config import Namespace, Tenant
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
-from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
+from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
@@ -239,6 +239,20 @@ class LowerTiers:
         if self._prefetch is not None:
             self._prefetch.add(expected)
 
+    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
+        """Bring what the disk has of a prompt into host memory, unless it takes longer than ``ASKED_S``. Any thread.
+
+        ``resident_tokens``: returns what the cache has of it; the disk's thread calls it. O(1), waits for nothing.
+        """
+        mark = self.mark(namespace.tenant)
+        if self._prefetch is not None and mark is not None:
+            until = self._clock() + ASKED_S
+
+            def is_open() -> bool:
+                return self._clock() < until and self.mark(namespace.tenant) == mark
+
+            self._prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
+
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
         if self.level.disk is not None:
@@ -398,11 +412,15 @@ class LowerTiers:
 
     def start(self) -> None:
         """Look after a disk in a thread, also while no request runs: stores, syncs, purges that failed."""
-        if self.level.disk is None:
+        prefetch = self._prefetch
+        if prefetch is None:
             return
 
         def run() -> None:
-            while not self._stop.wait(_BUSY_TICK_S if self._prefetch and self._prefetch.is_busy else _TICK_S):
+            while not self._stop.wait(_BUSY_TICK_S):
+                if not prefetch.is_busy:
+                    prefetch.has_come.wait(_TICK_S)
+                prefetch.has_come.clear()
                 with self.gate:
                     self.tick()
 
@@ -428,6 +446,8 @@ class LowerTiers:
     def close(self) -> None:
         """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back."""
         self._stop.set()
+        if self._prefetch is not None:
+            self._prefetch.has_come.set()
         if self._thread is not None:
             self._thread.join()
         with self.gate:

@@ -1,15 +1,23 @@
-"""Announced prompts: what the disk has of them comes into host memory before anybody waits for it.
+"""Prompts whose requests will come: what the disk has of them comes into host memory before anybody waits for it.
 
     announce          add      remembers the prompt, until its announcement ends
+    route             ask      remembers it for seconds: somebody asked where to send it
     the disk's thread go_on    one prompt at a time: disk → staging rows of its own → slot
 
-Tenants take turns, after each part of a long prompt. Nothing here holds up a request: the rows are not those of
-requests, and the reads go behind all that somebody waits for. A promotion like any other does the work
-(``disk_level``), so what comes is proven, counts as the tenant's, and a purge stops it.
+Tenants take turns, after each part of a long prompt. Of one tenant, announced prompts go first, because their requests
+wait. Asked ones follow, the newest first: the request of an older one has probably come.
+
+Nothing here holds up a request: the rows are not those of requests, and the reads go behind all that somebody waits
+for. A promotion like any other does the work (``disk_level``), so what comes is proven, counts as the tenant's, and a
+purge stops it.
+
+Anybody who may send a tenant's requests may ask, and send nothing. So beyond its tenant's guarantee an asked prompt
+takes no host memory from other tenants, and a tenant's flood replaces its own prompts alone.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -24,16 +32,78 @@ if TYPE_CHECKING:
 AHEAD_ROWS: Final = 16
 """Rows of staging memory for it, so blocks that come at once; at most a quarter of the slots, at least one."""
 MAX_PROMPTS: Final = 256
-"""Prompts of a tenant that may wait. More are not brought."""
+"""Announced prompts of a tenant that may wait. More are not brought."""
+MAX_ASKED: Final = 4
+"""Asked prompts of a tenant that may wait. A newer one replaces the oldest."""
+ASKED_S: Final = 5.0
+"""The time after which an asked prompt isn't brought any further."""
 MAX_TENANTS: Final = 1_024
 MAX_ARRIVED: Final = 4_096
 _AT_ONCE: Final = 8
 """Prompts that are looked at in one call, each for a hash of its key."""
 
 
+class Asked:
+    """A prompt of which somebody asked where to send it: see ``below.Expected``."""
+
+    __slots__ = ("_is_open", "_resident_tokens", "key", "namespace")
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        is_open: Callable[[], bool],
+        resident_tokens: Callable[[], int],
+    ) -> None:
+        self.namespace, self.key = namespace, key
+        self._is_open, self._resident_tokens = is_open, resident_tokens
+
+    @property
+    def is_open(self) -> bool:
+        """See ``Expected``."""
+        return self._is_open()
+
+    @property
+    def resident_tokens(self) -> int:
+        """See ``Expected``. O(nodes on the path), with the cache's lock."""
+        return self._resident_tokens()
+
+
 class _Prompt(NamedTuple):
     request_id: str
     expected: Expected
+    is_asked: bool = False
+
+
+class _Line:
+    """The prompts of one tenant that wait."""
+
+    __slots__ = ("_announced", "_asked")
+
+    def __init__(self) -> None:
+        self._announced: deque[_Prompt] = deque()
+        self._asked: deque[_Prompt] = deque(maxlen=MAX_ASKED)
+
+    def __len__(self) -> int:
+        return len(self._announced) + len(self._asked)
+
+    def add(self, prompt: _Prompt) -> None:
+        """Add one that has come, if there is room; an asked one may replace the oldest."""
+        if prompt.is_asked:
+            self._asked.append(prompt)
+        elif len(self._announced) < MAX_PROMPTS:
+            self._announced.append(prompt)
+
+    def take(self) -> _Prompt:
+        """Take the next one."""
+        return self._announced.popleft() if self._announced else self._asked.pop()
+
+    def give_back(self, prompt: _Prompt) -> None:
+        """Take one back of which a part has come. Newer asked ones go before it, and may replace it."""
+        if not prompt.is_asked:
+            self._announced.appendleft(prompt)
+        elif len(self._asked) < MAX_ASKED:
+            self._asked.appendleft(prompt)
 
 
 class Prefetch:
@@ -45,28 +115,40 @@ class Prefetch:
         self._disk, self._keeps, self._generation = disk, keeps, generation
         self._numbers = count(1)
         self._arrived: deque[_Prompt] = deque(maxlen=MAX_ARRIVED)
-        self._waiting: dict[str, deque[_Prompt]] = {}
+        self._asked: dict[str, deque[_Prompt]] = {}
+        """Those that were asked since the last ``go_on``, by tenant."""
+        self._asking = threading.Lock()
+        self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None
+        self.has_come = threading.Event()
+        """Set when a prompt has come."""
 
     @property
     def is_busy(self) -> bool:
         """Whether there is something to do."""
-        return self._running is not None or bool(self._arrived) or bool(self._waiting)
+        return self._running is not None or bool(self._arrived or self._asked or self._waiting)
 
     def add(self, expected: Expected) -> None:
-        """Remember a prompt. O(1), by any thread."""
-        self._arrived.append(_Prompt(f"ahead-{next(self._numbers)}", expected))
+        """Remember an announced prompt. O(1), by any thread."""
+        self._arrived.append(self._prompt(expected))
+        self.has_come.set()
+
+    def ask(self, expected: Expected) -> None:
+        """Remember an asked prompt, in place of its tenant's oldest if there are too many. O(1), by any thread."""
+        tenant, prompt = expected.namespace.tenant, self._prompt(expected, is_asked=True)
+        with self._asking:
+            asked = self._asked.get(tenant)
+            if asked is None:
+                if len(self._asked) >= MAX_TENANTS:
+                    return
+                asked = self._asked[tenant] = deque(maxlen=MAX_ASKED)
+            asked.append(prompt)
+        self.has_come.set()
 
     def go_on(self) -> None:
         """Take what came, and begin more. Within the gate. Never waits."""
-        while self._arrived:
-            prompt = self._arrived.popleft()
-            tenant = prompt.expected.namespace.tenant
-            if tenant in self._waiting or len(self._waiting) < MAX_TENANTS:
-                waiting = self._waiting.setdefault(tenant, deque())
-                if len(waiting) < MAX_PROMPTS:
-                    waiting.append(prompt)
+        self._take_new()
         for _ in range(_AT_ONCE):
             if self._running is None:
                 self._running = self._next()
@@ -75,19 +157,34 @@ class Prefetch:
             self._disk.forget(self._running.request_id)
             self._running = None
 
+    def _prompt(self, expected: Expected, *, is_asked: bool = False) -> _Prompt:
+        return _Prompt(f"ahead-{next(self._numbers)}", expected, is_asked)
+
+    def _take_new(self) -> None:
+        """Let what came wait in its tenant's line."""
+        with self._asking:
+            asked, self._asked = self._asked, {}
+        new = [prompt for prompts in asked.values() for prompt in prompts]
+        while self._arrived:
+            new.append(self._arrived.popleft())
+        for prompt in new:
+            tenant = prompt.expected.namespace.tenant
+            if tenant in self._waiting or len(self._waiting) < MAX_TENANTS:
+                self._waiting.setdefault(tenant, _Line()).add(prompt)
+
     def _next(self) -> _Prompt | None:
         """Take the next tenant's first prompt."""
         if not self._waiting:
             return None
         tenant = next(iter(self._waiting))
-        waiting = self._waiting.pop(tenant)
-        prompt = waiting.popleft()
-        if waiting:
-            self._waiting[tenant] = waiting
+        line = self._waiting.pop(tenant)
+        prompt = line.take()
+        if line:
+            self._waiting[tenant] = line
         return prompt
 
     def _is_coming(self, prompt: _Prompt) -> bool:
-        """Whether the disk brings some of a prompt now. After a part it is the next tenant's turn."""
+        """Whether the disk brings some of a prompt now. After a part it is the next one's turn."""
         expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
@@ -97,10 +194,15 @@ class Prefetch:
             self._generation(namespace.tenant),
             key,
             expected.resident_tokens,
-            is_ahead=True,
+            need="asked" if prompt.is_asked else "announced",
         )
         has_part = self._disk.take_brought(prompt.request_id) > 0
-        if is_coming and has_part and any(tenant != namespace.tenant for tenant in self._waiting):
-            self._waiting.setdefault(namespace.tenant, deque()).appendleft(prompt)
+        if is_coming and has_part and self._must_yield(prompt):
+            self._waiting.setdefault(namespace.tenant, _Line()).give_back(prompt)
             return False
         return is_coming
+
+    def _must_yield(self, prompt: _Prompt) -> bool:
+        """Whether another prompt goes before the next part of this one."""
+        tenant = prompt.expected.namespace.tenant
+        return any(each != tenant for each in self._waiting) or (prompt.is_asked and tenant in self._waiting)

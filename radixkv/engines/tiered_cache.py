@@ -10,9 +10,11 @@ from radixkv.errors import ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
+from radixkv.index.tokens import TokenIds, encode
+from radixkv.index.validation import require_namespace
 
 if TYPE_CHECKING:
-    from radixkv.config import CacheConfig
+    from radixkv.config import CacheConfig, Namespace
     from radixkv.engines.lower_tiers import LowerTiers
     from radixkv.engines.tiers_by_dtype import TiersByDtype
 
@@ -75,6 +77,20 @@ class TieredCache(PrefixCache):
         """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls."""
         if self._lower is not None:
             self._lower.close()
+
+    def prefetch(self, namespace: Namespace, ids: TokenIds) -> None:
+        """Bring what a disk has of a prompt into host memory, because its request may come within moments.
+
+        Unlike ``announce`` it is no request: it changes no order of eviction in this cache, and beyond its tenant's
+        guarantee it takes no host memory from others. The newest ``prefetch.MAX_ASKED`` prompts of a tenant count, for
+        ``prefetch.ASKED_S`` seconds; a purge or a clear ends them. Each keeps its ids, 4 bytes a token.
+
+        Raises TokenError, ArgumentError. O(tokens) to read the ids. It waits neither for the disk nor for a request.
+        """
+        require_namespace(namespace)
+        key = encode(ids)
+        if self._lower is not None:
+            self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens)
 
     # --- Tiered
 

@@ -183,6 +183,12 @@ class TiersByDtype:
         if tiers is not None:
             tiers.expect(expected)
 
+    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
+        """See LowerTiers."""
+        tiers = self._of(namespace.tenant)
+        if tiers is not None:
+            tiers.prefetch(namespace, key, resident_tokens)
+
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
         """See ``Below``. A purge or a clear reaches the tiers of all dtypes. Their disks forget at the same time."""

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Expected(Protocol):
-    """An announced prompt."""
+    """A prompt that will come: announced, or only asked about."""
 
     @property
     def namespace(self) -> Namespace:

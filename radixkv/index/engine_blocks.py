@@ -1,6 +1,7 @@
 """Blocks by hand: how blocks of the engine come into the tree, and how they come back.
 
     evict      resident blocks become free
+    own_room   blocks become free for a tenant; others lose none
     allocate   free blocks become the engine's
     insert     blocks that the engine filled become resident
     reclaim    with ``CacheConfig(blocks="engine")``: evicted blocks become the engine's again
@@ -118,6 +119,22 @@ def evict(cache: CacheState, num_blocks: int, tenant: str | None) -> int:
             break
         requests.let_others()
     return num_blocks - left
+
+
+def own_room(cache: CacheState, tenant: str, num_blocks: int, num_free: int | None = None) -> int:
+    """Return how many of ``num_blocks`` blocks a tenant can take now, and take none from others beyond its guarantee.
+
+    These are the free blocks, or ``num_free``, and those that its guarantee lacks. If they are too few, its policy evicts its own. One
+    hold of the lock: O(blocks evicted).
+    """
+    with cache._lock, Mending(cache):
+        free = cache._pool.num_free if num_free is None else num_free
+        state, short = cache._tenants.get(tenant), num_blocks - free
+        if state is not None and short > 0:
+            short -= max(state.guaranteed_blocks - state.used_blocks, 0)
+            if short > 0:
+                short -= cache._evictor.evict_own(short, state)
+        return num_blocks - max(short, 0)
 
 
 def allocate(cache: CacheState, num_blocks: int) -> BlockIds:

@@ -439,11 +439,14 @@ class Evictor:
 
         These are its own and, unless it is strict, what others have borrowed.
         """
-        if tenant.settings.mode != "strict":
-            return self.evict(min(num_blocks, self.available_to(tenant)), tenant)
+        if tenant.settings.mode == "strict":
+            return self.evict_own(num_blocks, tenant)
+        return self.evict(min(num_blocks, self.available_to(tenant)), tenant)
+
+    def evict_own(self, num_blocks: int, tenant: TenantState) -> int:
+        """Free up to ``num_blocks`` blocks of the tenant by its policy. Returns how many. O(blocks evicted)."""
         num_blocks, freed = min(num_blocks, tenant.evictable_blocks), bytearray()
         self._evict_from(tenant, num_blocks * ID_BYTES, freed)
-        self._ranking.rank(tenant)
         self._pool.give(freed)
         return num_blocks
 

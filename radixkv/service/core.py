@@ -17,7 +17,7 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.engines.engine_protocol import Closing, Queueing
+from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
@@ -90,7 +90,7 @@ class Service:
         self.warmer = Warmer(engine, self.worker, self.meter, recorder)
         self.promises = Promises(engine, clock)
         self.tenant_sync = tenant_sync
-        self.router = Router(LocalSource(fleet.coordinator, self._resident))
+        self.router = Router(LocalSource(fleet.coordinator, self._resident, self._prefetch))
         placement = Placement(fleet.coordinator, self.router)
         self.warm_jobs = WarmJobs(
             fleet,
@@ -177,6 +177,11 @@ class Service:
 
     def _resident(self, namespace: Namespace, prompt_key: bytes) -> int:
         return self.cache.match(self.current(namespace), prompt_key).num_tokens
+
+    def _prefetch(self, namespace: Namespace, prompt_key: bytes) -> None:
+        """Let the cache prepare for a prompt that a client will send here."""
+        if isinstance(self.cache, Prefetching):
+            self.cache.prefetch(self.current(namespace), prompt_key)
 
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process; empty if it is healthy."""

@@ -16,8 +16,8 @@ from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.tokens import encode
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
-from tests.engines.test_loading_from_disk import SECRET
 from tests.engines.test_engine_on_disk import eventually
+from tests.engines.test_loading_from_disk import SECRET
 
 
 def prompt_of(number: int, size: int = 41) -> list[int]:

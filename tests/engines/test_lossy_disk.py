@@ -117,9 +117,10 @@ def test_what_was_forgotten_does_not_come_back(folder: Path, forget: str) -> Non
         assert (loaded(owner, NS), loaded(owner, OTHER)) == (0, 40), "also after a restart"
 
 
-def test_an_announced_prompt_comes_ahead(folder: Path) -> None:
+@pytest.mark.parametrize("call", ["announce", "prefetch"])
+def test_a_prompt_comes_ahead(folder: Path, call: str) -> None:
     with on_disk(folder) as owner:
-        owner.cache.announce(NS, PROMPT)
+        getattr(owner.cache, call)(NS, PROMPT)
         tiers = owner.tiers.tiers["int8"]
         assert eventually(lambda: tiers.level.cache.match(NS, PROMPT).num_tokens == 40)
         assert owner.ask(PROMPT) == (40, 1)

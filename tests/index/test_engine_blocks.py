@@ -21,6 +21,7 @@ from radixkv import (
     audit,
 )
 from radixkv.config import CacheConfig
+from radixkv.index.engine_blocks import own_room
 from radixkv_policies.lru import LRU
 from tests.index.support import NS, compute, make_cache, same
 
@@ -269,6 +270,36 @@ def test_reclaim_for_a_tenant_without_requests_keeps_the_guarantees_too() -> Non
     assert len(cache.reclaim(4, "new")) == 2
     assert cache.blocks_of("a").resident_blocks == 2 and cache.tenants() == ["a"]
     assert len(cache.reclaim(4, "new")) == 0 and len(cache.reclaim(4)) == 2
+    audit.check(cache)
+
+
+def test_a_tenants_own_room() -> None:
+    """Free blocks come first, then what its guarantee lacks, then its own victims. Others lose nothing."""
+    cache = make_cache(16)
+    cache.add_tenant(Tenant("a"))
+    compute(cache, range(24))
+    compute(cache, range(32), OTHER)
+    with cache.match_and_lease(NS, range(8)):
+        assert own_room(cache, "a", 2) == 2 and cache.match(NS, range(24)).num_tokens == 24
+        assert own_room(cache, "a", 5) == 5 and cache.match(NS, range(24)).num_tokens == 12
+        assert own_room(cache, "a", 16) == 6, "not what is leased"
+        assert cache.match(NS, range(24)).num_tokens == 8
+    assert cache.match(OTHER, range(32)).num_tokens == 32 and cache.free_blocks == 6
+    assert own_room(cache, "new", 20) == 6 and own_room(cache, "new", 0) == 0
+    assert "new" not in cache.tenants()
+    audit.check(cache)
+
+
+def test_a_tenants_own_room_has_its_guarantee() -> None:
+    cache = make_cache(16)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=6))
+    compute(cache, range(40), OTHER)
+    compute(cache, range(100, 124), OTHER)
+    assert own_room(cache, "a", 4) == 4 and own_room(cache, "a", 16) == 6
+    assert cache.blocks_of("b").resident_blocks == 16, "nothing was evicted yet"
+    compute(cache, range(24))
+    assert own_room(cache, "a", 4) == 4 and cache.match(NS, range(24)).num_tokens == 8, "its own now"
+    assert cache.blocks_of("b").resident_blocks == 10
     audit.check(cache)
 
 

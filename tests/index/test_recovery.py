@@ -32,6 +32,7 @@ from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
+from radixkv.index.engine_blocks import own_room
 from tests.index.stepper import ALL, Interrupted, Stepper
 from tests.index.support import Declining
 from tests.index.test_changes import JournalMachine, Recorded, Recorder, resident_segments
@@ -521,6 +522,7 @@ SCENARIOS: dict[str, Scenario] = {
     "release a lease": _release_lease,
     "match": lambda world: Call(lambda: world.cache.match(A, ZEROS)),
     "evict": lambda world: Call(lambda: world.cache.evict(7)),
+    "room of a tenant's own": lambda world: Call(lambda: own_room(world.cache, "a", 12)),
     "allocate": _allocate(2),
     "allocate, evicting": _allocate(22),
     "free": _free,

@@ -44,6 +44,8 @@ _CHECKED_A_FETCH = 64
 
 Match = Callable[["Namespace", bytes], int]
 """Returns how many tokens of a key this process has resident."""
+Sent = Callable[["Namespace", bytes], None]
+"""Hears of a key whose request is sent to this process. Must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Member:
     """When its last registration arrived."""
     current_at: float = float("-inf")
     """When the view last had all entries that its log was known to have."""
+    sent: Sent | None = None
+    """Called with each prompt that is sent there; only for the replica that runs the router."""
 
     @property
     def column(self) -> int:
@@ -229,13 +233,16 @@ class Observer(Followed):
 
 
 class LocalSource(Followed):
-    """A source for the router of a replica: its coordinator's reader, and the replica itself."""
+    """A source for the router of a replica: its coordinator's reader, and the replica itself.
 
-    def __init__(self, coordinator: Coordinator, match: Match) -> None:
+    ``match``: asks its cache. ``sent``: hears of the prompts that ``Router.routed`` says are sent here.
+    """
+
+    def __init__(self, coordinator: Coordinator, match: Match, sent: Sent | None = None) -> None:
         super().__init__(
             coordinator.reader, coordinator.keys, coordinator.clock, coordinator.purges.generation
         )
-        self._coordinator, self._match = coordinator, match
+        self._coordinator, self._match, self._sent = coordinator, match, sent
         self._others: Sequence[Member] = ()
         self._all: list[Member] = []
 
@@ -250,7 +257,7 @@ class LocalSource(Followed):
         )
         if others is not self._others or not same:
             now = self.clock()
-            self._all = [Member(info, float("inf"), None, self._match, now, now, now), *others]
+            self._all = [Member(info, float("inf"), None, self._match, now, now, now, self._sent), *others]
             self._others = others
         return self._all
 

@@ -202,7 +202,8 @@ class Router:
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
         """Report that a prompt was sent to a replica, for the predicted index; an unknown replica is no error.
 
-        Raises TokenError, ArgumentError. O(tokens).
+        If it is the replica that runs the router, its cache may prepare for the prompt (``LocalSource``). Raises
+        TokenError, ArgumentError. O(tokens).
         """
         check_namespace(namespace)
         if not isinstance(replica_id, str):
@@ -211,6 +212,8 @@ class Router:
         member = next((each for each in self.source.members() if each.info.id == replica_id), None)
         if member is None:
             return
+        if member.sent is not None:
+            member.sent(namespace, key)
         digests, roster, name = self._digests(namespace, key), _Roster((member,)), member.info.audience
         num_tokens, held = len(key) // TOKEN_BYTES, int(self._held(namespace, key, digests, roster).sum())
         digests = self._with_rest(namespace, key, digests)

@@ -34,7 +34,8 @@ _LOOP_TOKENS = 2**16
 async def route(call: Call[Host]) -> Response:
     """Rank the replicas for a prompt, the best first.
 
-    Later rankings assume that the first one gets the prompt, unless `predict` is false.
+    Later rankings assume that the first one gets the prompt, and this replica prepares for it if it is that one, unless
+    `predict` is false.
     """
     reading = await call.read(RouteRequest)
     body, prompt, router = reading.body, reading.prompts[0], call.host.router

@@ -26,7 +26,8 @@ class RouteRequest(PromptFields):
     )
     predict: bool = Field(
         True,
-        description="true: later rankings assume that the first candidate gets this prompt; false: they don't",
+        description="true: later rankings assume that the first candidate gets this prompt; if it is the replica that "
+        "answers, its disk begins to bring the prompt into host memory. false: a mere question",
     )
 
 

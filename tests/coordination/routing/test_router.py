@@ -21,7 +21,8 @@ from radixkv.coordination.routing.replica_sources import Generations, LocalSourc
 from radixkv.coordination.routing.router import Predicted, Predictions
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.values import MAX_AMOUNT
-from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
+from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable, TokenError
+from radixkv.index import tokens
 from tests.coordination import signed
 from tests.redis_server import free_port
 
@@ -434,6 +435,25 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     assert found == {"a": 1040, "b": 512, "c": 0}
     replica.report_load(Load(7))
     assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
+
+
+def test_a_replica_hears_of_the_prompts_that_are_sent_to_it(fleet: Fleet) -> None:
+    """Not of those that are only ranked, nor of those that others get."""
+    replica, heard = fleet.replicas["a"][0], list[tuple[Namespace, bytes]]()
+    source = LocalSource(
+        replica, lambda namespace, key: 0, lambda namespace, key: heard.append((namespace, key))
+    )
+    router, ids = Router(source, seed=0), prompt(300)
+    fleet.settle()
+    replica.reader.refresh()
+    assert {each.replica.id for each in router.rank(ACME, ids)} == {"a", "b", "c"}
+    for name in ("b", "nobody"):
+        router.routed(ACME, ids, name)
+    with pytest.raises(TokenError):
+        router.routed(ACME, [-1], "a")
+    assert heard == []
+    router.routed(ACME, ids, "a")
+    assert heard == [(ACME, tokens.encode(ids))]
 
 
 def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
