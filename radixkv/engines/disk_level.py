@@ -194,7 +194,8 @@ class DiskLevel:
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
-        index.watch(self._leave, lambda: self._most_leaving if self._stores_later else 0)
+        reserve = index.num_slots // LEAVING_PART
+        index.watch(self._leave, lambda: reserve if self._stores_later else 0)
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
         self._learning: dict[str, tuple[Job, float]] = {}

@@ -257,7 +257,9 @@ def test_a_limit_holds(folder: Path) -> None:
         assert eventually(lambda: not held_by(owner).is_busy and owner.disk.is_known("a"))
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: not held_by(owner).is_busy)
-        assert owner.below.level.cache.tenant_stats("a").resident_blocks <= 7, "3 of 40 blocks: 7 of 104 of both"
+        assert owner.below.level.cache.tenant_stats("a").resident_blocks <= 7, (
+            "3 of 40 blocks: 7 of 104 of both"
+        )
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:

@@ -30,6 +30,7 @@ from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
 
 _OWNER = b"all"
+NO_ENTRIES = np.empty(0, np.int64)
 _AT_ONCE = 64
 """Blocks for which the disk level asks the budget at once."""
 
@@ -154,11 +155,13 @@ class _TieredReplay(Replay):
         super().__init__(trace, resolve("policy", policy), capacity, seed, journal=evictions)
         evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
         if self.host is not None:
-            reserve = max(host_blocks // LEAVING_PART, 1)
+            reserve = host_blocks // LEAVING_PART
             self.host.watch(self._leave_host, lambda: reserve if disk.stores_later else 0)
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
         self.host_writes = 0
+        self._loading: Ids = NO_ENTRIES
+        """What the request that is about to open loads from the host."""
 
     def maintain(self) -> None:
         """See Replay."""
@@ -172,12 +175,13 @@ class _TieredReplay(Replay):
         resident = self.cache.match(namespace, key).num_tokens
         reach = resident if self.host is None else self.host.reach(namespace, key, resident)
         self.host_hits[number] = reach - resident
+        self._loading = NO_ENTRIES
         is_chosen = self.disk.asked(namespace.tenant, key, reach)
         self.disk_hits[number] = self.disk.num_found(key, reach)
-        if self.host is not None and reach:
+        if self.host is not None and (reach > resident or is_chosen):
             with self.host.cache.match_and_lease(namespace, key[: reach * TOKEN_BYTES]) as lease:
                 entries = lease.block_ids
-                self.host.loaded(entries[resident:])
+                self._loading = entries[resident:]
                 if is_chosen:
                     self.host.choose(entries)
                     self._store(namespace, key, 0, entries[self.host.slots_of(entries) != NO_SLOT])
@@ -187,6 +191,8 @@ class _TieredReplay(Replay):
         host, stop = self.host, len(key) // TOKEN_BYTES
         if host is None:
             return
+        host.loaded(self._loading)
+        self._loading = NO_ENTRIES
         first = host.cache.match(namespace, key).num_tokens
         if first == stop or not host.know(namespace, key):
             return
@@ -225,7 +231,8 @@ class _TieredReplay(Replay):
 
     def _store(self, namespace: Namespace, key: bytes, first: int, entries: Ids) -> None:
         assert self.host is not None
-        for start, stop in self.host.chosen(entries):
+        ranges = [(0, len(entries))] if self.disk.budget is None else self.host.chosen(entries)
+        for start, stop in ranges:
             self.disk.saved(namespace.tenant, _blocks(key, first + start, first + stop))
 
     def _leave_host(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
