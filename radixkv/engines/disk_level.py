@@ -522,6 +522,8 @@ class DiskLevel:
     def _unsaved(self) -> Iterator[_Saved]:
         """Return all that host memory has, and that the budget has chosen if there is one."""
         for namespace, key, entries in paths_of(self._cache):
+            if not self._serves(namespace.tenant):
+                continue
             generation = self._cache.generation(namespace.tenant)
             for first, stop in self._index.filled_ranges(entries):
                 its = entries[first:stop]

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, TypeVar, cast
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace, Tenant
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
+
+T = TypeVar("T")
 
 FACTORY: Final = "radixkv.engines.tiers_by_dtype", "tiers_below"
 """The module and the function that make what lies below a cache with ``host_blocks`` or ``lossy_host_blocks``."""
@@ -188,9 +190,12 @@ def made_for(config: CacheConfig, storage: BlockStorage | None) -> Below | None:
     return cast("Below", getattr(import_module(FACTORY[0]), FACTORY[1])(config, storage))
 
 
-def moving(below: Below | None) -> AbstractContextManager[None]:
-    """Return a context in which blocks may be evicted. Enter it without the cache's lock."""
-    return nullcontext() if below is None else below.moving()
+def moved(below: Below | None, call: Callable[[], T]) -> T:
+    """Make a call that may evict blocks, and takes the cache's lock. See ``Below.moving``."""
+    if below is None:
+        return call()
+    with below.moving():
+        return call()
 
 
 def forgetting(

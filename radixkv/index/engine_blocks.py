@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.errors import ArgumentError
 from radixkv.index import requests
-from radixkv.index.below import moving
+from radixkv.index.below import moved
 from radixkv.index.blocks import unpack
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
@@ -88,7 +89,23 @@ def insert(
         if not isinstance(request, Inserted) or request.match.namespace != namespace:
             raise ArgumentError("request", request, "an earlier insert into the same namespace, or None")
         hints, done.noted = None, request._noted
-    with moving(cache._below), cache._lock:
+    if cache._below is None:
+        return _insert(cache, namespace, key, packed, start, hints, leases, done)
+    with cache._below.moving():
+        return _insert(cache, namespace, key, packed, start, hints, leases, done)
+
+
+def _insert(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    packed: bytes,
+    start: int,
+    hints: Hints,
+    leases: bool,
+    done: requests.Insertion,
+) -> Inserted:
+    with cache._lock:
         try:
             requests.insert(cache, namespace, key, packed, start, hints, leases, done)
             match = Match(namespace, key, done.table)
@@ -108,12 +125,7 @@ def evict(cache: CacheState, num_blocks: int, tenant: str | None) -> int:
     left = num_blocks
     while left:
         wanted = min(left, requests.slice_blocks(cache))
-        with moving(cache._below), cache._lock, Mending(cache):
-            cache._evictor.end_due_pins(None, wanted)
-            if tenant is None:
-                freed = cache._evictor.evict(wanted)
-            else:
-                freed = cache._evictor.evict_for(cache._registry.state_of(tenant), wanted)
+        freed = moved(cache._below, partial(_evict, cache, wanted, tenant))
         left -= freed
         if freed < wanted or not left:
             break
@@ -121,11 +133,19 @@ def evict(cache: CacheState, num_blocks: int, tenant: str | None) -> int:
     return num_blocks - left
 
 
+def _evict(cache: CacheState, num_blocks: int, tenant: str | None) -> int:
+    with cache._lock, Mending(cache):
+        cache._evictor.end_due_pins(None, num_blocks)
+        if tenant is None:
+            return cache._evictor.evict(num_blocks)
+        return cache._evictor.evict_for(cache._registry.state_of(tenant), num_blocks)
+
+
 def own_room(cache: CacheState, tenant: str, num_blocks: int, num_free: int | None = None) -> int:
     """Return how many of ``num_blocks`` blocks a tenant can take now, and take none from others beyond its guarantee.
 
-    These are the free blocks, or ``num_free``, and those that its guarantee lacks. If they are too few, its policy evicts its own. One
-    hold of the lock: O(blocks evicted).
+    These are the free blocks, or ``num_free``, and those that its guarantee lacks. If they are too few, its policy
+    evicts its own. One hold of the lock: O(blocks evicted).
     """
     with cache._lock, Mending(cache):
         free = cache._pool.num_free if num_free is None else num_free
@@ -139,8 +159,12 @@ def own_room(cache: CacheState, tenant: str, num_blocks: int, num_free: int | No
 
 def allocate(cache: CacheState, num_blocks: int) -> BlockIds:
     """See PrefixCache.allocate."""
+    return moved(cache._below, partial(_allocate, cache, num_blocks))
+
+
+def _allocate(cache: CacheState, num_blocks: int) -> BlockIds:
     taken = bytearray()
-    with moving(cache._below), cache._lock:
+    with cache._lock:
         try:
             taken = cache._evictor.take_for_engine(num_blocks)
             return cache._pool.lend(taken)

@@ -16,6 +16,7 @@ result (``_sequences``, ``_leases``). So an interrupted call leaves no sequence 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from radixkv.config import Namespace
@@ -29,7 +30,7 @@ from radixkv.errors import (
     wrong_count,
 )
 from radixkv.index.bases import Publication
-from radixkv.index.below import moving
+from radixkv.index.below import moved
 from radixkv.index.blocks import unpack
 from radixkv.index.ghost_keys import SegmentKeys
 from radixkv.index.holders import INTERRUPTION, PURGE, Ahead, LeaseState, SequenceState
@@ -328,14 +329,20 @@ def make_room(cache: CacheState, num_blocks: int, tenant: TenantState) -> None:
     """
     short, most = num_blocks, slice_blocks(cache)
     while short > 0:
-        with moving(cache._below), cache._lock, Mending(cache):
-            cache._evictor.end_due_pins(tenant, num_blocks)
-            cache._evictor.require(num_blocks, tenant)
-            cache._evictor.require_fetched(num_blocks, tenant)
-            short = num_blocks - cache._pool.num_free
-            if short > 0:
-                cache._evictor.evict(min(short, most), tenant)
+        short = moved(cache._below, partial(_make_room, cache, num_blocks, tenant, most))
         let_others()
+
+
+def _make_room(cache: CacheState, num_blocks: int, tenant: TenantState, most: int) -> int:
+    """Evict at most ``most`` blocks. Returns how many were missing before."""
+    with cache._lock, Mending(cache):
+        cache._evictor.end_due_pins(tenant, num_blocks)
+        cache._evictor.require(num_blocks, tenant)
+        cache._evictor.require_fetched(num_blocks, tenant)
+        short = num_blocks - cache._pool.num_free
+        if short > 0:
+            cache._evictor.evict(min(short, most), tenant)
+        return short
 
 
 def slice_blocks(cache: CacheState) -> int:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_count
 from radixkv.index import ahead, device_beams, requests
-from radixkv.index.below import moving
 from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.load_target import keep, loading_of
@@ -60,6 +59,26 @@ def _append(cache: CacheState, sequences: list[SequenceState], keys: list[bytes]
         except BaseException as error:
             cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, unsure)
+            raise
+
+
+def _extend(cache: CacheState, state: SequenceState, key: bytes) -> None:
+    with cache._lock:
+        try:
+            requests.extend(cache, state, key)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, state)
+            raise
+
+
+def _reserve(cache: CacheState, state: SequenceState, num_tokens: int) -> None:
+    with cache._lock:
+        try:
+            requests.reserve(cache, state, num_tokens)
+        except BaseException as error:
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error, state)
             raise
 
 
@@ -281,13 +300,11 @@ class Sequence:
                 requests.require_open(state)
                 needed = requests.missing_blocks(cache, state, len(key))
             requests.make_room(cache, needed, state._tree.tenant)
-        with moving(cache._below), cache._lock:
-            try:
-                requests.extend(cache, state, key)
-            except BaseException as error:
-                cache._damage.error, cache._lock.broken = error, cache
-                mend(cache, error, state)
-                raise
+        if cache._below is None:
+            _extend(cache, state, key)
+        else:
+            with cache._below.moving():
+                _extend(cache, state, key)
 
     def reserve(self, num_tokens: SupportsIndex) -> None:
         """Make room for ``num_tokens`` more tokens whose ids come later: look-ahead, drafts, async scheduling.
@@ -300,13 +317,11 @@ class Sequence:
         cache, state = self._cache, self._state
         most = cache._config.num_blocks * cache._block_size
         num_tokens = require_between("num_tokens", num_tokens, 0, most)
-        with moving(cache._below), cache._lock:
-            try:
-                requests.reserve(cache, state, num_tokens)
-            except BaseException as error:
-                cache._damage.error, cache._lock.broken = error, cache
-                mend(cache, error, state)
-                raise
+        if cache._below is None:
+            _reserve(cache, state, num_tokens)
+        else:
+            with cache._below.moving():
+                _reserve(cache, state, num_tokens)
 
     def fill(self, ids: TokenIds) -> None:
         """Give the ids of the first reserved tokens. They become tokens of the sequence; no block changes.
