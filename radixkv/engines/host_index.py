@@ -48,6 +48,8 @@ ONE_MORE: Final = bytes(TOKEN_BYTES)
 """A token behind a key: an open sequence leaves the last token out."""
 
 Scrub = Literal["cross-tenant", "always"]
+
+
 Ids = NDArray[np.int64] | NDArray[np.int32]
 Slots = NDArray[np.int64]
 
@@ -61,7 +63,7 @@ class _Pool:
         self.capacity, self.used = capacity, 0
         self.spare: dict[int, None] = {}
 
-    def drop_spare(self, entries: Slots) -> None:
+    def drop_spare(self, entries: Ids) -> None:
         """Take that these entries' slots aren't spare."""
         if self.spare:
             for entry in entries.tolist():
@@ -152,6 +154,16 @@ class HostIndex:
         """Return up to which block a key could be loaded from block ``start`` on; ``start`` for none. O(nodes)."""
         entries = self.cache.match(namespace, key).block_ids[start:]
         return start + self.num_filled(entries)
+
+    def still_has(self, namespace: Namespace, key: bytes, start: int) -> bool:
+        """Whether all blocks of a key from ``start`` on have filled slots. Then these aren't spare any more. O(nodes)."""
+        entries = self.cache.match(namespace, key).block_ids[start:]
+        is_whole = (start + len(entries)) * self._size * TOKEN_BYTES == len(key) and len(entries) > 0
+        if not is_whole or not self._is_filled[entries].all():
+            return False
+        for pool in self._pools if self._own else self._pools[:1]:
+            pool.drop_spare(entries)
+        return True
 
     # --- slots of entries, which the caller holds
 

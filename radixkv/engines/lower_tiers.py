@@ -400,6 +400,8 @@ class LowerTiers:
                 self._counts["lost_blocks"] += len(block_ids)
             return
         try:
+            if self.level.index.still_has(namespace, key, start):
+                return
             if self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
                 with self._guarded():
                     self.level.demote(namespace, key, start, block_ids.tolist())
