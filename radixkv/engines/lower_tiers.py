@@ -41,7 +41,7 @@ from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
-from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
+from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, require_fingerprint
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
@@ -115,7 +115,7 @@ class LowerTiers:
 
     ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
     host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    and for the disk's folder (``DiskSettings``).
+    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -130,6 +130,8 @@ class LowerTiers:
         clock: Clock = monotonic,
     ) -> None:
         self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        if settings.disk is not None:
+            require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
@@ -319,9 +321,9 @@ class LowerTiers:
             self.add_tenant(settings())
 
     def add_tenant(self, tenant: Tenant) -> None:
-        """Give a tenant its share of host memory: as much of it as it has of the cache.
+        """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that, nothing of it is kept here.
+        If it can't have that of host memory, nothing of it is kept here.
         """
         self._added.add(tenant.id)
         try:
@@ -335,6 +337,10 @@ class LowerTiers:
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
         with self.moving():
             self.level.index.set_strict(tenant.id, max(own, 1) if is_strict else 0)
+        if tenant.mode == "strict" or tenant.id in self._unkept:
+            self._share_disk(tenant.id)
+        else:
+            self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
@@ -344,8 +350,26 @@ class LowerTiers:
                 self.level.cache.remove_tenant(tenant)
         with self.moving():
             self.level.index.set_strict(tenant, 0)
+        self._share_disk(tenant)
         self._unkept.discard(tenant)
         self._strict.discard(tenant)
+
+    def _share_disk(
+        self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
+    ) -> None:
+        """Give a tenant a part of the disk: as much of it as these blocks are of the cache."""
+        if self.level.disk is None:
+            return
+        from radixkv.tiers.slot_owners import Quota
+
+        tier = self.level.disk.tier
+        least, limit = (blocks * tier.num_slots // self._num_blocks for blocks in (guaranteed, most or 0))
+        quota = Quota(least, None if most is None else max(limit, least, 1), weight)
+        try:
+            tier.set_quota(tenant, quota)
+        except ArgumentError as error:  # other tenants' guarantees are not lowered yet
+            _log.warning("tenant %r is guaranteed no part of the disk: %s", tenant, error)
+            tier.set_quota(tenant, replace(quota, guaranteed=0))
 
     # --- the cache
 
