@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final, Literal
@@ -247,7 +248,7 @@ class DiskTier:
         size = self.settings.segment_tokens * TOKEN_BYTES
         view = memoryview(key)
         stream = xxh3_128(view[: first * size])
-        started, find = keys.locator(namespace), self._table.find
+        started, find = self._locator_start(keys, namespace), self._table.find
         for segment in range(first, stop):
             stream.update(view[segment * size : (segment + 1) * size])
             digest = started.copy()
@@ -565,9 +566,15 @@ class DiskTier:
         return self._folder.keys(tenant) is keys
 
     def _locator(self, keys: TenantKeys, namespace: Namespace, prefix: memoryview) -> bytes:
-        digest = keys.locator(namespace).copy()
+        digest = self._locator_start(keys, namespace)
         digest.update(xxh3_128(prefix).digest())
         return digest.digest()
+
+    def _locator_start(self, keys: TenantKeys, namespace: Namespace) -> blake2b:
+        """Return the start of locators. Another fingerprint has others: its records don't stand in the way."""
+        digest = keys.locator(namespace).copy()
+        digest.update(self.settings.fingerprint)
+        return digest
 
     def _identity(
         self, keys: TenantKeys, namespace: Namespace, prefix: memoryview, segment: int, payload_bytes: int

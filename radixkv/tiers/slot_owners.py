@@ -156,7 +156,9 @@ class Overuse:
         """Whether each owner with records stands in the heap, and not below its overuse. O(owners)."""
         if self._heap is None:
             return True
-        ranks = {owner.name: -rank for rank, entry, owner in self._heap if entry == owner.entry and owner.order}
+        ranks = {
+            owner.name: -rank for rank, entry, owner in self._heap if entry == owner.entry and owner.order
+        }
         return all(not each.order or ranks.get(each.name, -1e300) >= each.overuse for each in owners)
 
 
