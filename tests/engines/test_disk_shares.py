@@ -132,7 +132,7 @@ def test_a_tenant_of_another_dtype_has_no_share_of_this_disk(tmp_path: Path) -> 
         assert {dtype: table._guaranteed for dtype, table in tables.items()} == {"exact": 0, "int8": 20}
 
 
-def test_a_guarantee_that_the_disk_refuses_is_logged(
+def test_a_guarantee_that_does_not_fit_yet_is_logged_and_given_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The cache never has such tenants, but the tiers may hear of two changes in another order."""
@@ -142,6 +142,14 @@ def test_a_guarantee_that_the_disk_refuses_is_logged(
         assert owner.quota("b") == Quota(0, 6)
         (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
         assert "'b' is guaranteed no part of the disk: guaranteed=2 is not allowed" in record.getMessage()
+        below._share_disk("c", 0, 1)
+        assert owner.quota("b") == Quota(0, 6) and owner.quota("c") == Quota(0, 2)
+        below._share_disk("a", NUM_BLOCKS - 1)
+        assert owner.quota("b") == Quota(2, 6) and owner.quota("a") == Quota(NUM_SLOTS - 2)
+        below._share_disk("d", 1)
+        below._share_disk("d")  # it is content with nothing now
+        below._share_disk("a")
+        assert owner.quota("d") == NO_QUOTA and owner.quota("b") == Quota(2, 6)
 
 
 # --- what computes the KV
