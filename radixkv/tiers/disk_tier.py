@@ -53,8 +53,6 @@ from radixkv.tiers.slots import SlotTable
 
 MOST_ERRORS: Final = 8
 MAX_THREADS: Final = 64
-TRIMMED_AT_ONCE: Final = 1_024
-"""Records that ``set_quota`` drops under one hold of the lock: about a millisecond."""
 _NONCE_BYTES: Final = 12
 
 TierState = Literal["open", "awaiting-generations", "degraded", "fenced", "closed"]
@@ -313,26 +311,18 @@ class DiskTier:
 
         return self._submit(work, is_load=False)
 
-    def set_quota(self, tenant: str, quota: Quota) -> int:
+    def set_quota(self, tenant: str, quota: Quota) -> None:
         """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
 
-        Records within the guarantee are never evicted for other tenants. What it has above ``most`` is evicted now.
-        Else a full disk evicts the oldest record of the tenant that is furthest above its guarantee, by its weight.
-        Returns how many records were evicted. No I/O. O(log tenants), and 1 µs for each evicted record.
+        Records within the guarantee are never evicted for other tenants. A tenant with ``most`` records evicts its own
+        oldest one for the next, and two while it has more. Else a full disk evicts the oldest record of the tenant that
+        is furthest above its guarantee, by its weight. No I/O. O(log tenants).
 
         Raises ArgumentError, and changes nothing, for a tenant with a partition, and for a guarantee that doesn't fit
         beside the others'.
         """
-        owner, num_evicted = bytes.fromhex(self._folder.tag(tenant)), 0
         with self._lock:
-            self._table.set_quota(owner, quota)
-        while True:
-            with self._lock:
-                num = self._table.trim(owner, TRIMMED_AT_ONCE)
-                self._counts["evicted"] += num
-            num_evicted += num
-            if num < TRIMMED_AT_ONCE:
-                return num_evicted
+            self._table.set_quota(bytes.fromhex(self._folder.tag(tenant)), quota)
 
     def purge(self, tenant: str) -> int:
         """Forget everything of a tenant, durably. Returns the number of its records.

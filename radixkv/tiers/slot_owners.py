@@ -2,7 +2,7 @@
 
     used < guaranteed     nothing of it is evicted for others
     used > guaranteed     the one with the greatest *overuse*, (used − guaranteed) ÷ weight, loses its oldest record
-    used = most           its next record takes the place of its own oldest one
+    used ≥ most           its next record takes the place of its own oldest one
 
 So the order is that of the tenants in the cache (``radixkv.index.ranking``). On ties the requester loses a record.
 ``used`` counts slots that are filled or sealed.
@@ -75,6 +75,11 @@ class Owner:
     def is_full(self) -> bool:
         """Whether it has all that it may have."""
         return self.quota.most is not None and self.used >= self.quota.most
+
+    @property
+    def is_above(self) -> bool:
+        """Whether it has more than it may have."""
+        return self.quota.most is not None and self.used > self.quota.most
 
     def oldest(self, leased: Container[int]) -> int | None:
         """Return the slot of its least recently used record that isn't leased. O(leases)."""

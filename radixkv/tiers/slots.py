@@ -89,7 +89,7 @@ class SlotTable:
             self._own.pop(owner, None)
 
     def set_quota(self, name: bytes, quota: Quota) -> None:
-        """Give an owner a quota from now on, also if it has more: see ``trim``. O(log owners).
+        """Give an owner a quota from now on. What it has above ``most`` goes with its next records. O(log owners).
 
         Raises ArgumentError, and changes nothing, for an owner with a partition, and for more guaranteed slots than
         there are.
@@ -109,15 +109,6 @@ class SlotTable:
             self._overuse.rank(owner)
         else:
             self._owners.pop(name, None)
-
-    def trim(self, name: bytes, most: int) -> int:
-        """Drop up to ``most`` of the oldest records that an owner has above its quota. Returns how many. O(them)."""
-        owner, num = self._owners.get(name), 0
-        if owner is not None and owner.quota.most is not None:
-            num = min(owner.used - owner.quota.most, len(owner.order), most)
-            for _ in range(num):
-                self.drop(next(iter(owner.order.values())))
-        return max(num, 0)
 
     def find(self, locator: bytes) -> int | None:
         """Return the sealed slot of a record, or None. O(1)."""
@@ -144,16 +135,19 @@ class SlotTable:
     def take(self, locator: bytes, name: bytes) -> int | None:
         """Return a slot to fill with an owner's record, evicting one if none is free, or if it has its most.
 
-        None if the record is there or being filled, or if every slot that it may take is in use. O(log owners).
+        An owner with more than its most, because that was lowered, loses two. So it isn't emptied by a limit that is
+        low for a moment. None if the record is there or being filled, or if every slot that it may take is in use.
+        O(log owners).
         """
         if locator in self._slots or locator in self._filling:
             return None
         owner = self._owners.get(name) or Owner(name)
-        while self._is_short(owner):
-            victim = self._victim(owner)
-            if victim is None:
-                return None
-            self.drop(victim)
+        for _ in range(1 + owner.is_above):
+            if self._is_short(owner):
+                victim = self._victim(owner)
+                if victim is None:
+                    return None
+                self.drop(victim)
         slot = self._free.pop()
         self._states[slot] = FILLING
         self._entries[slot] = Entry(locator, name)

@@ -115,8 +115,10 @@ def test_a_change_of_a_tenant_reaches_the_disk(tmp_path: Path) -> None:
     with shared(tmp_path / "disk", ACME, GLOBEX) as owner:
         owner.flood("b")
         assert owner.records("b") == 50
-        owner.cache.add_tenant(replace(GLOBEX, max_blocks=5, weight=2.0))
-        assert owner.quota("b") == Quota(0, 10, 2.0) and owner.records("b") == 10
+        owner.cache.add_tenant(replace(GLOBEX, max_blocks=12, weight=2.0))
+        assert owner.quota("b") == Quota(0, 24, 2.0) and owner.records("b") == 50
+        owner.flood("b", 12)
+        assert owner.records("b") == 24
         owner.cache.add_tenant(Tenant("b", guaranteed_blocks=5, mode="strict"))
         assert owner.quota("b") == NO_QUOTA, "a strict tenant has nothing on the disk"
         owner.cache.remove_tenant("a")

@@ -11,7 +11,6 @@ import pytest
 
 from radixkv.config import Namespace
 from radixkv.errors import ArgumentError
-from radixkv.tiers import disk_tier
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.tiers.support import ACME, GLOBEX, NUM_SLOTS, counted, prompt, right_or_missing, store, tier_in
@@ -74,24 +73,24 @@ def test_without_its_guarantee_a_flood_leaves_a_tenant_its_equal_share_alone(tie
     assert len(there(tier, ACME)) == NUM_SLOTS // 2
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 1_024])
-def test_a_lower_limit_evicts_the_oldest_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+def test_a_lower_limit_shrinks_a_tenant_with_each_record_and_a_moment_of_it_costs_nothing(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(disk_tier, "TRIMMED_AT_ONCE", at_once)
     with tier_in(tmp_path / "t", num_threads=1) as tier:
         flood(tier, ACME, 9)
-        assert tier.set_quota("acme", Quota(most=9)) == 0
-        assert tier.set_quota("acme", Quota(most=4)) == 5
-        assert there(tier, ACME) == [5, 6, 7, 8] and counted(tier, {"evicted": 5, "sealed": 4})
-        assert tier.set_quota("acme", NO_QUOTA) == 0
-        tier._table.check()
-    with tier_in(
-        tmp_path / "t", num_threads=1
-    ) as tier:  # their headers are there, and nobody limits the tenant
+        tier.set_quota("acme", Quota(most=1))
+        tier.set_quota("acme", Quota(most=7))
+        assert there(tier, ACME) == [*range(9)] and counted(tier, {"evicted": 0})
+    with tier_in(tmp_path / "t", num_threads=1) as tier:
+        tier.set_quota("acme", Quota(most=7))
         assert there(tier, ACME) == [*range(9)]
-        assert tier.set_quota("acme", Quota(most=4)) == 5
-        assert tier.purge("acme") == 4
+        sizes = []
+        for number in range(9, 13):
+            assert store(tier, ACME, prompt(number))
+            sizes.append(len(tier))
+        assert sizes == [8, 7, 7, 7] and counted(tier, {"evicted": 6, "sealed": 7})
+        assert there(tier, ACME) == [*range(6, 13)]
+        assert tier.purge("acme") == 7
     with tier_in(tmp_path / "t", num_threads=1) as tier:
         assert there(tier, ACME) == [] and len(tier) == 0, "a purge reaches what a limit evicted"
 
@@ -131,7 +130,7 @@ def test_quotas_that_change_at_random_lose_nothing_that_is_guaranteed(tmp_path: 
                     for each, quota in quotas.items():
                         if each != name:
                             assert after[each] >= min(before[each], quota.guaranteed)
-                        assert quota.most is None or after[each] <= quota.most
+                        assert quota.most is None or after[each] <= max(quota.most, before[each])
                 tier._table.check()
                 evictions += tier.counts()["evicted"]
     assert evictions > 200
