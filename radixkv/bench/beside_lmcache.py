@@ -100,11 +100,20 @@ def _disk_of_ours(prompts: list[Any], length: int, folder: Path, found: Measured
     from radixkv import Namespace
     from radixkv.tiers.disk_tier import DiskSettings, DiskTier
     from radixkv.tiers.files import round_up
+    from radixkv.tiers.record_identity import fingerprint_of
     from radixkv.tiers.slab import HEADER_BYTES
 
     namespace, mib = Namespace("bench", "toy"), NUM_BLOCKS * len(prompts)
     disk_bytes = 8_192 + (mib + 8) * (round_up(MIB) + HEADER_BYTES)
-    settings = DiskSettings(folder / "kv", disk_bytes, MIB, NUM_TOKENS, sync_s=3_600.0, hang_s=60.0)
+    settings = DiskSettings(
+        folder / "kv",
+        disk_bytes,
+        MIB,
+        NUM_TOKENS,
+        fingerprint=fingerprint_of(bench="random bytes"),
+        sync_s=3_600.0,
+        hang_s=60.0,
+    )
     blocks = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, MIB), np.uint8)
     rows, out = np.zeros_like(blocks), np.zeros_like(blocks)
     with DiskTier(settings, [b"the secret of a benchmark"]) as tier:

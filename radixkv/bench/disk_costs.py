@@ -30,6 +30,7 @@ from radixkv.bench.measure import heading, surroundings
 from radixkv.config import Namespace
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import Files, aligned, read_exactly, round_up, write_exactly
+from radixkv.tiers.record_identity import fingerprint_of
 from radixkv.tiers.slab import HEADER_BYTES
 
 _NAMESPACE = Namespace("acme", "bench")
@@ -83,7 +84,15 @@ def run(
 
 def _settings(folder: Path, num_slots: int, record_bytes: int, segment_tokens: int) -> DiskSettings:
     disk_bytes = 2 * 4096 + num_slots * (round_up(record_bytes) + HEADER_BYTES)
-    return DiskSettings(folder, disk_bytes, record_bytes, segment_tokens, sync_s=3600.0, hang_s=60.0)
+    return DiskSettings(
+        folder,
+        disk_bytes,
+        record_bytes,
+        segment_tokens,
+        fingerprint=fingerprint_of(bench="random bytes"),
+        sync_s=3600.0,
+        hang_s=60.0,
+    )
 
 
 def _key(number: int, segment_tokens: int) -> bytes:

@@ -156,7 +156,7 @@ class HostIndex:
         return start + self.num_filled(entries)
 
     def still_has(self, namespace: Namespace, key: bytes, start: int) -> bool:
-        """Whether all blocks of a key from ``start`` on have filled slots. Then these aren't spare any more. O(nodes)."""
+        """Whether all blocks of a key from ``start`` on have filled slots, which aren't spare then. O(nodes)."""
         entries = self.cache.match(namespace, key).block_ids[start:]
         is_whole = (start + len(entries)) * self._size * TOKEN_BYTES == len(key) and len(entries) > 0
         if not is_whole or not self._is_filled[entries].all():

@@ -41,7 +41,7 @@ from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
-from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
+from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, require_fingerprint
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from radixkv.index.below import Expected, Loading, Part, Target
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
+    from radixkv.tiers.slot_owners import Quota
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
@@ -115,7 +116,7 @@ class LowerTiers:
 
     ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
     host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    and for the disk's folder (``DiskSettings``).
+    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -130,6 +131,8 @@ class LowerTiers:
         clock: Clock = monotonic,
     ) -> None:
         self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        if settings.disk is not None:
+            require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
@@ -146,6 +149,8 @@ class LowerTiers:
         self._unkept: set[str] = set()
         self._strict: set[str] = set()
         self._added: set[str] = set()
+        self._unmet: dict[str, Quota] = {}
+        """Quotas whose guarantee the disk refused."""
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
@@ -334,9 +339,9 @@ class LowerTiers:
             self.add_tenant(settings())
 
     def add_tenant(self, tenant: Tenant) -> None:
-        """Give a tenant its share of host memory: as much of it as it has of the cache.
+        """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that, nothing of it is kept here.
+        If it can't have that of host memory, nothing of it is kept here.
         """
         self._added.add(tenant.id)
         try:
@@ -350,6 +355,10 @@ class LowerTiers:
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
         with self.moving():
             self.level.index.set_strict(tenant.id, max(own, 1) if is_strict else 0)
+        if tenant.mode == "strict" or tenant.id in self._unkept:
+            self._share_disk(tenant.id)
+        else:
+            self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
@@ -359,8 +368,37 @@ class LowerTiers:
                 self.level.cache.remove_tenant(tenant)
         with self.moving():
             self.level.index.set_strict(tenant, 0)
+        self._share_disk(tenant)
         self._unkept.discard(tenant)
         self._strict.discard(tenant)
+
+    def _share_disk(
+        self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
+    ) -> None:
+        """Give a tenant a part of the disk: as much of it as these blocks are of the cache.
+
+        Two tenants' changes may come in another order than to the cache. Then a guarantee may not fit yet. The next
+        change gives it.
+        """
+        if self.level.disk is None:
+            return
+        from radixkv.tiers.slot_owners import Quota
+
+        tier = self.level.disk.tier
+        least, limit = (blocks * tier.num_slots // self._num_blocks for blocks in (guaranteed, most or 0))
+        quota = Quota(least, None if most is None else max(limit, least, 1), weight)
+        self._unmet.pop(tenant, None)
+        try:
+            tier.set_quota(tenant, quota)
+        except ArgumentError as error:
+            _log.warning("tenant %r is guaranteed no part of the disk: %s", tenant, error)
+            tier.set_quota(tenant, replace(quota, guaranteed=0))
+            self._unmet[tenant] = quota
+            return
+        for each, unmet in list(self._unmet.items()):
+            with suppress(ArgumentError):
+                tier.set_quota(each, unmet)
+                del self._unmet[each]
 
     # --- the cache
 

@@ -74,6 +74,15 @@ def disks_of(exact: DiskOptions | None, lossy: Disks | None) -> Disks:
     return found
 
 
+def require_fingerprint(fingerprint: object) -> None:
+    """Raise ConfigError unless this is a fingerprint for a disk: a text that isn't blank."""
+    if not isinstance(fingerprint, str) or not fingerprint.strip():
+        allowed = (
+            "a text that names what computes the KV: model, weights, precision. A disk outlives the process"
+        )
+        raise ConfigError("fingerprint", fingerprint, allowed)
+
+
 def bytes_of(name: str, value: object) -> int:
     """Return bytes, given as a number or a text such as ``"8GiB"``. Raises ConfigError."""
     is_given = isinstance(value, str | int) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of
+from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of, require_fingerprint
 from radixkv.errors import ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
@@ -27,7 +27,8 @@ class TieredCache(PrefixCache):
     ``lossy_disks``: disks of lossy records, under ``CacheConfig.lossy_host_blocks``: ``{"int8": DiskOptions(…)}``. Each
     disk has a folder of its own.
 
-    ``fingerprint``: of what computes the KV: model, weights, precision. Records of another one are never read.
+    ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
+    another. Raises ConfigError without it.
 
     HFEngine sets ``lower`` itself, for a cache without ``host_blocks``, before the first request.
 
@@ -45,7 +46,10 @@ class TieredCache(PrefixCache):
         **parts: Any,
     ) -> None:
         self._lower: Lower | None = None
-        self._below_options = disks_of(disk, lossy_disks), fingerprint
+        disks = disks_of(disk, lossy_disks)
+        if disks:
+            require_fingerprint(fingerprint)
+        self._below_options = disks, fingerprint
         super().__init__(config, **parts)
 
     def _made_below(self) -> Below | None:

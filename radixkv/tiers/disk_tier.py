@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final, Literal
@@ -47,6 +48,7 @@ from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.io_threads import IOThreads, Job, Work
 from radixkv.tiers.record_identity import FINGERPRINT_BYTES, SCHEMES, TOKEN_BYTES, segment_identity
 from radixkv.tiers.slab import HEADER_BYTES, TAG_BYTES, Header, Slab, buffer_bytes, is_sealed
+from radixkv.tiers.slot_owners import Quota
 from radixkv.tiers.slots import SlotTable
 
 MOST_ERRORS: Final = 8
@@ -67,7 +69,7 @@ class DiskSettings:
       makes a new slab: the old records are lost.
     - ``record_bytes``: bytes of the KV of one segment.
     - ``segment_tokens``: tokens of a segment.
-    - ``fingerprint``: of the engine, 32 bytes (``fingerprint_of``).
+    - ``fingerprint``: of what computes the KV, 32 bytes (``fingerprint_of``). Records of another one are never read.
     - ``scheme``: how records stand for KV.
     - ``num_threads``: threads for I/O, each with a buffer of a record, 1 to 64.
     - ``sync_s``: seconds between syncs. A crash loses at most what was sealed since the last.
@@ -84,7 +86,7 @@ class DiskSettings:
     disk_bytes: int
     record_bytes: int
     segment_tokens: int = 256
-    fingerprint: bytes = bytes(FINGERPRINT_BYTES)
+    fingerprint: bytes = field(kw_only=True)
     scheme: str = "exact"
     num_threads: int = 4
     sync_s: float = 5.0
@@ -106,8 +108,10 @@ class DiskSettings:
                 raise ConfigError(name, value, f"an integer from {low} to {high}")
         if self.scheme not in SCHEMES:
             raise ConfigError("scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
-        if len(self.fingerprint) != FINGERPRINT_BYTES:
-            raise ConfigError("fingerprint", len(self.fingerprint), f"{FINGERPRINT_BYTES} bytes")
+        given: object = self.fingerprint
+        if not isinstance(given, bytes) or len(given) != FINGERPRINT_BYTES:
+            value = len(given) if isinstance(given, bytes) else type(given).__name__
+            raise ConfigError("fingerprint", value, f"{FINGERPRINT_BYTES} bytes, from fingerprint_of")
         for name in ("sync_s", "hang_s", "retry_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(name, getattr(self, name), "a number of seconds > 0, at most 86400")
@@ -242,7 +246,7 @@ class DiskTier:
         size = self.settings.segment_tokens * TOKEN_BYTES
         view = memoryview(key)
         stream = xxh3_128(view[: first * size])
-        started, find = keys.locator(namespace), self._table.find
+        started, find = self._locator_start(keys, namespace), self._table.find
         for segment in range(first, stop):
             stream.update(view[segment * size : (segment + 1) * size])
             digest = started.copy()
@@ -306,6 +310,19 @@ class DiskTier:
             return self._store(job, memory, namespace, prefix, segment, source, before)
 
         return self._submit(work, is_load=False)
+
+    def set_quota(self, tenant: str, quota: Quota) -> None:
+        """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
+
+        Records within the guarantee are never evicted for other tenants. A tenant with ``most`` records evicts its own
+        oldest one for the next, and two while it has more. Else a full disk evicts the oldest record of the tenant that
+        is furthest above its guarantee, by its weight. No I/O. O(log tenants).
+
+        Raises ArgumentError, and changes nothing, for a tenant with a partition, and for a guarantee that doesn't fit
+        beside the others'.
+        """
+        with self._lock:
+            self._table.set_quota(bytes.fromhex(self._folder.tag(tenant)), quota)
 
     def purge(self, tenant: str) -> int:
         """Forget everything of a tenant, durably. Returns the number of its records.
@@ -539,9 +556,15 @@ class DiskTier:
         return self._folder.keys(tenant) is keys
 
     def _locator(self, keys: TenantKeys, namespace: Namespace, prefix: memoryview) -> bytes:
-        digest = keys.locator(namespace).copy()
+        digest = self._locator_start(keys, namespace)
         digest.update(xxh3_128(prefix).digest())
         return digest.digest()
+
+    def _locator_start(self, keys: TenantKeys, namespace: Namespace) -> blake2b:
+        """Return the start of locators. Another fingerprint has others: its records don't stand in the way."""
+        digest = keys.locator(namespace).copy()
+        digest.update(self.settings.fingerprint)
+        return digest
 
     def _identity(
         self, keys: TenantKeys, namespace: Namespace, prefix: memoryview, segment: int, payload_bytes: int

@@ -4,29 +4,26 @@
                       └────give_up────▶ free             (a leased slot is free when its last lease ends)
 
 Only sealed slots are found. A table belongs to one tier, whose lock guards it. Each slot belongs to an *owner*, a
-tenant. Records are evicted in the order of their last use. An owner with a *partition* has slots of its own that no
-other owner takes, and takes none of the others', so neither sees the other's load.
+tenant. When there is none free, the owner that is furthest above its share loses its least recently used record
+(``slot_owners``). An owner with a *partition* has slots of its own that no other owner takes, and takes none of the
+others', so neither sees the other's load.
 
 A law holds between calls: each slot is in exactly one state, and an owner's counts sum up to its slots (``check``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Final, NamedTuple
 
 from radixkv.errors import ArgumentError, IntegrityError
+from radixkv.tiers.slot_owners import NO_QUOTA, Overuse, Owner, Quota
 
 FREE: Final = 0
 FILLING: Final = 1
 SEALED: Final = 2
 LEAVING: Final = 3
 """Dropped while it was filled or leased: not found, and free as soon as nobody uses it."""
-
-_MOST_SKIPPED: Final = 64
-"""Leased slots that an eviction passes before it gives up."""
 
 
 class Entry(NamedTuple):
@@ -37,14 +34,13 @@ class Entry(NamedTuple):
 
 
 class _Pool:
-    """The slots that some owners share: at most ``capacity``, sealed ones in the order of their last use."""
+    """The slots that one owner has for itself, or that all others share: at most ``capacity``."""
 
-    __slots__ = ("capacity", "order", "used")
+    __slots__ = ("capacity", "used")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self.order: OrderedDict[bytes, int] = OrderedDict()
 
 
 class SlotTable:
@@ -61,9 +57,9 @@ class SlotTable:
         self._leases: dict[int, int] = {}
         self._slots: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
-        self._by_owner: dict[bytes, set[int]] = {}
+        self._owners: dict[bytes, Owner] = {}
         self._own: dict[bytes, _Pool] = {}
-        self._shared = _Pool(num_slots)
+        self._shared, self._overuse, self._guaranteed = _Pool(num_slots), Overuse(), 0
         for owner, size in (partitions or {}).items():
             self.set_partition(owner, size)
 
@@ -78,19 +74,41 @@ class SlotTable:
 
     def num_of(self, owner: bytes) -> int:
         """Number of slots of an owner, in any state but free."""
-        return len(self._by_owner.get(owner, ()))
+        return len(self._owners[owner].slots) if owner in self._owners else 0
 
     def set_partition(self, owner: bytes, size: int) -> None:
-        """Give an owner that holds nothing ``size`` slots of its own, 0 for none. Raises ArgumentError."""
+        """Give an owner without records and quota ``size`` slots of its own, 0 for none. Raises ArgumentError."""
         before = self._own[owner].capacity if owner in self._own else 0
-        most = self._shared.capacity + before - self._shared.used
-        if self.num_of(owner) or not 0 <= size <= most:
-            raise ArgumentError("size", size, f"0 to {most}, for an owner without records")
+        most = self._shared.capacity + before - max(self._shared.used, self._guaranteed)
+        if owner in self._owners or not 0 <= size <= most:
+            raise ArgumentError("size", size, f"0 to {most}, for an owner without records and quota")
         self._shared.capacity += before - size
         if size:
             self._own[owner] = _Pool(size)
         else:
             self._own.pop(owner, None)
+
+    def set_quota(self, name: bytes, quota: Quota) -> None:
+        """Give an owner a quota from now on. What it has above ``most`` goes with its next records. O(log owners).
+
+        Raises ArgumentError, and changes nothing, for an owner with a partition, and for more guaranteed slots than
+        there are.
+        """
+        if name in self._own:
+            if quota != NO_QUOTA:
+                raise ArgumentError("quota", quota, "none for an owner with a partition")
+            return
+        owner = self._owners.get(name) or Owner(name)
+        most = self._shared.capacity - self._guaranteed + owner.quota.guaranteed
+        if quota.guaranteed > most:
+            raise ArgumentError("guaranteed", quota.guaranteed, f"0 to {most}: others have the rest")
+        self._guaranteed += quota.guaranteed - owner.quota.guaranteed
+        owner.quota = quota
+        if owner.slots or quota != NO_QUOTA:
+            self._owners[name] = owner
+            self._overuse.rank(owner)
+        else:
+            self._owners.pop(name, None)
 
     def find(self, locator: bytes) -> int | None:
         """Return the sealed slot of a record, or None. O(1)."""
@@ -104,35 +122,41 @@ class SlotTable:
         """Count a sealed record as just used. O(1)."""
         entry = self._entries[slot]
         if self._states[slot] == SEALED:
-            self._pool(entry.owner).order.move_to_end(entry.locator)
+            self._owners[entry.owner].order.move_to_end(entry.locator)
 
-    def victim(self, owner: bytes) -> int | None:
-        """Return the sealed slot that the owner's next ``take`` evicts; None if it needs none, or finds none. O(1)."""
-        pool = self._pool(owner)
-        if pool.used < pool.capacity:
-            return None
-        unleased = (slot for slot in islice(pool.order.values(), _MOST_SKIPPED) if slot not in self._leases)
-        return next(unleased, None)
+    def victim(self, name: bytes) -> int | None:
+        """Return the sealed slot that the owner's next ``take`` evicts; None if it needs none, or finds none.
 
-    def take(self, locator: bytes, owner: bytes) -> int | None:
-        """Return a slot to fill with a record, evicting the least recently used one if none is free.
-
-        None if the record is there or being filled, or if every slot that it may take is in use. O(1).
+        O(log owners).
         """
-        pool = self._pool(owner)
+        owner = self._owners.get(name) or Owner(name)
+        return self._victim(owner) if self._is_short(owner) else None
+
+    def take(self, locator: bytes, name: bytes) -> int | None:
+        """Return a slot to fill with an owner's record, evicting one if none is free, or if it has its most.
+
+        An owner with more than its most, because that was lowered, loses two. So it isn't emptied by a limit that is
+        low for a moment. None if the record is there or being filled, or if every slot that it may take is in use.
+        O(log owners).
+        """
         if locator in self._slots or locator in self._filling:
             return None
-        if pool.used >= pool.capacity:
-            victim = self.victim(owner)
-            if victim is None:
-                return None
-            self.drop(victim)
+        owner = self._owners.get(name) or Owner(name)
+        for _ in range(1 + owner.is_above):
+            if self._is_short(owner):
+                victim = self._victim(owner)
+                if victim is None:
+                    return None
+                self.drop(victim)
         slot = self._free.pop()
         self._states[slot] = FILLING
-        self._entries[slot] = Entry(locator, owner)
+        self._entries[slot] = Entry(locator, name)
         self._filling[locator] = slot
-        self._by_owner.setdefault(owner, set()).add(slot)
-        pool.used += 1
+        self._owners[name] = owner
+        owner.slots.add(slot)
+        owner.used += 1
+        self._pool(name).used += 1
+        self._grew(owner)
         return slot
 
     def restore(self, records: Iterable[tuple[int, bytes, bytes]]) -> list[int]:
@@ -141,18 +165,20 @@ class SlotTable:
         Leaves out what is there already, and what an owner has no more room for. Returns the slots that it sealed.
         O(slots), about 2 µs each.
         """
-        orders: dict[_Pool, list[tuple[bytes, int]]] = {}
-        for slot, locator, owner in records:
-            pool = self._pool(owner)
+        orders: dict[Owner, list[tuple[bytes, int]]] = {}
+        for slot, locator, name in records:
+            pool = self._pool(name)
             if locator not in self._slots and pool.used < pool.capacity:
                 pool.used += 1
                 self._states[slot] = SEALED
-                self._entries[slot] = Entry(locator, owner)
+                self._entries[slot] = Entry(locator, name)
                 self._slots[locator] = slot
-                self._by_owner.setdefault(owner, set()).add(slot)
-                orders.setdefault(pool, []).append((locator, slot))
-        for pool, order in orders.items():
-            pool.order.update(reversed(order))
+                owner = self._owners.get(name) or self._owners.setdefault(name, Owner(name))
+                owner.slots.add(slot)
+                owner.used += 1
+                orders.setdefault(owner, []).append((locator, slot))
+        for owner, order in orders.items():
+            owner.order.update(reversed(order))
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if self._states[slot] == FREE]
         return list(self._entries)
 
@@ -165,13 +191,15 @@ class SlotTable:
         del self._filling[entry.locator]
         self._states[slot] = SEALED
         self._slots[entry.locator] = slot
-        self._pool(entry.owner).order[entry.locator] = slot
+        owner = self._owners[entry.owner]
+        owner.order[entry.locator] = slot
+        self._grew(owner)
         return True
 
     def give_up(self, slot: int) -> None:
         """Free a slot that could not be filled."""
         if self._states[slot] == FILLING:
-            del self._filling[self._entries[slot].locator]
+            self._leave(slot)
         self._free_up(slot)
 
     def lease(self, slot: int) -> None:
@@ -191,37 +219,31 @@ class SlotTable:
     def drop(self, slot: int) -> None:
         """Forget a record: it is not found any more. O(1)."""
         state = self._states[slot]
-        if state == SEALED:
-            entry = self._entries[slot]
-            del self._slots[entry.locator]
-            del self._pool(entry.owner).order[entry.locator]
-            self._states[slot] = LEAVING
-            if slot not in self._leases:
-                self._free_up(slot)
-        elif state == FILLING:
-            del self._filling[self._entries[slot].locator]
-            self._states[slot] = LEAVING
+        if state in (SEALED, FILLING):
+            self._leave(slot)
+        if state == SEALED and slot not in self._leases:
+            self._free_up(slot)
 
-    def drop_owner(self, owner: bytes) -> list[int]:
+    def drop_owner(self, name: bytes) -> list[int]:
         """Forget all records of an owner. Returns their slots. O(its slots)."""
-        slots = sorted(self._by_owner.get(owner, ()))
+        slots = sorted(self._owners[name].slots) if name in self._owners else []
         for slot in slots:
             self.drop(slot)
         return slots
 
-    def owners(self) -> dict[bytes, int]:
-        """Return the number of slots of each owner."""
-        return {owner: len(slots) for owner, slots in self._by_owner.items()}
-
     def check(self) -> None:
         """Check the law. O(slots). Raises IntegrityError."""
         by_state = [self._states.count(state) for state in (FREE, FILLING, SEALED, LEAVING)]
-        held = sum(map(len, self._by_owner.values()))
-        pools = [self._shared, *self._own.values()]
+        owners, pools = self._owners.values(), [self._shared, *self._own.values()]
+        held = sum(len(owner.slots) for owner in owners)
         is_right = (
             by_state[FREE] == len(self._free) == len(set(self._free))
             and by_state[FILLING] == len(self._filling)
-            and by_state[SEALED] == len(self._slots) == sum(len(pool.order) for pool in pools)
+            and by_state[SEALED] == len(self._slots) == sum(len(owner.order) for owner in owners)
+            and by_state[FILLING] + by_state[SEALED] == sum(owner.used for owner in owners)
+            and all(owner.slots or owner.quota != NO_QUOTA for owner in owners)
+            and self._guaranteed == sum(owner.quota.guaranteed for owner in owners) <= self._shared.capacity
+            and self._overuse.is_right(self._sharing())
             and held == len(self._entries) == self.num_slots - by_state[FREE] == sum(p.used for p in pools)
             and all(self._states[slot] in (SEALED, LEAVING) for slot in self._leases)
             and sum(pool.capacity for pool in pools) == self.num_slots
@@ -230,15 +252,43 @@ class SlotTable:
         if not is_right:
             raise IntegrityError(f"slots: {by_state} by state, {len(self._entries)} entries, {held} by owner")
 
-    def _pool(self, owner: bytes) -> _Pool:
-        return self._own.get(owner, self._shared)
+    def _pool(self, name: bytes) -> _Pool:
+        return self._own.get(name, self._shared)
+
+    def _sharing(self) -> Iterable[Owner]:
+        return (owner for owner in self._owners.values() if owner.name not in self._own)
+
+    def _is_short(self, owner: Owner) -> bool:
+        """Whether a record must go before the owner can have another."""
+        pool = self._pool(owner.name)
+        return owner.is_full or pool.used >= pool.capacity
+
+    def _victim(self, owner: Owner) -> int | None:
+        if owner.is_full or owner.name in self._own:
+            return owner.oldest(self._leases)
+        return self._overuse.victim(owner, self._sharing(), self._leases)
+
+    def _grew(self, owner: Owner) -> None:
+        if owner.name not in self._own:
+            self._overuse.grew(owner)
+
+    def _leave(self, slot: int) -> None:
+        """Let a slot that is filled or sealed be so no longer."""
+        entry = self._entries[slot]
+        owner = self._owners[entry.owner]
+        if self._states[slot] == SEALED:
+            del self._slots[entry.locator], owner.order[entry.locator]
+        else:
+            del self._filling[entry.locator]
+        owner.used -= 1
+        self._states[slot] = LEAVING
 
     def _free_up(self, slot: int) -> None:
-        entry = self._entries.pop(slot)
-        self._pool(entry.owner).used -= 1
-        slots = self._by_owner[entry.owner]
-        slots.discard(slot)
-        if not slots:
-            del self._by_owner[entry.owner]
+        name = self._entries.pop(slot).owner
+        self._pool(name).used -= 1
+        owner = self._owners[name]
+        owner.slots.discard(slot)
+        if not owner.slots and owner.quota == NO_QUOTA:
+            del self._owners[name]
         self._states[slot] = FREE
         self._free.append(slot)

@@ -14,7 +14,7 @@ from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines import disk_level
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
-from radixkv.index.tokens import encode
+from radixkv.index.tokens import TOKEN_BYTES, encode
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
 from tests.engines.test_engine_on_disk import eventually
 from tests.engines.test_loading_from_disk import SECRET
@@ -83,14 +83,15 @@ def test_a_long_prompt_evicts_in_slices(monkeypatch: pytest.MonkeyPatch) -> None
     owner = Owner(num_blocks=64, host_blocks=100)
     owner.below.slice_blocks = 2
     owner.ask(prompt_of(1, 200))
-    most, demote = 0, owner.below.level.demote
+    most, index = 0, owner.below.level.index
+    still_has = index.still_has
 
-    def watched(namespace: Namespace, key: bytes, start: int, blocks: list[int]) -> None:
+    def watched(namespace: Namespace, key: bytes, start: int) -> bool:
         nonlocal most
-        most = max(most, len(blocks))
-        demote(namespace, key, start, blocks)
+        most = max(most, len(key) // (SIZE * TOKEN_BYTES) - start)
+        return still_has(namespace, key, start)
 
-    monkeypatch.setattr(owner.below.level, "demote", watched)
+    monkeypatch.setattr(index, "still_has", watched)
     owner.ask(prompt_of(2, 200))
     assert 0 < most <= 2
     assert owner.ask(prompt_of(1, 200))[1] < 8

@@ -293,7 +293,11 @@ def test_what_was_purged_does_not_come_back_from_disk(folder: Path) -> None:
 
 def test_a_disk_needs_host_memory() -> None:
     with pytest.raises(ConfigError, match="host_blocks"):
-        TieredCache(CacheConfig(16, SIZE, LAYOUT), disk=DiskOptions(Path("/nowhere"), 1 << 20, SECRET))
+        TieredCache(
+            CacheConfig(16, SIZE, LAYOUT),
+            disk=DiskOptions(Path("/nowhere"), 1 << 20, SECRET),
+            fingerprint="toy",
+        )
     assert PrefixCache(CacheConfig(16, SIZE, LAYOUT)).config.host_blocks == 0
 
 

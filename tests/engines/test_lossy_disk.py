@@ -130,24 +130,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
     one, config = options(tmp_path / "one"), CacheConfig(16, SIZE, LAYOUT, host_blocks=4, lossy_host_blocks=4)
     for lossy in ({"exact": one}, {"int4": one}):
         with pytest.raises(ConfigError, match="lossy_disks"):
-            TieredCache(config, lossy_disks=lossy)  # type: ignore[arg-type]
+            TieredCache(config, lossy_disks=lossy, fingerprint="toy")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a folder of its own"):
-        TieredCache(config, disk=one, lossy_disks={"int8": replace(one)})
+        TieredCache(config, disk=one, lossy_disks={"int8": replace(one)}, fingerprint="toy")
     with pytest.raises(ConfigError, match="lossy_host_blocks"):
-        TieredCache(replace(config, lossy_host_blocks=0), lossy_disks={"int8": one})
+        TieredCache(replace(config, lossy_host_blocks=0), lossy_disks={"int8": one}, fingerprint="toy")
     with pytest.raises(ConfigError, match="none without host_blocks"):
-        TieredCache(replace(config, host_blocks=0), disk=one)
+        TieredCache(replace(config, host_blocks=0), disk=one, fingerprint="toy")
     with pytest.raises(ConfigError, match="none without host_blocks"):
-        TieredCache(CacheConfig(16, SIZE, LAYOUT), lossy_disks={"int8": one})
+        TieredCache(CacheConfig(16, SIZE, LAYOUT), lossy_disks={"int8": one}, fingerprint="toy")
     with opened(config, one), pytest.raises(ConfigError, match=r"folder|disk"):
-        TieredCache(config, lossy_disks={"fp8": options(tmp_path / "two"), "int8": one})
+        TieredCache(config, lossy_disks={"fp8": options(tmp_path / "two"), "int8": one}, fingerprint="toy")
     with opened(config, options(tmp_path / "two")):
         pass  # what was opened before the error is free again
 
 
 @contextmanager
 def opened(config: CacheConfig, disk: DiskOptions) -> Iterator[TieredCache]:
-    cache = TieredCache(config, lossy_disks={"int8": disk})
+    cache = TieredCache(config, lossy_disks={"int8": disk}, fingerprint="toy")
     try:
         yield cache
     finally:

@@ -18,7 +18,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from radixkv.tiers.files import Files
-from tests.tiers.support import NAMESPACES, NUM_PROMPTS, FaultyFiles, held, kv, load, prompt, store, tier_in
+from tests.tiers.support import (
+    NAMESPACES,
+    NUM_PROMPTS,
+    FaultyFiles,
+    evicted_by,
+    held,
+    kv,
+    load,
+    prompt,
+    store,
+    tier_in,
+)
 
 KILLING = ("write", "sync", "rename", "sync_folder", "remove", "allocate")
 NEW_FOLDER_EVERY = 20
@@ -91,7 +102,7 @@ def live(folder: Path, pipe: int, chance: random.Random) -> None:
             tenant, number = chance.choice(list(NAMESPACES)), chance.randrange(NUM_PROMPTS)
             deed = chance.random()
             if deed < 0.7:
-                tell(pipe, ["storing", tenant, number])
+                tell(pipe, ["storing", tenant, number, evicted_by(tier, (tenant, number))])
                 assert store(tier, NAMESPACES[tenant], prompt(number))
             elif deed < 0.93:
                 tier.sync()
@@ -126,16 +137,15 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
     by_call: Counter[str] = Counter()
     synced: list[tuple[str, int]] = []
     gone: set[tuple[str, int]] = set()
-    stored_since = 0
     folder = root / "none"
     for number in range(kills):
         if number % NEW_FOLDER_EVERY == 0:
-            folder, synced, gone, stored_since = root / f"t{number}", [], set(), 0
+            folder, synced, gone = root / f"t{number}", [], set()
         for kind, *facts in messages_of_a_life(folder, seed * 1_000_003 + number):
             if kind == "synced":
-                synced, stored_since = [(each[0], each[1]) for each in facts[0]], 0  # type: ignore[attr-defined]
+                synced = [(each[0], each[1]) for each in facts[0]]  # type: ignore[attr-defined]
             elif kind == "storing":
-                stored_since += 1
+                synced = [each for each in synced if list(each) != facts[2]]
                 gone.discard((str(facts[0]), int(str(facts[1]))))
             elif kind == "purging":
                 synced = [each for each in synced if each[0] != facts[0]]
@@ -144,20 +154,16 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
             else:
                 by_call[str(facts[0])] += 1
         with tier_in(folder, files=FaultyFiles(), direct=False, num_threads=1) as tier:
-            there, order = (
-                set(),
-                held(tier),
-            )  # as the next life finds it: loads change the order in memory only
+            there: set[tuple[str, int]] = set()
             for tenant, namespace in NAMESPACES.items():
                 for each in range(NUM_PROMPTS):
                     found = load(tier, namespace, prompt(each))
                     counts["wrong"] += found not in (None, kv(namespace, prompt(each)))
                     counts["purged_found"] += found is not None and (tenant, each) in gone
                     there |= {(tenant, each)} if found is not None else set()
-            must = synced[stored_since:]
-            synced, stored_since = [each for each in order if each in there], 0
-            counts["lost"] += len(set(must) - there)
-            counts["kept"] += len(must)
+            counts["lost"] += len(set(synced) - there)
+            counts["kept"] += len(synced)
+            synced = sorted(there)
             tier._table.check()
     return {"kills": kills, **counts, "kills_by_call": dict(by_call)}
 

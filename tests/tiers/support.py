@@ -166,11 +166,26 @@ Record = tuple[str, int]
 
 
 def held(tier: DiskTier) -> list[Record]:
-    """The sealed records of crash tests, the least recently used first."""
+    """The sealed records of crash tests by tenants, the least recently used first."""
+    found = records_by_locator(tier)
+    return [found[locator] for owner in tier._table._owners.values() for locator in owner.order]
+
+
+def records_by_locator(tier: DiskTier) -> dict[bytes, Record]:
+    """The records that crash tests could store under the keys that there are now."""
     found = {}
     for tenant, namespace in NAMESPACES.items():
         keys = tier._folder.keys(tenant)
         if keys is not None:
             for number in range(NUM_PROMPTS):
                 found[tier._locator(keys, namespace, prompt(number))] = tenant, number
-    return [found[locator] for locator in tier._table._shared.order]
+    return found
+
+
+def evicted_by(tier: DiskTier, record: Record) -> Record | None:
+    """The record that storing this one next will evict, if only one thread stores."""
+    found, table = records_by_locator(tier), tier._table
+    if any(each == record and table.find(locator) is not None for locator, each in found.items()):
+        return None
+    victim = table.victim(bytes.fromhex(tier._folder.tag(record[0])))
+    return None if victim is None else found[table.entry(victim).locator]

@@ -22,6 +22,7 @@ from tests.tiers.support import (
     NAMESPACES,
     NUM_PROMPTS,
     Record,
+    evicted_by,
     failing,
     held,
     prompt,
@@ -53,8 +54,8 @@ class World:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder, self.chance = folder, chance
         self.synced: list[Record] = []
-        """Records at the last sync, the least recently used first. Stores since may have evicted the first ones."""
-        self.num_since = self.kept = 0
+        """Records at the last sync that no store has evicted since."""
+        self.kept = 0
         self.gone: set[Record] = set()
 
     def live(self) -> None:
@@ -62,17 +63,18 @@ class World:
         files, chance = LossyFiles(self.folder), self.chance
         with tier_in(self.folder, files=files, direct=False, num_threads=1) as tier:
             self.check(tier)
-            self.synced, self.num_since = held(tier), 0
+            self.synced = held(tier)
             for _ in range(chance.randint(1, 25)):
                 tenant, number = chance.choice(list(NAMESPACES)), chance.randrange(NUM_PROMPTS)
                 deed = chance.random()
                 if deed < 0.7:
-                    self.num_since += 1
                     self.gone.discard((tenant, number))
+                    victim = evicted_by(tier, (tenant, number))
+                    self.synced = [each for each in self.synced if each != victim]
                     assert store(tier, NAMESPACES[tenant], prompt(number))
                 elif deed < 0.92:
                     tier.sync()
-                    self.synced, self.num_since = held(tier), 0
+                    self.synced = held(tier)
                 elif not self.purge(tier, files, tenant):
                     break
             tier._sealed_at_sync = tier._sequence  # so that closing the tier doesn't sync
@@ -94,7 +96,7 @@ class World:
 
     def check(self, tier: DiskTier) -> None:
         """What the folder must hold after a power failure."""
-        must = self.synced[self.num_since :]
+        must = self.synced
         for tenant, namespace in NAMESPACES.items():
             for number in range(NUM_PROMPTS):
                 is_there = right_or_missing(tier, namespace, prompt(number))

@@ -12,7 +12,7 @@ import pytest
 from radixkv.config import Namespace
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.tiers import disk_tier
-from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import PAGE_BYTES
 from radixkv.tiers.record_identity import fingerprint_of
 from radixkv.tiers.slab import HEADER, HEADER_BYTES, checks
@@ -326,6 +326,12 @@ def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
         ({"num_threads": 65}, "num_threads=65 is not allowed; allowed: an integer from 1 to 64"),
         ({"disk_bytes": 9000}, "disk_bytes=9000 is not allowed; allowed: at least 12416 bytes"),
         ({"fingerprint": b"short"}, "fingerprint=5 is not allowed; allowed: 32 bytes"),
+        (
+            {"fingerprint": "x" * 32},
+            "fingerprint='str' is not allowed; allowed: 32 bytes, from fingerprint_of",
+        ),
+        ({"fingerprint": bytearray(32)}, "fingerprint='bytearray' is not allowed"),
+        ({"fingerprint": None}, "fingerprint='NoneType' is not allowed"),
         ({"scheme": "int4"}, "scheme='int4' is not allowed; allowed: one of exact, fp8, int8"),
         ({"sync_s": 0}, "sync_s=0 is not allowed; allowed: a number of seconds > 0"),
         ({"sync_s": float("nan")}, "sync_s=nan is not allowed"),
@@ -335,6 +341,24 @@ def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
     with pytest.raises((ConfigError, ArgumentError), match=message), tier_in(tmp_path / "t", **given):
         pass
+
+
+def test_settings_need_a_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="fingerprint"):
+        DiskSettings(tmp_path, 1 << 20, RECORD_BYTES)  # type: ignore[call-arg]
+
+
+def test_records_of_another_fingerprint_stand_in_nobodys_way(tmp_path: Path) -> None:
+    both = fingerprint_of(weights=b"x"), fingerprint_of(weights=b"y")
+    for number, fingerprint in enumerate(both * 2):
+        with tier_in(tmp_path / "t", fingerprint=fingerprint) as tier:
+            assert (
+                right_or_missing(tier, ACME, prompt(1))
+                == (tier.locate(ACME, prompt(1), 0) == 1)
+                == (number > 1)
+            )
+            assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+            assert len(tier) == min(number + 1, 2) and counted(tier, {"mismatched": 0})
 
 
 def test_another_size_makes_a_new_slab_and_keeps_generations(tmp_path: Path) -> None:
