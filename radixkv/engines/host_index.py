@@ -47,6 +47,8 @@ NO_SLOT: Final = -1
 ONE_MORE: Final = bytes(TOKEN_BYTES)
 """A token behind a key: an open sequence leaves the last token out."""
 
+_MOST_OWNERS: Final = 4_096
+
 Scrub = Literal["cross-tenant", "always"]
 
 
@@ -117,6 +119,8 @@ class HostIndex:
         self._is_orphan = np.zeros(num_slots, np.bool_)  # in use, and of no entry any more
         self._owner_of = np.zeros(num_slots, np.int64)  # whose bytes are in a slot; 0: nobody's
         self._owners: dict[tuple[str, int], int] = {}
+        """Their numbers, by tenant and generation."""
+        self._num_owners = 0
         self._pools = [_Pool(num_slots)]
         """That of all tenants that aren't strict, then those of strict ones."""
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
@@ -195,7 +199,7 @@ class HostIndex:
         self._num_free -= num
         slots = self._free[self._num_free : self._num_free + num][::-1].copy()
         pool.used += num
-        owner = self._owners.setdefault((tenant, self.cache.generation(tenant)), len(self._owners) + 1)
+        owner = self._owner(tenant)
         is_foreign = (self._owner_of[slots] != 0) & (self._owner_of[slots] != owner)
         if is_foreign.any():
             self._to_zero.append(slots[is_foreign])
@@ -204,6 +208,17 @@ class HostIndex:
         if may_evict and not number:
             self._make_reserve()
         return slots
+
+    def _owner(self, tenant: str) -> int:
+        """Return the number of a tenant's generation. Forgets those without slots from time to time."""
+        known = tenant, self.cache.generation(tenant)
+        if known not in self._owners:
+            if len(self._owners) > _MOST_OWNERS:
+                used = set(np.unique(self._owner_of).tolist())
+                self._owners = {each: number for each, number in self._owners.items() if number in used}
+            self._num_owners += 1
+            self._owners[known] = self._num_owners
+        return self._owners[known]
 
     def _make_reserve(self) -> None:
         """Evict ahead, so that slots that are in use until they are stored are free when they are needed."""
@@ -290,15 +305,24 @@ class HostIndex:
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
         """Give a tenant that many slots of its own, 0 for none: then it shares those of the others."""
-        shared = self._pools[0]
-        if tenant in self._own:
-            before = self._pools[self._own.pop(tenant)]
-            shared.capacity, before.capacity = shared.capacity + before.capacity, 0
-        if num_slots:
-            num_slots = min(num_slots, shared.capacity)
-            shared.capacity -= num_slots
-            self._own[tenant] = len(self._pools)
-            self._pools.append(_Pool(num_slots))
+        shared, number = self._pools[0], self._own.get(tenant)
+        before = 0 if number is None else self._pools[number].capacity
+        num_slots = min(num_slots, shared.capacity + before)
+        shared.capacity += before - num_slots
+        if number is None and num_slots:
+            number = self._own[tenant] = self._new_pool()
+        if number is not None:
+            self._pools[number].capacity = num_slots
+            if not num_slots:
+                del self._own[tenant]
+
+    def _new_pool(self) -> int:
+        """Return the number of a pool that nobody uses."""
+        for number in range(1, len(self._pools)):
+            if number not in self._own.values() and not self._pools[number].used:
+                return number
+        self._pools.append(_Pool(0))
+        return len(self._pools) - 1
 
     def own_slots(self, tenant: str) -> int:
         """Return how many slots a tenant has for itself."""

@@ -1,0 +1,151 @@
+"""The index of host memory: who has which slot, in random lives beside a simple model."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from radixkv import Namespace, Tenant
+from radixkv.engines.host_index import HostIndex
+from radixkv.errors import IntegrityError
+from radixkv.index.tokens import encode
+
+SIZE = 4
+
+
+def key_of(number: int, num_blocks: int = 5) -> bytes:
+    return encode([1_000 * number + at for at in range(num_blocks * SIZE)])
+
+
+def name_of(tenant: str) -> Namespace:
+    return Namespace(tenant, "m")
+
+
+def put(index: HostIndex, tenant: str, number: int, num_blocks: int = 5, *, may_evict: bool = True) -> int:
+    """Give a prompt entries and slots, and fill these. Returns how many."""
+    lease = index.hold(name_of(tenant), key_of(number, num_blocks))
+    if lease is None:
+        return 0
+    with lease:
+        entries = lease.block_ids.astype(np.int64)
+        at = index.lacking(entries)
+        slots = index.give(tenant, entries[at], may_evict=may_evict)
+        index.filled(entries[at[: len(slots)]])
+        return len(slots)
+
+
+def test_slots_come_from_the_free_then_the_spare_then_the_oldest() -> None:
+    index = HostIndex(10, SIZE, num_above=10, policy="lru")
+    assert put(index, "a", 1) == 5 and put(index, "a", 2) == 5
+    assert put(index, "a", 3, may_evict=False) == 0, "none is free"
+    index.loaded(index.cache.match(name_of("a"), key_of(1)).block_ids)
+    assert put(index, "a", 3) == 5
+    reached = [index.reach(name_of("a"), key_of(number), 0) for number in (1, 2, 3)]
+    assert reached == [0, 5, 5], "the spare ones were taken"
+    assert put(index, "a", 4) == 5
+    reached = [index.reach(name_of("a"), key_of(number), 0) for number in (2, 3, 4)]
+    assert reached == [0, 5, 5], "the oldest were evicted"
+    index.check()
+
+
+def test_slots_in_use_are_never_given_again() -> None:
+    index = HostIndex(5, SIZE, num_above=5, policy="lru")
+    put(index, "a", 1)
+    slots = index.slots_of(index.cache.match(name_of("a"), key_of(1)).block_ids)
+    index.use(slots)
+    assert put(index, "a", 2) == 0
+    index.check()
+    index.unuse(slots)
+    assert put(index, "a", 3) == 5
+    index.check()
+
+
+@pytest.mark.parametrize(("scrub", "zeroed"), [("cross-tenant", 0), ("always", 5)])
+def test_bytes_of_others_are_zeroed(scrub: str, zeroed: int) -> None:
+    index = HostIndex(5, SIZE, num_above=5, policy="lru", scrub=scrub)  # type: ignore[arg-type]
+    put(index, "a", 1)
+    assert len(index.take_to_zero()) == 0
+    put(index, "a", 2)
+    assert len(index.take_to_zero()) == zeroed, "a tenant's own"
+    put(index, "b", 3)
+    assert len(index.take_to_zero()) == 5
+    index.cache.purge("b")
+    put(index, "b", 4)
+    assert len(index.take_to_zero()) == 5, "what a purge left is nobody's"
+
+
+def test_a_share_that_is_set_again_stays_one() -> None:
+    index = HostIndex(20, SIZE, num_above=10, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=9, max_blocks=9, mode="strict"))
+    for _ in range(50):
+        index.set_strict("s", 6)
+    assert index.own_slots("s") == 6 and len(index._pools) == 2
+    assert put(index, "s", 1, 8) == 6
+    for number in range(9):
+        put(index, "b", number)
+    assert index.reach(name_of("s"), key_of(1, 8), 0) == 6, "nobody else takes them"
+    index.set_strict("s", 0)
+    index.set_strict("t", 6)
+    index.check()
+    assert index.own_slots("s") == 0 and index.own_slots("t") == 6
+
+
+def test_a_wrong_count_is_found() -> None:
+    index = HostIndex(5, SIZE, num_above=5)
+    put(index, "a", 1)
+    index._slot_of[index.cache.match(name_of("a"), key_of(1)).block_ids[0]] = 3
+    with pytest.raises(IntegrityError, match="two entries"):
+        index.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "learned", "s3fifo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives_keep_the_law(policy: str, seed: int) -> None:
+    """What the model says is filled never reads as another prompt's: a slot has the prompt that filled it last."""
+    dice = random.Random(seed)
+    index = HostIndex(24, SIZE, num_above=16, policy=policy)
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=8, max_blocks=8, mode="strict"))
+    index.set_strict("s", 4)
+    content: dict[int, tuple[str, int, int]] = {}
+    used: list[np.ndarray] = []
+    for _ in range(600):
+        tenant, number, size = dice.choice("abs"), dice.randrange(6), dice.randint(1, 6)
+        namespace, key = name_of(tenant), key_of(number, size)
+        what = dice.random()
+        if what < 0.5:
+            lease = index.hold(namespace, key)
+            if lease is None:
+                continue
+            with lease:
+                entries = lease.block_ids.astype(np.int64)
+                index.demoted(entries)
+                at = index.lacking(entries)
+                slots = index.give(tenant, entries[at], may_evict=dice.random() < 0.8)
+                for position, slot in zip(at.tolist(), slots.tolist(), strict=False):
+                    assert not any(slot in each for each in used), "a slot in use was given"
+                    content[slot] = tenant, number, position
+                index.filled(entries[at[: len(slots)]])
+        elif what < 0.6:
+            index.loaded(index.cache.match(namespace, key).block_ids)
+        elif what < 0.65:
+            index.cache.purge(tenant)
+        elif what < 0.7:
+            index.cache.evict(dice.randint(1, 8))
+        elif what < 0.75:
+            slots = index.slots_of(index.cache.match(namespace, key).block_ids)
+            used.append(slots[slots >= 0])
+            index.use(used[-1])
+        elif used and what < 0.85:
+            index.unuse(used.pop(dice.randrange(len(used))))
+        else:
+            reached = index.reach(namespace, key, 0)
+            slots = index.slots_of(index.cache.match(namespace, key).block_ids[:reached])
+            assert [content[slot] for slot in slots.tolist()] == [
+                (tenant, number, at) for at in range(reached)
+            ]
+        index.check()
+    for each in used:
+        index.unuse(each)
+    index.check()
