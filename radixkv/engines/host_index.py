@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -140,6 +141,11 @@ class HostIndex:
         except CapacityError:
             return False
         return True
+
+    def touch(self, namespace: Namespace, key: bytes) -> None:
+        """Count a prefix as just used: the cache above has served it. O(nodes)."""
+        with suppress(CapacityError):
+            self.cache.match_and_lease(namespace, key).release()
 
     def hold(self, namespace: Namespace, key: bytes) -> Lease | None:
         """Lease the entries of whole blocks, which count as just used. None if there is no room for all of them."""

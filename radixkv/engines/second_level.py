@@ -365,6 +365,8 @@ class SecondLevel:
         """
         stop = len(key) // (self._size * TOKEN_BYTES)
         if self.cache.match_ahead(namespace, key + ONE_MORE) >= stop * self._size:
+            if self._has_above:
+                self.index.touch(namespace, key)
             return
         try:
             sequence = self.cache.open(namespace, key, ahead=True)

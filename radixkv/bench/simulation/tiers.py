@@ -194,6 +194,8 @@ class _TieredReplay(Replay):
         host.loaded(self._loading)
         self._loading = NO_ENTRIES
         first = host.cache.match(namespace, key).num_tokens
+        if first == stop:
+            host.touch(namespace, key)
         if first == stop or not host.know(namespace, key):
             return
         entries = host.cache.match(namespace, key).block_ids[first:].astype(np.int64)

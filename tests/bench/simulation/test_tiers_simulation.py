@@ -93,7 +93,9 @@ class Model:
         self.device.move_to_end(block)
         if is_loaded and self.entries.get(block, False):
             self.spare.setdefault(block)
-        if block not in self.entries:
+        if block in self.entries:
+            self.entries.move_to_end(block)
+        else:
             self.know(block)
             if sum(self.entries.values()) < self.sizes[1]:
                 self.entries[block], self.spare[block] = True, None
