@@ -42,7 +42,7 @@ from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings
-from radixkv.errors import ArgumentError, ConfigError, LeaseError
+from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -60,6 +60,7 @@ LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
+_MOST_NAMED: Final = 8
 
 _log = logging.getLogger(__name__)
 
@@ -149,12 +150,14 @@ class LowerTiers:
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
-        self._is_off = False
+        self._is_off = self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
+        self._store_id: Callable[[], str] = lambda: ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._last_error: type[Exception] | None = None
         self._prefetch: Prefetch | None = None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
@@ -266,7 +269,11 @@ class LowerTiers:
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most."""
+        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most.
+
+        Raises TierError if a disk was closed: what was closed before is refused, and changes nothing.
+        """
+        self._require_disk()
         if namespace is not None and not self.has(namespace):
             yield
             return
@@ -295,18 +302,27 @@ class LowerTiers:
         return self.level.cache.clear(namespace)
 
     def forget_on_disk(self, tenant: str) -> None:
-        """Destroy the keys of a tenant's records. Waits for at most ``FORGET_S``: see ``unforgotten``."""
+        """Destroy the keys of a tenant's records. Waits for at most ``FORGET_S``: see ``owed``.
+
+        Raises TierError if that wasn't done before the disk was closed.
+        """
         disk = self.level.disk
         if disk is not None and not disk.pay(tenant, FORGET_S):
-            _log.error("the disk has not forgotten tenant %r; it serves nothing of it meanwhile", tenant)
+            self._require_disk()
+            problem = disk.problem(tenant)
+            _log.error("the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem)
+
+    def _require_disk(self) -> None:
+        if self._is_closed and self.level.disk is not None:
+            raise TierError("the disk below this cache is closed, and can't forget: open it again, then purge")
 
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:
             self.level.disk.owe(tenant)
 
-    def unforgotten(self, tenant: str) -> bool:
-        """Whether a purged or cleared tenant's records may still be on the disk, which doesn't serve them."""
-        return self.level.disk is not None and tenant in self.level.disk.owed
+    def owed(self) -> frozenset[str]:
+        """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
+        return frozenset() if self.level.disk is None else self.level.disk.owed
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
@@ -398,17 +414,32 @@ class LowerTiers:
 
         def run() -> None:
             while not self._stop.wait(_BUSY_TICK_S if self._prefetch and self._prefetch.is_busy else _TICK_S):
-                with self.gate:
-                    self.tick()
+                self._tick_safely()
 
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
         self._thread.start()
 
+    def _tick_safely(self) -> None:
+        """Tick, and tell of an error once: without this thread nothing that a disk owes would be repeated."""
+        try:
+            with self.gate:
+                self.tick()
+            self._last_error = None
+        except Exception as error:  # noqa: BLE001 whatever it is, the next tick may work
+            with self._lock:
+                self._counts["errors"] += 1
+            if type(error) is not self._last_error:
+                _log.exception("a tick of the tiers below the cache failed; the next ones go on")
+            self._last_error = type(error)
+
     def tick(self) -> None:
-        """End what is over, and begin what is due."""
+        """End what is over, and begin what is due. What a disk owes is repeated also while the tiers are off."""
         disk = self.level.disk
-        if disk is not None and disk.tier.state == "awaiting-generations" and self._knows():
-            disk.know_generations()
+        if disk is not None:
+            disk.retry()
+            knows = disk.tier.state == "awaiting-generations" and self._knows()  # asked before the store is
+            if disk.follows(self._store_id()) and knows:
+                disk.know_generations()
         if not self._is_off:
             with self._guarded():
                 if self._prefetch is not None:
@@ -421,18 +452,39 @@ class LowerTiers:
             self.level.reset(version)
 
     def close(self) -> None:
-        """Store what waits for the disk, for some seconds at most, and give its folder back."""
+        """Store what waits for the disk, for some seconds at most, and give its folder back.
+
+        Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         with self.gate:
-            self._is_off = True
+            self._is_off = self._is_closed = True
             if self.level.disk is not None:
                 self.level.disk.close()
+        self._require_paid()
 
-    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
-        """Take from now on which purges the fleet knows of, and whether it knows all: see ``Tiered``."""
-        self._fleet_generation, self._knows = generation, knows
+    def _require_paid(self) -> None:
+        disk, owed = self.level.disk, sorted(self.owed())
+        if disk is None or not owed:
+            return
+        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+        message = (
+            f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
+            f"tenants ({named}): {disk.problem(owed[0])}. Purge them again at the next start"
+        )
+        _log.error("%s", message)
+        raise TierError(message)
+
+    def follow_generations(
+        self,
+        generation: Callable[[str], int],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Take from now on which purges the fleet knows of, whether it knows all, and from where: see ``Tiered``."""
+        self._fleet_generation, self._knows, self._store_id = generation, knows, store_id
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
