@@ -235,8 +235,8 @@ class TierFolder(PrivateFolder):
     def raise_generation_of(self, tag: str, fleet: int | None = None) -> bool:
         """Forget everything of the tenant with this tag: raise its generation and destroy its keys, durably.
 
-        ``fleet``: the generation that the fleet has; if the folder knows it already, nothing changes and this returns
-        False. Takes about four syncs. Raises OSError; then the tenant has no keys until the call is repeated.
+        ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
+        no key, nothing changes and this returns False. Takes about four syncs. Raises OSError; then the tenant has no keys until the call is repeated.
         Another opening doesn't find them either, unless the disk did nothing at all.
         """
         return self._raise(tag, fleet)
@@ -273,9 +273,11 @@ class TierFolder(PrivateFolder):
             generation, before = known or (0, 0)
             if known is not None and is_certain and fleet is not None and fleet <= before:
                 return False
+            names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
+            if known is not None and is_certain and fleet is None and not self._has_any(names):
+                return False
             self._keys.pop(tag, None)
             self._generations[tag] = None
-            names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
             if not is_certain:
                 names |= self._names_of(tag)
             self._mark(names)
@@ -288,6 +290,10 @@ class TierFolder(PrivateFolder):
             self._destroy_keys(names)
             self._generations[tag] = generation + 1
             return True
+
+    def _has_any(self, names: set[str]) -> bool:
+        files = [name + end for name in names for end in ("", GONE)]
+        return any(self.read_small(self._in_keys, each) is not None for each in files)
 
     def _mark(self, names: set[str]) -> None:
         for name in names:

@@ -343,15 +343,26 @@ def test_a_full_disk_keeps_no_key(tmp_path: Path) -> None:
         fill(folder)
         assert tier.purge("acme") == 1, "the key's space is enough"
         fill(folder)
+        assert tier.purge("acme") == 0, "there is nothing to write"
+        assert not store(tier, ACME, prompt(1)) and right_or_missing(tier, GLOBEX, prompt(1))
         with pytest.raises(OSError, match="No space left"):
-            tier.purge("nobody")  # it has no key
-        with pytest.raises(OSError, match="No space left"):
-            tier.purge("nobody")
+            tier.apply_generations({"acme": 7})
         shutil.copytree(folder / "t", tmp_path / "killed")
         (folder / "fill").unlink()
-        assert tier.purge("nobody") == 0 and right_or_missing(tier, GLOBEX, prompt(1))
+        assert tier.apply_generations({"acme": 7}) == 0 and store(tier, ACME, prompt(1))
     with tier_in(tmp_path / "killed") as tier:
         assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
+
+
+def test_a_purge_of_a_tenant_without_a_key_writes_nothing(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert tier.purge("nobody") == 0 and not list((tmp_path / "t" / "generations").iterdir())
+        assert store(tier, ACME, prompt(1))
+        (file,) = (tmp_path / "t" / KEYS).iterdir()
+        content = file.read_bytes()
+        assert tier.purge("acme") == 1 and tier.purge("acme") == 0
+        file.write_bytes(content)  # an older copy, put back
+        assert tier.purge("acme") == 0 and not list((tmp_path / "t" / KEYS).iterdir())
 
 
 @contextmanager
@@ -467,6 +478,7 @@ def test_a_damaged_note_of_the_store_forgets_everything(tmp_path: Path, change: 
 
 def test_a_damaged_generation_serves_nothing_until_a_purge(tmp_path: Path) -> None:
     with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(2))
         tier.purge("acme")
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
     (file,) = (tmp_path / "t" / "generations").iterdir()
@@ -499,6 +511,7 @@ def test_a_damaged_key_loses_its_records_alone(tmp_path: Path, change: str) -> N
 def test_a_record_under_a_key_of_another_generation_is_refused(tmp_path: Path) -> None:
     """The generation's file is removed: the folder counts from 0 again, with a new random key."""
     with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(2))
         tier.purge("acme")
         assert store(tier, ACME, prompt(1))
     (file,) = (tmp_path / "t" / "generations").iterdir()

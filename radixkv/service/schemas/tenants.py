@@ -163,6 +163,10 @@ class PurgeStateReply(ReplyBody):
         description="replicas whose lease has expired. One that comes back purges first. One that is only cut off "
         "from the store still serves the tenant from its cache, unless on_unconfirmed_generation is refuse"
     )
+    owed: bool = Field(
+        description="whether this replica's disk may still have records of the tenant. It serves none of them, and "
+        "goes on destroying them"
+    )
 
 
 class PurgeReply(PurgeStateReply):
