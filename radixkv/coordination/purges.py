@@ -256,7 +256,11 @@ class Purges:
             self.on_purge(tenant, known.raised.generation)
 
     def is_late(self, tenant: str) -> bool:
-        """Whether a purge is applied here, and its confirmation waits for what the tenant was ``owed``. Local."""
+        """Whether a purge is applied here, and its confirmation waits for what the tenant was ``owed``. Local.
+
+        Raises ArgumentError.
+        """
+        check_tenant(tenant)
         return self._keys.tenant(tenant) in self._late
 
     def confirm_late(self, writer: Writer, tenant: str) -> None:

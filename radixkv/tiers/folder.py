@@ -274,7 +274,7 @@ class TierFolder(PrivateFolder):
             if known is not None and is_certain and fleet is not None and fleet <= before:
                 return False
             names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
-            if known is not None and is_certain and fleet is None and not self._has_any(names):
+            if known is not None and is_certain and fleet is None and not self._has_any(tag, names):
                 return False
             self._keys.pop(tag, None)
             self._generations[tag] = None
@@ -291,7 +291,10 @@ class TierFolder(PrivateFolder):
             self._generations[tag] = generation + 1
             return True
 
-    def _has_any(self, names: set[str]) -> bool:
+    def _has_any(self, tag: str, names: set[str]) -> bool:
+        """Whether a tenant has a key, in memory or in a file with one of these names. Raises OSError."""
+        if tag in self._keys:
+            return True
         files = [name + end for name in names for end in ("", GONE)]
         return any(self.read_small(self._in_keys, each) is not None for each in files)
 
