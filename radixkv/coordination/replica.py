@@ -451,7 +451,7 @@ class Replica:
             has_come = self._is_new_epoch or bool(others - self._met)
             raised = self.purges.restore(self._writer, everything=has_come)
             self.purges.apply_purges(self._writer, is_new=self._is_new_epoch, raised=raised)
-            self._store_id = self.store.identity()  # after the purges: if the store is lost in between, this tells
+            self._store_id = self.store.identity()  # after the purges: a loss in between shows
             self._is_new_epoch, self._met = False, others
             self._heard_until = before + self.settings.lease_s
             self.quotas.restate(self._writer, self.settings.lease_s)

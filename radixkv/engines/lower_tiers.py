@@ -310,11 +310,15 @@ class LowerTiers:
         if disk is not None and not disk.pay(tenant, FORGET_S):
             self._require_disk()
             problem = disk.problem(tenant)
-            _log.error("the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem)
+            _log.error(
+                "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
+            )
 
     def _require_disk(self) -> None:
         if self._is_closed and self.level.disk is not None:
-            raise TierError("the disk below this cache is closed, and can't forget: open it again, then purge")
+            raise TierError(
+                "the disk below this cache is closed, and can't forget: open it again, then purge"
+            )
 
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:

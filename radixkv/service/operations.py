@@ -344,7 +344,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: {"matched_tokens": 64, "matched_blocks": 4}},
         ("not_read", "generation_unconfirmed"),
     ),
-    ("DELETE", "/v1/cache"): Operation("Prefixes", replies={200: {"namespaces": 1, "blocks": 4, "owed": False}}),
+    ("DELETE", "/v1/cache"): Operation(
+        "Prefixes", replies={200: {"namespaces": 1, "blocks": 4, "owed": False}}
+    ),
     ("POST", "/v1/completions"): Operation(
         "Completions",
         (

@@ -353,7 +353,7 @@ class DiskTier:
             return
         if known is not None:
             self._awaits = True
-            log.warning("the fleet's store isn't the one that the disk knew, and may lack purges: all is forgotten")
+            log.warning("the fleet's store is another one, and may lack purges: the disk forgets everything")
             self.purge_all()
         self._folder.remember_store(store_id)
 

@@ -236,8 +236,10 @@ class TierFolder(PrivateFolder):
         """Forget everything of the tenant with this tag: raise its generation and destroy its keys, durably.
 
         ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
-        no key, nothing changes and this returns False. Takes about four syncs. Raises OSError; then the tenant has no keys until the call is repeated.
-        Another opening doesn't find them either, unless the disk did nothing at all.
+        no key, nothing changes and this returns False. Takes about four syncs.
+
+        Raises OSError; then the tenant has no keys until the call is repeated. Another opening doesn't find them either,
+        unless the disk did nothing at all.
         """
         return self._raise(tag, fleet)
 
@@ -300,7 +302,7 @@ class TierFolder(PrivateFolder):
 
     def _mark(self, names: set[str]) -> None:
         for name in names:
-            with suppress(OSError):  # it is absent; or it is overwritten under its own name, which raises if that fails
+            with suppress(OSError):  # it is absent, or is overwritten under its own name
                 self.files.rename(name, name + GONE, self._in_keys)
 
     def _destroy_keys(self, names: set[str]) -> None:

@@ -358,16 +358,16 @@ def test_a_close_tells_what_the_disk_still_owes(
 ) -> None:
     """The next opening doesn't find it, because its key was marked before anything failed."""
     answer, files = filled(tmp_path / "disk"), FaultyFiles()
-    with pytest.raises(TierError, match=r"of 1 purged or cleared tenants \('a'\): .*Input/output error"):
-        with on_disk(tmp_path / "disk", files=files) as engine:
-            assert isinstance(engine.cache, TieredCache)
-            ask(engine, prompt_of(9, 77))
-            files.before = failing("write", errno.EIO)
-            if how == "purge":
-                engine.cache.purge("a")
-            else:
-                engine.cache.clear(engine.namespace("a"))
-            assert engine.cache.owed() == {"a"}
+    message = r"of 1 purged or cleared tenants \('a'\): .*Input/output error"
+    with pytest.raises(TierError, match=message), on_disk(tmp_path / "disk", files=files) as engine:
+        assert isinstance(engine.cache, TieredCache)
+        ask(engine, prompt_of(9, 77))
+        files.before = failing("write", errno.EIO)
+        if how == "purge":
+            engine.cache.purge("a")
+        else:
+            engine.cache.clear(engine.namespace("a"))
+        assert engine.cache.owed() == {"a"}
     assert any(each.levelname == "ERROR" and "Purge them again" in each.message for each in caplog.records)
     with on_disk(tmp_path / "disk") as engine:
         assert ask(engine, PROMPT) == (answer, 0)
@@ -381,10 +381,12 @@ def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
         monkeypatch.setattr(f"radixkv.engines.{name}", 0.1)
     filled(tmp_path / "disk")
     hang = HangingDisk("write")
-    with pytest.raises(TierError, match="the disk doesn't answer"):
-        with on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine:
-            hang.is_armed = True
-            engine.cache.purge("a")
+    with (
+        pytest.raises(TierError, match="the disk doesn't answer"),
+        on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine,
+    ):
+        hang.is_armed = True
+        engine.cache.purge("a")
     with pytest.raises(ConfigError, match="no other process uses"), on_disk(tmp_path / "disk"):
         pass
     hang.is_over.set()

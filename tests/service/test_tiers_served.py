@@ -224,9 +224,7 @@ def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_a_purge_that_the_disk_owes_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with with_files(options, files) as live:
@@ -258,12 +256,12 @@ def test_a_purge_that_the_disk_owes_is_not_complete(
 
 def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: Path) -> None:
     options, files = tier_options(tmp_path), FaultyFiles()
-    with pytest.raises(TierError, match=r"kv was closed and may still have the records of 1 .*'acme'"):
-        with with_files(options, files) as live:
-            first, _ = ask(live.acme)
-            eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
-            files.before = failing("write")
-            assert live.operator.post("/v1/tenants/acme/purge").json()["owed"]
+    message = r"kv was closed and may still have the records of 1 .*'acme'"
+    with pytest.raises(TierError, match=message), with_files(options, files) as live:
+        first, _ = ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        assert live.operator.post("/v1/tenants/acme/purge").json()["owed"]
     with service_in_thread(**options) as live:
         assert ask(live.acme) == (first, 0)
 
