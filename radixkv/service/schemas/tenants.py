@@ -153,7 +153,7 @@ class TenantsReply(ReplyBody):
 
 
 class PurgeStateReply(ReplyBody):
-    """Progress of a tenant's last purge: a confirmed replica matches nothing from before the purge."""
+    """Progress of a tenant's last purge: a confirmed replica has nothing from before it, in no tier."""
 
     generation: int = Field(description="grows with each purge of the tenant")
     complete: bool = Field(description="whether every live replica has confirmed")
