@@ -245,6 +245,9 @@ def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch:
         cleared = live.acme.delete("/v1/cache").json()
         assert cleared["namespaces"] == 1 and cleared["owed"]
         assert not live.operator.get("/v1/tenants/globex/purge").json()["owed"]
+        removed = live.operator.delete("/v1/tenants/acme")
+        assert removed.status_code == 503 and removed.json()["error"]["type"] == "not_saved", removed.text
+        assert ask(live.acme)[1] == 0, "the tenant stays"
         files.before = lambda call: None
         state = eventually(
             lambda: (now := live.operator.get("/v1/tenants/acme/purge").json())["complete"] and now
@@ -252,6 +255,38 @@ def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch:
         assert not state["owed"] and state["confirmed"] == found["pending"] and not state["pending"]
         assert purge_by_command(live.url)[0] == 0
         assert live.acme.delete("/v1/cache").json()["owed"] is False
+        assert live.operator.delete("/v1/tenants/acme").status_code == 204
+
+
+def test_a_purge_waits_for_the_disk_of_another_replica(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    fleet = {"redis": redis_server.url, "lease-s": "4"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    with (
+        with_files({**options, **fleet, "replica": "b"}, files) as b,
+        service_in_thread(**fleet, **secret, replica="a") as a,
+    ):
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        a.operator.post("/v1/tenants/acme/purge").raise_for_status()
+        eventually(lambda: metric(b.operator, "owed_purges", "disk") == 1)
+
+        def state(asked: Running) -> Any:
+            return asked.operator.get("/v1/tenants/acme/purge").json()
+
+        assert state(a) == {
+            "generation": 1, "complete": False, "confirmed": ["a"], "pending": ["b"], "unconfirmed": [],
+            "owed": False,
+        }  # fmt: skip
+        assert state(b)["owed"] and purge_by_command(a.url, 3.0)[0] == 1
+        files.before = lambda call: None
+        eventually(lambda: state(a)["confirmed"] == ["a", "b"])
+        assert not state(b)["owed"] and purge_by_command(a.url, 10.0)[0] == 0
 
 
 def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: Path) -> None:

@@ -138,11 +138,16 @@ async def purge_state(call: Call[Service]) -> Response:
 async def remove_tenant(call: Call[Service]) -> Response:
     """Remove a tenant, its keys, and everything that it has cached, on all replicas.
 
-    If the other replicas can't be informed, the answer is 503 and the tenant stays. Then revoke its keys one by one.
+    If the other replicas can't be informed, or the disk here can't destroy its records yet, the answer is 503 and the
+    tenant stays. Then revoke its keys one by one.
     """
     call.query()
     tenant = _known_tenant(call)
-    await _purged(call, tenant)
+    if (await _purged(call, tenant)).owed:
+        message = (
+            "purged, but the disk hasn't destroyed the tenant's records yet, so the tenant stays: try again"
+        )
+        raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
     await _changed_tenant(call, tenant, lambda: call.host.keys.remove_tenant(tenant))
     with suppress(CoordinationError):  # remains of its last requests; upkeep tries again
         await call.host.purges.purge_removed()
