@@ -238,8 +238,8 @@ class TierFolder(PrivateFolder):
         ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
         no key, nothing changes and this returns False. Takes about four syncs.
 
-        Raises OSError; then the tenant has no keys until the call is repeated. Another opening doesn't find them either,
-        unless the disk did nothing at all.
+        Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none either, unless
+        the disk did nothing at all.
         """
         return self._raise(tag, fleet)
 
