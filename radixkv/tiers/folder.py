@@ -238,7 +238,7 @@ class TierFolder(PrivateFolder):
         ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
         no key, nothing changes and this returns False. Takes about four syncs.
 
-        Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none either, unless
+        Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none, unless
         the disk did nothing at all.
         """
         return self._raise(tag, fleet)
