@@ -286,7 +286,11 @@ def purge(
         row = {"tenant": tenant, "generation": state["generation"], **names}
         click.echo(table([row], tuple(row)))
     if not state["complete"]:
-        raise click.ClickException(f"not confirmed by {', '.join(state['pending'])} within {timeout:g} s")
+        who, owed = (
+            ", ".join(state["pending"]),
+            "; the disk of the replica that was asked owes it" * state["owed"],
+        )
+        raise click.ClickException(f"not confirmed by {who} within {timeout:g} s{owed}")
 
 
 def _purged(tenant: str, url: str, key: str | None, timeout: float) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def purge_of(
     with connect(socket, engine_keys, timeout_s) as client:
         done = client.call("purge", fields)
     state = {"generation": done["generation"], "complete": True, "confirmed": [socket]}
-    return {"blocks": done["blocks"], **state, "pending": [], "unconfirmed": []}
+    return {"blocks": done["blocks"], **state, "pending": [], "unconfirmed": [], "owed": False}
 
 
 def audit_of(socket: str, engine_keys: str | None, as_json: bool) -> bool:

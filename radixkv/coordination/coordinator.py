@@ -122,7 +122,14 @@ class Coordinator(JobRecords, PinRecords):
             self.purges.apply_purges(self._writer)
 
     def purge_report(self, tenant: str) -> Purge:
-        """Return the progress of the tenant's last purge. Raises StoreUnavailable, UnreadableRecord."""
+        """Return the progress of the tenant's last purge. Raises StoreUnavailable, UnreadableRecord, StaleEpoch.
+
+        It is confirmed first, if that had to wait for what the tenant was ``owed`` here.
+        """
+        if self.purges.is_late(tenant):
+            with self._writing, self._storing():
+                self._require_registration()
+                self.purges.confirm_late(self._writer, tenant)
         return self._reported(tenant)
 
     def _reported(self, tenant: str, replicated: bool | None = None) -> Purge:

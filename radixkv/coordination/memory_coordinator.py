@@ -48,6 +48,11 @@ class MemoryCoordinator(Coordinator):
         """Whether every purge is known here; always true for a replica that is alone."""
         return self._is_alone or super().knows_generations
 
+    @property
+    def store_id(self) -> str:
+        """The id of the store; empty for a replica that is alone."""
+        return "" if self._is_alone else super().store_id
+
     def _start_threads(self) -> None:
         if not self._is_alone:
             super()._start_threads()

@@ -19,6 +19,9 @@ compared with the last raise that was applied here (``Raised.relation``):
     earlier, or nothing    lost, or put back by an outsider: write the known one again
     apart                  the two are unordered, so it is unknown which one all replicas applied: raise another purge
 
+A purge that is applied here and of which something is left to do, on a disk that failed, is confirmed when that is
+done: with a later beat, or when its progress is asked.
+
 An announcement only says where to look. If the record in a raise's place can't be read (``UnreadableRecord``), that
 tenant's purge and ``report`` fail. The record is logged with the tenant's digest, and the next raise replaces it.
 
@@ -31,7 +34,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -138,7 +141,10 @@ class Purges:
         self._applied: OrderedDict[bytes, _Applied] = OrderedDict()
         self._unchecked: list[bytes] = []
         self._cursor = 0
+        self._late: set[bytes] = set()
         self.on_purge: OnPurge | None = None
+        self.owed: Callable[[], Collection[str]] = tuple
+        """Returns tenants of whose purge something is left to do here."""
         self.resident: Resident | None = None
 
     @property
@@ -248,6 +254,21 @@ class Purges:
             self._apply(writer, digest, tenant, raised, known.position)
         elif relation == "apart" and self.on_purge is not None:
             self.on_purge(tenant, known.raised.generation)
+
+    def is_late(self, tenant: str) -> bool:
+        """Whether a purge is applied here, and its confirmation waits for what the tenant was ``owed``. Local.
+
+        Raises ArgumentError.
+        """
+        check_tenant(tenant)
+        return self._keys.tenant(tenant) in self._late
+
+    def confirm_late(self, writer: Writer, tenant: str) -> None:
+        """Confirm a purge that ``is_late``, if nothing is left to do for it. Raises StoreUnavailable."""
+        digest = self._keys.tenant(tenant)
+        known = self._last(digest)
+        if known.is_done and known.raised != NEVER:
+            self._confirm(writer, digest, known.raised)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
         """Return the progress of the last purge.
@@ -386,8 +407,17 @@ class Purges:
         return raised if self._store.raise_generation(digest, raised, looked.standing).value else None
 
     def _confirm(self, writer: Writer, digest: bytes, raised: Raised) -> None:
+        """Confirm a raise, or note that its confirmation has to wait."""
+        if self._is_owed(digest):
+            self._late.add(digest)
+            return
+        self._late.discard(digest)
         proof = self._proofs.of_confirmation(digest, raised, writer.replica_id, writer.nonce)
         self._store.confirm(digest, writer, raised, proof)
+
+    def _is_owed(self, digest: bytes) -> bool:
+        owed, name = self.owed(), self.name(digest)
+        return name in owed if name is not None else any(self._keys.tenant(each) == digest for each in owed)
 
     def _in_turn(self) -> list[bytes]:
         """Return the next 256 of the tenants that were met or purged."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -101,6 +101,7 @@ class Replica:
         self.purges = Purges(self.keys, store, self.reader, self.quotas.limits, self._publisher.raised)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
+        self._store_id = ""
         self._load = Load()
         self._weights = 0
         self._address = settings.address
@@ -135,11 +136,15 @@ class Replica:
         """The journal that the cache reports its changes to; None if no other replica could ever read it."""
         return self._publisher
 
-    def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
+    def attach(
+        self, resident: Resident, on_purge: OnPurge | None = None, owed: Callable[[], Collection[str]] = tuple
+    ) -> None:
         """Set the source for a rebuild after the journal has overflowed. Without it, other replicas only lose hints.
 
         ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here. It must return when
         nothing of the tenant can be matched. Without it such a purge is never confirmed.
+
+        ``owed()`` returns tenants of whose purge something is left to do here. No purge of theirs is confirmed before.
         """
         if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
             raise ArgumentError(
@@ -148,7 +153,7 @@ class Replica:
         if on_purge is not None and not callable(on_purge):
             raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
         self._resident = self.purges.resident = resident
-        self.purges.on_purge = on_purge
+        self.purges.on_purge, self.purges.owed = on_purge, owed
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch; start beating and publishing. ``address`` replaces the setting.
@@ -306,6 +311,14 @@ class Replica:
         ends, now = (self._heard_until, self._lease_until), self.clock()
         return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
 
+    @property
+    def store_id(self) -> str:
+        """The id of the store from which all purges were read last; empty before. Local.
+
+        Another one than before: the store lost what it had, and purges may be among it.
+        """
+        return self._store_id
+
     def _counted(self, written: Durable) -> Durable:
         self._num_unreplicated += written.replicated is False
         return written
@@ -438,6 +451,7 @@ class Replica:
             has_come = self._is_new_epoch or bool(others - self._met)
             raised = self.purges.restore(self._writer, everything=has_come)
             self.purges.apply_purges(self._writer, is_new=self._is_new_epoch, raised=raised)
+            self._store_id = self.store.identity()  # after the purges: a loss in between shows
             self._is_new_epoch, self._met = False, others
             self._heard_until = before + self.settings.lease_s
             self.quotas.restate(self._writer, self.settings.lease_s)

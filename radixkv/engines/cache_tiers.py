@@ -169,8 +169,8 @@ class CacheTiers(LowerTiers):
 
     def tick(self) -> None:
         """See LowerTiers. Also ends loads that don't go on."""
-        self._sweep()
         super().tick()
+        self._sweep()
 
     def close(self) -> None:
         """See LowerTiers. Loads end."""

@@ -48,7 +48,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
-from radixkv.errors import CapacityError, LeaseError
+from radixkv.errors import CapacityError, LeaseError, TierError
 from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
 from radixkv.index.load_target import paths_of
@@ -80,10 +80,12 @@ FIRST_SECONDS_A_TOKEN: Final = 1e-4
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
 PAY_AGAIN_S: Final = 5.0
-"""Seconds until the keys of a purged tenant are destroyed again, if that failed."""
+"""Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
 _WEIGHT: Final = 0.1
 _POLL_S: Final = 0.001
+_ADMIN_S: Final = 0.5
+"""The shortest time for which ``close`` waits for a purge or a reset that runs."""
 
 _log = logging.getLogger(__name__)
 
@@ -202,6 +204,10 @@ class DiskLevel:
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
         self._num_owed, self._owing, self._pays_at = 0, threading.Lock(), clock()
+        self._problems: dict[str, str] = {}
+        """Why tenants are still owed."""
+        self._meeting: Job | None = None
+        self._meets_at = clock()
         self._admin = IOThreads(1, 1)
         self._must_reset = self._is_closing = False
         self._resetting: Job | None = None
@@ -387,8 +393,7 @@ class DiskLevel:
         if self._filled_now:
             self._filling[step] = self._filled_now
             self._filled_now = []
-        self._reset_if_due()
-        self._pay_if_due()
+        self.retry()
         self._end_stores()
         self._begin_stores()
         self.tier.maintain()
@@ -483,6 +488,36 @@ class DiskLevel:
         with self._owing:
             return frozenset(self._owed)
 
+    def problem(self, tenant: str) -> str:
+        """Return why an owed tenant isn't paid yet."""
+        return self._problems.get(tenant, "the disk doesn't answer")
+
+    def retry(self) -> None:
+        """Begin again what failed, if it is time: a reset, and what is owed. Never waits."""
+        self._reset_if_due()
+        self._pay_if_due()
+
+    def follows(self, store_id: str) -> bool:
+        """Whether the folder knows that the fleet's purges come from this store; empty: from none. Never waits.
+
+        If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``).
+        """
+        if not store_id or self.tier.store_id == store_id:
+            return True
+        is_meeting = self._meeting is not None and not self._meeting.is_done
+        if not is_meeting and self._clock() >= self._meets_at:
+            self._meets_at = self._clock() + PAY_AGAIN_S
+            self._meeting = self._admin.submit(lambda job, memory: self._met(store_id), is_load=True)
+        return False
+
+    def _met(self, store_id: str) -> bool:
+        try:
+            self.tier.meet_store(store_id)
+        except (OSError, TierError) as error:
+            _log.error("the disk can't forget what it knew from another store, and stays closed: %s", error)
+            return False
+        return True
+
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
         for promotion in list(self._promotions.values()):
@@ -500,6 +535,7 @@ class DiskLevel:
         """Store what host memory has, for at most ``CLOSING_S``, sync, and give the folder back.
 
         ``give_all``: saves what lies above host memory until its argument is true; called when the rest is stored.
+        ``owed`` stays as it is then.
         """
         for request_id in list(self._promotions):
             self.forget(request_id)
@@ -513,8 +549,8 @@ class DiskLevel:
             give_all(lambda: self._clock() >= ends_at)
             self._finish(ends_at)
         self._waiting.clear()
-        self._admin.close(0.0)
-        self.tier.close()
+        is_idle = self._admin.close(max(ends_at - self._clock(), _ADMIN_S))
+        self.tier.close(is_in_use=not is_idle)
         for store in self._stores:
             self._end_store(store)
         self._stores = []
@@ -877,11 +913,18 @@ class DiskLevel:
         return True
 
     def _paid(self, tenant: str) -> bool:
-        """Destroy the keys of a tenant, in a thread. Raises what the disk does."""
+        """Destroy the keys of a tenant, in a thread. Returns whether that is done."""
         asked, generation = self._owed.get(tenant), self._cache.generation(tenant)
         if asked is None:
             return True
-        self.tier.purge(tenant)
+        try:
+            self.tier.purge(tenant)
+        except (OSError, TierError) as error:
+            if self._problems.get(tenant) != str(error):
+                _log.error("the disk can't forget tenant %r, which is tried again: %s", tenant, error)
+            self._problems[tenant] = str(error)
+            return False
+        self._problems.pop(tenant, None)
         known = self._known.get(tenant)
         if known is not None:
             self._known[tenant] = generation, known[1]

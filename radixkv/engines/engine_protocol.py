@@ -318,8 +318,16 @@ class Tiered(Protocol):
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier: see ``LowerTiers.counts``. Empty if there is none. From any thread."""
 
-    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
-        """Take the fleet's generations of tenants, and whether all of them are known, from these functions."""
+    def follow_generations(
+        self, generation: Callable[[str], int], knows: Callable[[], bool], store_id: Callable[[], str]
+    ) -> None:
+        """Take the fleet's generations of tenants, whether all are known, and the id of their store from these.
+
+        The id is empty without a store. A tier that outlives the process forgets everything if it changes.
+        """
+
+    def owed(self) -> frozenset[str]:
+        """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
 
 
 @runtime_checkable

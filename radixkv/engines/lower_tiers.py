@@ -42,7 +42,7 @@ from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, require_fingerprint
-from radixkv.errors import ArgumentError, ConfigError, LeaseError
+from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -61,6 +61,7 @@ LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
+_MOST_NAMED: Final = 8
 
 _log = logging.getLogger(__name__)
 
@@ -154,12 +155,14 @@ class LowerTiers:
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
-        self._is_off = False
+        self._is_off = self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
+        self._store_id: Callable[[], str] = lambda: ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._last_error: type[Exception] | None = None
         self._prefetch: Prefetch | None = None
         self._give_all: Callable[[Callable[[], bool]], None] = lambda is_over: None
         if settings.disk is not None:
@@ -286,7 +289,11 @@ class LowerTiers:
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most."""
+        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most.
+
+        Raises TierError if a disk was closed: what was closed before is refused, and changes nothing.
+        """
+        self.require_disk()
         if namespace is not None and not self.has(namespace):
             yield
             return
@@ -297,6 +304,7 @@ class LowerTiers:
     @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
         """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
+        self.require_disk()
         with self.forgetting(tenant):
             yield
             if namespace is None:
@@ -320,13 +328,20 @@ class LowerTiers:
         """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
         return self.level.cache.clear(namespace)
 
+    def require_disk(self) -> None:
+        """Raise TierError if the disk was closed: it can't forget any more."""
+        if self._is_closed and self.level.disk is not None:
+            raise TierError(
+                "the disk below this cache is closed, and can't forget: open it again, then purge"
+            )
+
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:
             self.level.disk.owe(tenant)
 
-    def unforgotten(self, tenant: str) -> bool:
-        """Whether a purged or cleared tenant's records may still be on the disk, which doesn't serve them."""
-        return self.level.disk is not None and tenant in self.level.disk.owed
+    def owed(self) -> frozenset[str]:
+        """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
+        return frozenset() if self.level.disk is None else self.level.disk.owed
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
@@ -461,17 +476,32 @@ class LowerTiers:
                 if not prefetch.is_busy:
                     prefetch.has_come.wait(_TICK_S)
                 prefetch.has_come.clear()
-                with self.gate:
-                    self.tick()
+                self._tick_safely()
 
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
         self._thread.start()
 
+    def _tick_safely(self) -> None:
+        """Tick, and tell of an error once: without this thread nothing that a disk owes would be repeated."""
+        try:
+            with self.gate:
+                self.tick()
+            self._last_error = None
+        except Exception as error:  # noqa: BLE001 whatever it is, the next tick may work
+            with self._lock:
+                self._counts["errors"] += 1
+            if type(error) is not self._last_error:
+                _log.exception("a tick of the tiers below the cache failed; the next ones go on")
+            self._last_error = type(error)
+
     def tick(self) -> None:
-        """End what is over, and begin what is due."""
+        """End what is over, and begin what is due. What a disk owes is repeated also while the tiers are off."""
         disk = self.level.disk
-        if disk is not None and disk.tier.state == "awaiting-generations" and self._knows():
-            disk.know_generations()
+        if disk is not None:
+            disk.retry()
+            knows = disk.tier.state == "awaiting-generations" and self._knows()  # asked before the store is
+            if disk.follows(self._store_id()) and knows:
+                disk.know_generations()
         if not self._is_off:
             with self._guarded():
                 if self._prefetch is not None:
@@ -484,7 +514,10 @@ class LowerTiers:
             self.level.reset(version)
 
     def close(self) -> None:
-        """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back."""
+        """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back.
+
+        Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
+        """
         self._stop.set()
         if self._prefetch is not None:
             self._prefetch.has_come.set()
@@ -493,11 +526,29 @@ class LowerTiers:
         with self.gate:
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
-            self._is_off = True
+            self._is_off = self._is_closed = True
+        self._require_paid()
 
-    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
-        """Take from now on which purges the fleet knows of, and whether it knows all: see ``Tiered``."""
-        self._fleet_generation, self._knows = generation, knows
+    def _require_paid(self) -> None:
+        disk, owed = self.level.disk, sorted(self.owed())
+        if disk is None or not owed:
+            return
+        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+        message = (
+            f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
+            f"tenants ({named}): {disk.problem(owed[0])}. Purge them again at the next start"
+        )
+        _log.error("%s", message)
+        raise TierError(message)
+
+    def follow_generations(
+        self,
+        generation: Callable[[str], int],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Take from now on which purges the fleet knows of, whether it knows all, and from where: see ``Tiered``."""
+        self._fleet_generation, self._knows, self._store_id = generation, knows, store_id
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
@@ -678,15 +729,20 @@ class LowerTiers:
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
     """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
 
-    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.unforgotten``.
+    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before that
+    was done.
     """
-    disks = [each.disk for each in tiers if each.disk is not None]
-    jobs, ends_at = [disk.begin_to_pay(tenant) for disk in disks], monotonic() + FORGET_S
-    for disk, job in zip(disks, jobs, strict=True):
+    those = [(each, each.disk) for each in tiers if each.disk is not None]
+    jobs, ends_at = [disk.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
+    for (each, disk), job in zip(those, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
         if tenant in disk.owed:
-            _log.error("a disk has not forgotten tenant %r; it serves nothing of it meanwhile", tenant)
+            each.require_disk()
+            problem = disk.problem(tenant)
+            _log.error(
+                "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
+            )
 
 
 def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:

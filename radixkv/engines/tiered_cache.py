@@ -33,7 +33,7 @@ class TieredCache(PrefixCache):
     HFEngine sets ``lower`` itself, for a cache without ``host_blocks``, before the first request.
 
     No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
-    see ``unforgotten``.
+    see ``unforgotten``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class TieredCache(PrefixCache):
         attach(self, tiers)
 
     def close(self) -> None:
-        """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls."""
+        """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls.
+
+        Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
+        """
         if self._lower is not None:
             self._lower.close()
 
@@ -100,12 +103,21 @@ class TieredCache(PrefixCache):
 
     def unforgotten(self, tenant: str) -> bool:
         """Whether a disk may still have what a purge or a clear of the tenant was to destroy."""
-        return self._lower is not None and self._lower.unforgotten(tenant)
+        return tenant in self.owed()
 
-    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
-        """Take the fleet's generations of tenants, and whether all of them are known, from these functions."""
+    def owed(self) -> frozenset[str]:
+        """Return the tenants that are ``unforgotten``."""
+        return frozenset() if self._lower is None else self._lower.owed()
+
+    def follow_generations(
+        self,
+        generation: Callable[[str], int],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Take the fleet's generations of tenants, whether all are known, and the id of their store from these."""
         if self._lower is not None:
-            self._lower.follow_generations(generation, knows)
+            self._lower.follow_generations(generation, knows, store_id)
 
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier: see ``LowerTiers.counts``."""

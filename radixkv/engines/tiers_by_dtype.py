@@ -257,14 +257,19 @@ class TiersByDtype:
             for each in self.tiers.values():
                 stack.callback(each.close)
 
-    def unforgotten(self, tenant: str) -> bool:
+    def owed(self) -> frozenset[str]:
         """See LowerTiers."""
-        return any(each.unforgotten(tenant) for each in self.tiers.values())
+        return frozenset[str]().union(*(each.owed() for each in self.tiers.values()))
 
-    def follow_generations(self, generation: Callable[[str], int], knows: Callable[[], bool]) -> None:
+    def follow_generations(
+        self,
+        generation: Callable[[str], int],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+    ) -> None:
         """See LowerTiers."""
         for each in self.tiers.values():
-            each.follow_generations(generation, knows)
+            each.follow_generations(generation, knows, store_id)
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """See LowerTiers. Those of lossy tiers have their dtype behind the name: ``host_int8``."""

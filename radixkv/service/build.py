@@ -67,9 +67,14 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     engine = loaded.start(_journal(events, coordinator.journal))
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
-    coordinator.attach(cache, partial(_purge, cache))
+    owed = cache.owed if isinstance(cache, Tiered) else tuple
+    coordinator.attach(cache, partial(_purge, cache), owed)
     if isinstance(cache, Tiered):
-        cache.follow_generations(coordinator.purges.generation, lambda: coordinator.knows_generations)
+        cache.follow_generations(
+            coordinator.purges.generation,
+            lambda: coordinator.knows_generations,
+            lambda: coordinator.store_id,
+        )
     load_registered()
     tenant_sync = TenantSync(cache, coordinator)
     keys.on_change = tenant_sync.take

@@ -17,8 +17,8 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing
-from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError
+from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered
+from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
@@ -86,6 +86,8 @@ class Service:
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
         self.meter = meter or Meter(model_name, removals=tenant_sync.num_removals, clock=clock)
+        self.left_undone: TierError | None = None
+        """What ``close`` couldn't do."""
         self._sample_at = 0.0
         self.warmer = Warmer(engine, self.worker, self.meter, recorder)
         self.promises = Promises(engine, clock)
@@ -183,6 +185,10 @@ class Service:
         if isinstance(self.cache, Prefetching):
             self.cache.prefetch(self.current(namespace), prompt_key)
 
+    def owes(self, tenant: str) -> bool:
+        """Whether a disk here may still have records of a tenant that a purge or a clear was to destroy."""
+        return isinstance(self.cache, Tiered) and tenant in self.cache.owed()
+
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process; empty if it is healthy."""
         try:
@@ -261,7 +267,10 @@ class Service:
         self.meter.sample(levels)
 
     async def close(self) -> None:
-        """Cancel jobs and work, leave the fleet. The event loop keeps running during this."""
+        """Cancel jobs and work, leave the fleet. The event loop keeps running during this.
+
+        If a disk still has what a purge was to destroy, ``left_undone`` says so.
+        """
         self.intake.close()
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()
@@ -273,7 +282,10 @@ class Service:
         if self.events is not None:
             await anyio.to_thread.run_sync(self.events.close)
         if isinstance(self.engine, Closing):
-            await anyio.to_thread.run_sync(self.engine.close)
+            try:
+                await anyio.to_thread.run_sync(self.engine.close)
+            except TierError as error:
+                self.left_undone = error
 
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [

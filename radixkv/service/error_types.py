@@ -274,7 +274,7 @@ _LISTED = (
     ErrorType(
         "not_saved",
         (503,),
-        "The keys file can't be written. No key and no setting was changed.",
+        "The keys file can't be written, or a disk can't destroy records yet. No key and no setting was changed.",
         "Correct the cause that the message names, for example a full disk, and try again.",
         {"message": "the keys file can't be written: No space left on device"},
     ),

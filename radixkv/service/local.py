@@ -22,7 +22,7 @@ def demo_service(**settings: str | None) -> Iterator[str]:
 
 @contextmanager
 def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[tuple[Service, str]]:
-    """Run a registered service during the ``with``; yield it and its base URL. Raises ConfigError."""
+    """Run a registered service during the ``with``; yield it and its base URL. Raises as ``server.run``."""
     with bind(settings.host, settings.port) as listener:
         service = registered(settings, listener, limits)
         ready = threading.Event()
@@ -35,3 +35,5 @@ def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[t
         finally:
             server.should_exit = True
             thread.join()
+        if service.left_undone is not None:
+            raise service.left_undone

@@ -163,6 +163,7 @@ _PURGE = {
     "confirmed": ["replica-ba3a0a99"],
     "pending": [],
     "unconfirmed": [],
+    "owed": False,
 }
 _COMPLETION = {
     "id": "cmpl-5f0b6a1d9c3e47b2a8d40e17",
@@ -343,7 +344,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: {"matched_tokens": 64, "matched_blocks": 4}},
         ("not_read", "generation_unconfirmed"),
     ),
-    ("DELETE", "/v1/cache"): Operation("Prefixes", replies={200: {"namespaces": 1, "blocks": 4}}),
+    ("DELETE", "/v1/cache"): Operation(
+        "Prefixes", replies={200: {"namespaces": 1, "blocks": 4, "owed": False}}
+    ),
     ("POST", "/v1/completions"): Operation(
         "Completions",
         (

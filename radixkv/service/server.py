@@ -5,10 +5,11 @@
 The port is taken before the model is loaded, so that a busy port is reported at once. The port listens before the
 replica registers, so that no other replica gets an address that doesn't answer.
 
-SIGINT and SIGTERM end the process with exit code 0. While it drains, for at most ``Limits.drain_s``, requests in
-progress continue; ``/readyz`` says ``stopping``, and new requests get 503. Then each stream ends with an error event,
-and each request that still waits gets 503. A client has GRACE_S to read that; then its connection is cut. A second
-signal ends the draining and the grace at once. SIGHUP reloads the configuration (``reloading``).
+SIGINT and SIGTERM end the process with exit code 0, or with 1 if a disk still has what a purge was to destroy. While it
+drains, for at most ``Limits.drain_s``, requests in progress continue; ``/readyz`` says ``stopping``, and new requests
+get 503. Then each stream ends with an error event, and each request that still waits gets 503. A client has GRACE_S to
+read that; then its connection is cut. A second signal ends the draining and the grace at once. SIGHUP reloads the
+configuration (``reloading``).
 """
 
 from __future__ import annotations
@@ -186,7 +187,10 @@ def run(
     on_ready: Callable[[Service, str], None],
     reloader: Reloader | None = None,
 ) -> None:
-    """Serve until a signal comes. ``on_ready`` gets the service and its base URL. Raises ConfigError."""
+    """Serve until a signal comes. ``on_ready`` gets the service and its base URL.
+
+    Raises ConfigError, and at the end TierError if a disk still has what a purge was to destroy.
+    """
     with catching(reloader), bind(settings.host, settings.port) as listener:
         service = registered(settings, listener)
         service.intake.start()
@@ -194,6 +198,8 @@ def run(
         local = base_url(listener, settings.tls)
         server = Server(service, version, lambda: on_ready(service, local), settings.tls, reloader)
         server.run(sockets=[listener])
+        if service.left_undone is not None:
+            raise service.left_undone
 
 
 def catching(reloader: Reloader | None) -> AbstractContextManager[None]:

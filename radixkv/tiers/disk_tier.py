@@ -329,12 +329,15 @@ class DiskTier:
 
         When it returns, no record can be found, and none can be decrypted, also not from an older copy of the slab
         with all keys that are left. A load that runs ends as a miss. Costs about four syncs, and O(its slots). Raises
-        OSError or TierError if the disk fails: then repeat it; the tenant's records are not served meanwhile.
+        OSError or TierError if the disk fails: then repeat it; the tenant's records are not served meanwhile. Raises
+        TierError after ``close``.
         """
+        self._require_folder()
         return self._forget(tenant, None)
 
     def purge_all(self) -> bool:
-        """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each. Raises OSError."""
+        """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each. Raises as ``purge``."""
+        self._require_folder()
         for owner in self._folder.owners().values():
             tag = owner.hex()
             self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
@@ -343,11 +346,33 @@ class DiskTier:
     def apply_generations(self, generations: Mapping[str, int]) -> int:
         """Learn the fleet's generations of tenants: purge each tenant that was purged since. Then the tier may open.
 
-        Returns the number of records that were forgotten. Raises OSError, TierError; then the tier stays closed.
+        Returns the number of records that were forgotten. Raises as ``purge``; then the tier stays closed.
         """
+        self._require_folder()
         forgotten = sum(self._forget(tenant, generation) for tenant, generation in generations.items())
         self._awaits = False
         return forgotten
+
+    @property
+    def store_id(self) -> str | None:
+        """The id of the store that ``meet_store`` was told last; None before, empty if the folder's note is damaged."""
+        return self._folder.store
+
+    def meet_store(self, store_id: str) -> None:
+        """Learn which store the fleet's purges come from, durably. If the folder knows another one, forget everything.
+
+        The purges of the other store may be lost. So the tier is closed before it forgets, and opens by
+        ``apply_generations``. Raises as ``purge``; then repeat it.
+        """
+        self._require_folder()
+        known = self._folder.store
+        if known == store_id:
+            return
+        if known is not None:
+            self._awaits = True
+            log.warning("the fleet's store is another one, and may lack purges: the disk forgets everything")
+            self.purge_all()
+        self._folder.remember_store(store_id)
 
     def sync(self) -> None:
         """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""
@@ -371,8 +396,8 @@ class DiskTier:
         if is_due and not is_running and self.state == "open":
             self._submit_sync()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what is queued, sync, and give the folder back. Idempotent.
+    def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
+        """Finish what is queued, sync, and give the folder back, unless a purge of it still runs. Idempotent.
 
         A thread that hangs keeps the files and the lock until the process ends: a descriptor that was closed under it
         might be another file's by the time it goes on.
@@ -381,7 +406,7 @@ class DiskTier:
             return
         self._submit_sync()
         self._is_closed = True
-        if self._io.close(timeout_s):
+        if self._io.close(timeout_s) and not is_in_use:
             self._folder.close()
         else:
             log.error("the disk tier's I/O hangs; its folder stays locked until the process ends")
@@ -531,6 +556,10 @@ class DiskTier:
         return None
 
     # --- parts
+
+    def _require_folder(self) -> None:
+        if self._is_closed:
+            raise TierError("the disk tier is closed: open it again, then purge")
 
     def _partitions(self) -> dict[bytes, int]:
         return {

@@ -3,6 +3,7 @@
     lock           made first: a folder with other files and without it is not ours. flock; the id of the last opening
     master         the folder's key, sealed under a key derived from the fleet's secret; made last
     slab           headers and slots (``slab``)
+    store          the id of the store that the fleet's purges come from, sealed under the folder's key
     generations/   for each purged tenant its generation, sealed under the folder's key
     keys/          for each tenant and generation a random root key, sealed under the folder's key
 
@@ -13,9 +14,10 @@ its files 0600. All are opened relative to the folder's descriptor, and never th
 of identities. A root key is random. Without its file, all records of that generation can't be opened, found, or
 compared with a guessed prompt, also with the secret. A new secret seals ``master`` again.
 
-**Purge.** First the generation is raised durably, then the root key is overwritten, synced and removed. A crash between
-both is repaired at the next opening: keys of past generations are destroyed. What a flash medium keeps of overwritten
-bytes is in ``docs/tiers.md``.
+**Purge.** First the file of the root key is renamed to ``.gone``, so that no later opening takes it, whatever fails or
+hangs next. Then the generation is raised durably, and the key is overwritten, synced and removed. If the generation
+can't be written, the key is destroyed nevertheless: that needs no space, and gives some. What a crash cut off is
+finished at the next opening. What a flash medium keeps of overwritten bytes is in ``docs/tiers.md``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -33,7 +36,7 @@ from radixkv.config import Namespace
 from radixkv.errors import ConfigError, TierError, require_extra
 from radixkv.signing import checked_secret, derived, mac
 from radixkv.tiers.files import Files
-from radixkv.tiers.private_folder import GENERATIONS, ID_BYTES, KEYS, MASTER, PrivateFolder
+from radixkv.tiers.private_folder import GENERATIONS, ID_BYTES, KEYS, MASTER, STORE, PrivateFolder
 
 require_extra("radixkv.tiers.folder", "tiers")
 
@@ -43,6 +46,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 _KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
+GONE: Final = ".gone"
+"""Behind the name of a key that a purge destroys."""
 _FORMAT: Final = b"radixkv tier 1\0\0"
 _GENERATIONS: Final = struct.Struct("<QQ")
 _ROOT: Final = struct.Struct(f"<{ID_BYTES}sQ{_KEY_BYTES}s")
@@ -166,8 +171,12 @@ class TierFolder(PrivateFolder):
                 self.master = master
             if not self.is_new:
                 self._seal_again()
+            self.store: str | None = None
+            """The id of the store that ``remember_store`` was told last; None before, empty if its file is damaged."""
             if master is not None:
                 self._read_tenants()
+                self._finish_purges()
+                self.store = self._read_store()
         except BaseException:
             self.close()
             raise
@@ -176,6 +185,11 @@ class TierFolder(PrivateFolder):
         """After the slab of a new folder was made: write ``master``, which makes the folder valid."""
         self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, _MASTER.pack(*self.master)))
         self.is_new = False
+
+    def remember_store(self, store: str) -> None:
+        """Write durably from which store the fleet's purges come. Raises OSError; then the former is remembered."""
+        self.write_small(self.folder, STORE, seal(self.master.key, STORE, store.encode()))
+        self.store = store
 
     # --- tenants: questions read memory only
 
@@ -219,11 +233,13 @@ class TierFolder(PrivateFolder):
         return self.raise_generation_of(self.tag(tenant), fleet)
 
     def raise_generation_of(self, tag: str, fleet: int | None = None) -> bool:
-        """Forget everything of the tenant with this tag: raise its generation durably, then destroy its keys.
+        """Forget everything of the tenant with this tag: raise its generation and destroy its keys, durably.
 
-        ``fleet``: the generation that the fleet has; if the folder knows it already, nothing changes and this returns
-        False. Takes about four syncs. Raises OSError; then a part may be done, and the tenant has no keys until the
-        call is repeated or the folder opened again.
+        ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
+        no key, nothing changes and this returns False. Takes about four syncs.
+
+        Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none, unless
+        the disk did nothing at all.
         """
         return self._raise(tag, fleet)
 
@@ -259,17 +275,40 @@ class TierFolder(PrivateFolder):
             generation, before = known or (0, 0)
             if known is not None and is_certain and fleet is not None and fleet <= before:
                 return False
+            names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
+            if known is not None and is_certain and fleet is None and not self._has_any(tag, names):
+                return False
             self._keys.pop(tag, None)
             self._generations[tag] = None
-            content = _GENERATIONS.pack(generation + 1, max(before, fleet or 0))
-            self.write_small(
-                self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content)
-            )
-            past = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
-            for name in past if is_certain else past | self._names_of(tag):
-                self.destroy(self._in_keys, name)
+            if not is_certain:
+                names |= self._names_of(tag)
+            self._mark(names)
+            raised = generation + 1, max(before, fleet or 0)
+            try:
+                self._write_generations(tag, *raised)
+            except OSError:  # a full disk has space again when the keys are removed
+                self._destroy_keys(names)
+                self._write_generations(tag, *raised)
+            self._destroy_keys(names)
             self._generations[tag] = generation + 1
             return True
+
+    def _has_any(self, tag: str, names: set[str]) -> bool:
+        """Whether a tenant has a key, in memory or in a file with one of these names. Raises OSError."""
+        if tag in self._keys:
+            return True
+        files = [name + end for name in names for end in ("", GONE)]
+        return any(self.read_small(self._in_keys, each) is not None for each in files)
+
+    def _mark(self, names: set[str]) -> None:
+        for name in names:
+            with suppress(OSError):  # it is absent, or is overwritten under its own name
+                self.files.rename(name, name + GONE, self._in_keys)
+
+    def _destroy_keys(self, names: set[str]) -> None:
+        for name in names:
+            self.destroy(self._in_keys, name + GONE)
+            self.destroy(self._in_keys, name)
 
     def owners(self) -> dict[bytes, bytes]:
         """Return the tag of the tenant of each key, by the key's id. O(tenants)."""
@@ -300,13 +339,23 @@ class TierFolder(PrivateFolder):
         generation, fleet = _GENERATIONS.unpack(content)
         return generation, fleet
 
-    def _names_of(self, tag: str) -> set[str]:
-        """Return the files of all keys that a tenant has. O(tenants)."""
-        names = [name for name in self.files.names(self._in_keys) if is_tag(name)]
-        return {name for name in names if (root := self._opened_root(name)) and root[0].hex() == tag}
+    def _write_generations(self, tag: str, generation: int, fleet: int) -> None:
+        content = _GENERATIONS.pack(generation, fleet)
+        self.write_small(self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content))
 
-    def _opened_root(self, name: str) -> tuple[bytes, int, bytes] | None:
-        sealed = self.read_small(self._in_keys, name)
+    def _names_of(self, tag: str) -> set[str]:
+        """Return the names of all keys that a tenant has, also of those to destroy. O(tenants)."""
+        found = set()
+        for file in self.files.names(self._in_keys):
+            name = file.removesuffix(GONE)
+            root = self._opened_root(name, file) if is_tag(name) else None
+            if root is not None and root[0].hex() == tag:
+                found.add(name)
+        return found
+
+    def _opened_root(self, name: str, file: str = "") -> tuple[bytes, int, bytes] | None:
+        """Return the tag, the generation and the root key in a file, by default the one with the key's name."""
+        sealed = self.read_small(self._in_keys, file or name)
         content = None if sealed is None else unseal(self.master.key, f"{KEYS}/{name}", sealed)
         if content is None or len(content) != _ROOT.size:
             return None
@@ -338,6 +387,27 @@ class TierFolder(PrivateFolder):
                 self._keys[tag] = TenantKeys(bytes.fromhex(name), root[1], root[2])
             elif generation is not None:
                 self.destroy(self._in_keys, name)
+
+    def _finish_purges(self) -> None:
+        """Go on with purges that were cut off: destroy the keys that they marked. Raises OSError if that fails."""
+        for file in self.files.names(self._in_keys):
+            name = file.removesuffix(GONE)
+            if name == file or not is_tag(name):
+                continue
+            root = self._opened_root(name, file)
+            if root is not None and self._generations.get(root[0].hex(), 0) == root[1]:
+                try:
+                    self._raise(root[0].hex(), None)
+                except OSError as error:
+                    log.error("a purge that was cut off isn't finished: %s; purge that tenant again", error)
+            self.destroy(self._in_keys, file)
+
+    def _read_store(self) -> str | None:
+        sealed = self.read_small(self.folder, STORE)
+        if sealed is None:
+            return None
+        content = unseal(self.master.key, STORE, sealed)
+        return "" if content is None else content.decode("ascii", "replace")
 
     def _is_overwritten(self, name: str) -> bool:
         content = self.read_small(self._in_keys, name)

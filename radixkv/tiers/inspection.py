@@ -19,7 +19,7 @@ import numpy as np
 from radixkv.errors import ConfigError
 from radixkv.tiers.files import Files
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
-from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, PrivateFolder
+from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, STORE, PrivateFolder
 from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer
 
 Progress = Callable[[int, int], None]
@@ -132,7 +132,7 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
             for each in folder.files.names(inner):
                 folder.destroy(inner, each)
         size = 0
-        for name in (SLAB, *(each + NEW for each in sorted(OURS))):
+        for name in (SLAB, STORE, *(each + NEW for each in sorted(OURS))):
             with suppress(FileNotFoundError):
                 size += os.stat(name, dir_fd=folder.folder, follow_symlinks=False).st_size
                 folder.files.remove(name, folder.folder)

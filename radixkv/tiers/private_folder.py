@@ -25,9 +25,10 @@ from radixkv.tiers.files import Files, read_exactly, write_exactly
 LOCK: Final = "lock"
 MASTER: Final = "master"
 SLAB: Final = "slab"
+STORE: Final = "store"
 GENERATIONS: Final = "generations"
 KEYS: Final = "keys"
-OURS: Final = {LOCK, MASTER, SLAB, GENERATIONS, KEYS}
+OURS: Final = {LOCK, MASTER, SLAB, STORE, GENERATIONS, KEYS}
 NEW: Final = ".new"
 
 
@@ -126,13 +127,17 @@ class PrivateFolder:
             self.files.close(descriptor)
 
     def destroy(self, folder: int, name: str) -> None:
-        """Overwrite a small file, wait for the medium, and remove it. Nothing happens if it is absent."""
+        """Overwrite a small file, wait for the medium, and remove it. Nothing happens if it is absent.
+
+        It is overwritten in its size, so a full disk doesn't keep it. Raises OSError; then repeat it.
+        """
         try:
             descriptor = self.files.open(name, os.O_WRONLY, folder)
         except FileNotFoundError:
             return
         try:
-            write_exactly(self.files, descriptor, memoryview(bytes(MAX_SMALL_BYTES)), 0)
+            size = min(os.fstat(descriptor).st_size, MAX_SMALL_BYTES)
+            write_exactly(self.files, descriptor, memoryview(bytes(size)), 0)
             self.files.sync(descriptor)
         finally:
             self.files.close(descriptor)

@@ -7,6 +7,7 @@ condition holds, and simulates failures of the store.
 from __future__ import annotations
 
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.keys import SEGMENT_TOKENS
+from radixkv.coordination.purges import Purges
 from radixkv.coordination.store.wire import NEVER, Limit
 from radixkv.coordination.values import MAX_AMOUNT, WIRE_VERSION, FleetPin, Writer
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
@@ -886,6 +888,40 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         fleet.eventually(lambda: late.purged == [("acme", 2)] and hinted(a.replica, ACME, ids) == {})
 
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_a_purge_of_which_something_is_left_is_not_confirmed(
+        self, fleet: Fleet, is_named: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """``is_named``: whether the replica still knows the names of tenants."""
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        for each in (a, b):
+            each.warm(ACME, prompt(512))
+            each.owed |= {"acme", "another"}
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+        if not is_named:
+            monkeypatch.setattr(Purges, "name", lambda self, digest: None)
+        assert "a" in a.replica.purge("acme").pending
+        fleet.eventually(lambda: b.purged == [("acme", 1)])
+        ends_at = b.replica.clock() + 2 * b.replica.settings.beat_s
+        fleet.eventually(lambda: b.replica.clock() > ends_at)
+        assert a.replica.purge_report("acme").pending == ("a", "b"), "later beats don't confirm it either"
+        assert a.purged == b.purged == [("acme", 1)], "what was computed since is not forgotten again"
+        a.owed.discard("acme")
+        assert a.replica.purge_report("acme").confirmed == ("a",), "confirmed when it is asked"
+        b.owed.discard("acme")
+        fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+
+    def test_a_store_that_lost_everything_has_another_id(self, fleet: Fleet) -> None:
+        a, b = fleet.replica("a"), fleet.replica("b")
+        assert a.store_id == ""
+        a.register(), b.register()
+        fleet.eventually(lambda: re.fullmatch("[0-9a-f]{32}", a.store_id) and a.store_id == b.store_id)
+        before = a.store_id
+        fleet.settle()
+        assert a.store_id == b.store_id == before
+        fleet.lose()
+        fleet.eventually(lambda: a.store_id == b.store_id != before)
+
     def test_a_purge_lists_the_replicas_that_were_cut_off(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
         b.warm(ACME, prompt(512))
@@ -1281,9 +1317,10 @@ class Purged:
     def __init__(self, fleet: Fleet, name: str, **overrides: Any) -> None:
         self.purged: list[tuple[str, int]] = []
         self.knew: list[bool] = []
+        self.owed: set[str] = set()
         self.replica = fleet.replica(name, **overrides)
         self.cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=self.replica.journal)
-        self.replica.attach(self.cache, self.purge)
+        self.replica.attach(self.cache, self.purge, lambda: self.owed)
         self.replica.register()
 
     def purge(self, tenant: str, generation: int) -> None:

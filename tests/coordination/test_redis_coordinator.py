@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import ssl
 import subprocess
@@ -224,6 +225,20 @@ def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> Re
 # ---- the content of the server
 
 
+@pytest.mark.parametrize("content", [b"", b"z" * 32, b"a" * 31, b"a" * 10_000_000, ["a" * 32]])
+def test_an_id_of_the_store_that_no_replica_wrote_is_replaced(fleet: RedisFleet, content: Any) -> None:
+    a = fleet.join("a")
+    fleet.eventually(lambda: a.store_id)
+    fleet.client.delete("rk1:store")
+    if isinstance(content, list):
+        fleet.client.rpush("rk1:store", *content)
+    else:
+        fleet.client.set("rk1:store", content)
+    before = a.store_id
+    fleet.eventually(lambda: a.store_id != before)
+    assert re.fullmatch("[0-9a-f]{32}", a.store_id) and fleet.client.get("rk1:store") == a.store_id.encode()
+
+
 def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
     a = fleet.join("a")
     store(a, ACME, prompt(512))
@@ -242,6 +257,7 @@ def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
         "rk1:replicas": "zset",
         "rk1:jobs": "zset",
         f"rk1:{{w:{job.id}}}:job": "hash",
+        "rk1:store": "string",
     }
     week_ms = 7 * 24 * 3600 * 1000
     a.beat()

@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,169 @@ def test_the_folder_waits_for_the_fleets_purges(tmp_path: Path) -> None:
         assert eventually(lambda: disk_counts(engine)["open"] == 1)
         assert ask(engine, PROMPT, "a") == (answer, 0), "purged while this replica was down"
         assert ask(engine, PROMPT, "b") == (answer, 40)
+
+
+def lower_of(engine: HFEngine) -> LowerTiers:
+    assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, LowerTiers)
+    return engine.cache.lower
+
+
+def test_another_store_of_the_fleets_purges_empties_the_disk(tmp_path: Path) -> None:
+    """At the start, and while it serves: purges that only the lost store had must not be missed."""
+    answer, stores = filled(tmp_path / "disk"), {"now": "a" * 32}
+
+    def follow(engine: HFEngine) -> None:
+        assert isinstance(engine.cache, TieredCache)
+        engine.cache.follow_generations(lambda tenant: 0, lambda: True, lambda: stores["now"])
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+
+    for known, cached in (("a", 40), ("a", 40), ("b", 0), ("b", 40)):
+        stores["now"] = known * 32
+        with on_disk(tmp_path / "disk", awaits=True) as engine:
+            follow(engine)
+            assert ask(engine, PROMPT) == (answer, cached), known
+    with on_disk(tmp_path / "disk", awaits=True) as engine:
+        follow(engine)
+        stores["now"] = "c" * 32
+        assert eventually(lambda: disk_counts(engine)["resident_blocks"] == 0)
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        assert ask(engine, PROMPT) == (answer, 0)
+        disk = lower_of(engine).level.disk
+        assert disk is not None and disk.tier.store_id == "c" * 32
+
+
+def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    answer, files, stores = filled(tmp_path / "disk"), FaultyFiles(), ["a" * 32]
+    with on_disk(tmp_path / "disk", files=files, awaits=True) as engine:
+        assert isinstance(engine.cache, TieredCache)
+        engine.cache.follow_generations(lambda tenant: 0, lambda: True, lambda: stores[-1])
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        files.before = failing("write sync rename", errno.EIO)
+        stores.append("b" * 32)
+        assert eventually(lambda: "stays closed: " in caplog.text)
+        assert disk_counts(engine)["open"] == 0 and ask(engine, PROMPT) == (answer, 0)
+        files.before = lambda call: None
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        assert disk_counts(engine)["resident_blocks"] == 0
+
+
+def test_what_is_owed_is_repeated_while_the_tiers_are_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    filled(tmp_path / "disk")
+    files = FaultyFiles()
+    with on_disk(tmp_path / "disk", files=files) as engine:
+        lower, cache = lower_of(engine), engine.cache
+        assert isinstance(cache, TieredCache)
+        files.before = failing("write sync rename", errno.EIO)
+        cache.purge("a")
+        assert cache.owed() == {"a"}
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("an error in the tiers")
+
+        monkeypatch.setattr(lower.memory, "save", fail)
+        ask(engine, prompt_of(41, 9), "b")
+        assert disk_counts(engine)["open"] == 0, "off"
+        files.before = lambda call: None
+        assert eventually(lambda: not cache.owed())
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT)[1] == 0
+
+
+@pytest.mark.parametrize("where", ["knows", "tick"])
+def test_an_error_in_the_tiers_thread_does_not_end_it(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    answer, files, errors = filled(tmp_path / "disk"), FaultyFiles(), [RuntimeError("a failure")]
+
+    def knows() -> bool:
+        if errors:
+            raise errors[0]
+        return True
+
+    with on_disk(tmp_path / "disk", files=files, awaits=where == "knows") as engine:
+        cache, lower = engine.cache, lower_of(engine)
+        assert isinstance(cache, TieredCache)
+        if where == "tick":
+            monkeypatch.setattr(lower.memory, "load", lambda work: knows())
+            monkeypatch.setattr(LowerTiers, "_guarded", lambda self: nullcontext())
+        cache.follow_generations(lambda tenant: 0, knows)
+        files.before = failing("write sync rename", errno.EIO, times=3)
+        cache.purge("a")
+        assert eventually(lambda: not cache.owed()), "repeated, whatever fails beside it"
+        assert eventually(lambda: disk_counts_of(lower)["errors"] >= 3)
+        assert caplog.text.count("a tick of the tiers below the cache failed") == 1, "told once"
+        errors.clear()
+        if where == "knows":
+            assert eventually(lambda: disk_counts(engine)["open"] == 1)
+            assert ask(engine, PROMPT) == (answer, 0)
+        monkeypatch.undo()
+
+
+def disk_counts_of(lower: LowerTiers) -> Any:
+    return lower.counts()["host"]
+
+
+def test_a_purge_after_the_close_is_refused(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk") as engine:
+        answer, _ = ask(engine, PROMPT)
+        engine.close()
+        for call in (
+            lambda: engine.cache.purge("a"),
+            lambda: engine.cache.clear(engine.namespace("a")),
+            lambda: engine.cache.remove_tenant("a"),
+        ):
+            with pytest.raises(TierError, match="closed, and can't forget: open it again, then purge"):
+                call()
+        assert engine.cache.generation("a") == 0, "a refused call changes nothing"
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT) == (answer, 40)
+
+
+@pytest.mark.parametrize("how", ["purge", "clear"])
+def test_a_close_tells_what_the_disk_still_owes(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next opening doesn't find it, because its key was marked before anything failed."""
+    answer, files = filled(tmp_path / "disk"), FaultyFiles()
+    message = r"of 1 purged or cleared tenants \('a'\): .*Input/output error"
+    with pytest.raises(TierError, match=message), on_disk(tmp_path / "disk", files=files) as engine:
+        assert isinstance(engine.cache, TieredCache)
+        ask(engine, prompt_of(9, 77))
+        files.before = failing("write", errno.EIO)
+        if how == "purge":
+            engine.cache.purge("a")
+        else:
+            engine.cache.clear(engine.namespace("a"))
+        assert engine.cache.owed() == {"a"}
+    assert any(each.levelname == "ERROR" and "Purge them again" in each.message for each in caplog.records)
+    with on_disk(tmp_path / "disk") as engine:
+        assert ask(engine, PROMPT) == (answer, 0)
+
+
+def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that was closed under the purge might be another file's by the time it goes on."""
+    for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "lower_tiers.FORGET_S"):
+        monkeypatch.setattr(f"radixkv.engines.{name}", 0.1)
+    filled(tmp_path / "disk")
+    hang = HangingDisk("write")
+    with (
+        pytest.raises(TierError, match="the disk doesn't answer"),
+        on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine,
+    ):
+        hang.is_armed = True
+        engine.cache.purge("a")
+    with pytest.raises(ConfigError, match="no other process uses"), on_disk(tmp_path / "disk"):
+        pass
+    hang.is_over.set()
 
 
 @pytest.mark.parametrize("calls", ["read", "write", "sync", "read write sync rename remove"])

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis
+from click.testing import CliRunner
 
-from radixkv.errors import ConfigError
+from radixkv.cli.main import commands
+from radixkv.errors import ConfigError, TierError
 from radixkv.index.cache import PrefixCache
+from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
+from radixkv.tiers.files import Files
+from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.tiers.support import FaultyFiles, failing
 
 PROMPT = "".join(f"Rule {number}: answer politely, and name page {7 * number}.\n" for number in range(20))
 
@@ -178,6 +191,179 @@ def test_a_disk_survives_the_process(tmp_path: Path) -> None:
         )
         assert metric(operator, "budget_bytes", "disk") > 0
         assert ask(acme) == (first, 0)
+
+
+def tier_options(folder: Path) -> dict[str, str]:
+    """The options of a service with a disk."""
+    secret = folder / "fleet.secret"
+    secret.write_text("s" * 40)
+    secret.chmod(0o600)
+    sizes = {"host-memory": "16MiB", "disk-size": "64MiB"}
+    return {**sizes, "disk": str(folder / "kv"), "fleet-secret": str(secret)}
+
+
+@contextmanager
+def with_files(options: dict[str, str], files: Files) -> Iterator[Running]:
+    """A service whose disk makes its system calls by ``files``."""
+    always = {"port": "0", "threads": "1", "num-blocks": "1024", "lease-s": "60"}
+    given = ServeSettings.parse({**always, **options})
+    assert given.tiers is not None and given.tiers.disk is not None
+    disk = replace(given.tiers.disk, files=files)
+    with running(replace(given, tiers=replace(given.tiers, disk=disk))) as (service, url):
+        found = Running(service, url)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
+    """Run ``radixkv purge acme``. Returns the exit code and what it printed."""
+    options = ["--url", url, "--key", KEYS["operator"], "--timeout", str(timeout_s)]
+    result = CliRunner().invoke(commands, ["purge", "acme", *options])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    with with_files(options, files) as live:
+        _, cached = ask(live.acme)
+        assert cached == 0
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        done = live.operator.post("/v1/tenants/acme/purge")
+        assert done.status_code == 200, done.text
+        found = done.json()
+        assert not found["complete"] and found["owed"] and len(found["pending"]) == 1
+        state = live.operator.get("/v1/tenants/acme/purge").json()
+        assert not state["complete"] and state["owed"] and state["pending"] == found["pending"]
+        assert metric(live.operator, "owed_purges", "disk") == 1
+        code, _, complaint = purge_by_command(live.url)
+        assert code == 1 and "not confirmed by" in complaint and "disk of the replica" in complaint
+        assert ask(live.acme)[1] == 0, "nothing of it is served"
+        cleared = live.acme.delete("/v1/cache").json()
+        assert cleared["namespaces"] == 1 and cleared["owed"]
+        assert not live.operator.get("/v1/tenants/globex/purge").json()["owed"]
+        removed = live.operator.delete("/v1/tenants/acme")
+        assert removed.status_code == 503 and removed.json()["error"]["type"] == "not_saved", removed.text
+        assert ask(live.acme)[1] == 0, "the tenant stays"
+        files.before = lambda call: None
+        state = eventually(
+            lambda: (now := live.operator.get("/v1/tenants/acme/purge").json())["complete"] and now
+        )
+        assert not state["owed"] and state["confirmed"] == found["pending"] and not state["pending"]
+        assert purge_by_command(live.url)[0] == 0
+        assert live.acme.delete("/v1/cache").json()["owed"] is False
+        assert live.operator.delete("/v1/tenants/acme").status_code == 204
+
+
+def test_a_purge_waits_for_the_disk_of_another_replica(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    fleet = {"redis": redis_server.url, "lease-s": "4"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    with (
+        with_files({**options, **fleet, "replica": "b"}, files) as b,
+        service_in_thread(**fleet, **secret, replica="a") as a,
+    ):
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        a.operator.post("/v1/tenants/acme/purge").raise_for_status()
+        eventually(lambda: metric(b.operator, "owed_purges", "disk") == 1)
+
+        def state(asked: Running) -> Any:
+            return asked.operator.get("/v1/tenants/acme/purge").json()
+
+        assert state(a) == {
+            "generation": 1, "complete": False, "confirmed": ["a"], "pending": ["b"], "unconfirmed": [],
+            "owed": False,
+        }  # fmt: skip
+        assert state(b)["owed"] and purge_by_command(a.url, 3.0)[0] == 1
+        files.before = lambda call: None
+        eventually(lambda: state(a)["confirmed"] == ["a", "b"])
+        assert not state(b)["owed"] and purge_by_command(a.url, 10.0)[0] == 0
+
+
+def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: Path) -> None:
+    options, files = tier_options(tmp_path), FaultyFiles()
+    message = r"kv was closed and may still have the records of 1 .*'acme'"
+    with pytest.raises(TierError, match=message), with_files(options, files) as live:
+        first, _ = ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        assert live.operator.post("/v1/tenants/acme/purge").json()["owed"]
+    with service_in_thread(**options) as live:
+        assert ask(live.acme) == (first, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk_destroys_the_keys_of_a_purged_tenant(tmp_path: Path) -> None:
+    (tmp_path / "mount").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=72m", "tmpfs", str(tmp_path / "mount")]
+    subprocess.run(mount, check=True)
+    options = {**tier_options(tmp_path), "disk": str(tmp_path / "mount" / "kv")}
+    given = [each for name, value in options.items() for each in (f"--{name}", value)]
+    try:
+        with served(tmp_path / "first.log", *given) as process:
+            with client(process.url, KEYS["acme"]) as acme:
+                first, _ = ask(acme)
+            with client(process.url, KEYS["operator"]) as operator:
+                eventually(lambda: metric(operator, "resident_blocks", "disk") > 0)
+            with suppress(OSError), (tmp_path / "mount" / "fill").open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            assert purge_by_command(process.url, 10.0)[0] == 0, "the key's space is enough"
+            process.kill()
+        with served(tmp_path / "second.log", *given) as process, client(process.url, KEYS["acme"]) as acme:
+            assert ask(acme) == (first, 0)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "mount")], check=True)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_with_an_owed_purge_says_so(tmp_path: Path) -> None:
+    """Its folder was removed under it."""
+    options = tier_options(tmp_path)
+    given = [each for name, value in options.items() for each in (f"--{name}", value)]
+    with served(tmp_path / "first.log", *given) as process:
+        with client(process.url, KEYS["acme"]) as acme:
+            ask(acme)
+        with client(process.url, KEYS["operator"]) as operator:
+            eventually(lambda: metric(operator, "resident_blocks", "disk") > 0)
+        shutil.rmtree(tmp_path / "kv")
+        code, _, complaint = purge_by_command(process.url)
+        assert code == 1 and "disk of the replica" in complaint
+        assert process.stop() == 1
+        assert "may still have the records of 1 purged or cleared tenants ('acme')" in process.output
+        assert "Traceback" not in process.output
+
+
+def test_a_replica_that_was_down_while_redis_lost_a_purge_serves_nothing(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    fleet = {"redis": redis_server.url, "lease-s": "2"}
+    options = {**tier_options(tmp_path), **fleet, "replica": "b"}
+    with service_in_thread(**options) as live:
+        first, cached = ask(live.acme)
+        assert cached == 0
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+    with service_in_thread(**options) as live:
+        eventually(lambda: metric(live.operator, "open", "disk") == 1)
+        assert ask(live.acme)[1] > 100, "the same store: nothing was lost"
+    with service_in_thread(**fleet, **{"replica": "a", "fleet-secret": options["fleet-secret"]}) as live:
+        assert live.operator.post("/v1/tenants/acme/purge").json()["generation"] == 1
+    with closing(redis.Redis.from_url(redis_server.url)) as store:
+        store.flushall()
+    with service_in_thread(**options) as live:
+        eventually(lambda: metric(live.operator, "open", "disk") == 1)
+        assert ask(live.acme) == (first, 0)
+        assert metric(live.operator, "hit_blocks_total", "disk") == 0
 
 
 WHOLE = {"disk": "kv", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}

@@ -165,8 +165,13 @@ def test_a_clear_reports_how_much_it_forgot(live: Running, salt: str) -> None:
     assert live.globex.delete("/v1/cache", params={"salt": salt, "adapter": "a"}).json() == {
         "namespaces": 1,
         "blocks": 4,
+        "owed": False,
     }
-    assert live.globex.delete("/v1/cache", params={"salt": salt}).json() == {"namespaces": 1, "blocks": 4}
+    assert live.globex.delete("/v1/cache", params={"salt": salt}).json() == {
+        "namespaces": 1,
+        "blocks": 4,
+        "owed": False,
+    }
     assert live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt}).json()["matched_tokens"] == 0
     assert (
         live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt + "-kept"}).json()[
@@ -176,7 +181,7 @@ def test_a_clear_reports_how_much_it_forgot(live: Running, salt: str) -> None:
     )
     assert live.globex.delete("/v1/cache").json()["namespaces"] >= 1
     assert live.globex.get("/v1/stats").json()["resident_blocks"] == 0
-    assert live.globex.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0}
+    assert live.globex.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0, "owed": False}
 
 
 @contextmanager

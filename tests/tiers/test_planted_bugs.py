@@ -106,10 +106,12 @@ def test_a_store_visible_before_it_is_sealed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_generation_forgotten_at_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation that isn't read is harmless, because the key is gone. With the key, records come back."""
+    """A generation that isn't read is harmless, because the key is gone, or marked. With the key, records come back."""
     monkeypatch.setattr(TierFolder, "_read_generations", lambda *_: (0, 0))
     check_purge(tmp_path / "good")
     monkeypatch.setattr(PrivateFolder, "destroy", lambda *_: None)
+    check_purge(tmp_path / "marked")
+    monkeypatch.setattr(TierFolder, "_mark", lambda *_: None)
     with pytest.raises(AssertionError):
         check_purge(tmp_path / "bad")
 

@@ -6,6 +6,7 @@ Replicas of one process share one store, which is always up to date. ``is_reacha
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +96,7 @@ class MemoryStore(Store):
         self.announced: OrderedDict[bytes, int] = OrderedDict()
         self.jobs: OrderedDict[str, tuple[float, WarmJob]] = OrderedDict()
         self.num_jobs = 0
+        self._id = secrets.token_hex(16)
         self.pinned: dict[bytes, dict[str, Pinned]] = {}
         self._lock = threading.Lock()
 
@@ -110,6 +112,7 @@ class MemoryStore(Store):
         with self._lock:
             for kept in (self.records, self.accounts, self.announced, self.jobs, self.pinned):
                 kept.clear()
+            self._id = secrets.token_hex(16)
 
     def close(self) -> None:
         """Do nothing: there are no connections."""
@@ -325,6 +328,10 @@ class MemoryStore(Store):
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         with self._open():
             return {tenant for tenant, at in positions.items() if self.announced.get(tenant, -1) < at}
+
+    def identity(self) -> str:
+        with self._open():
+            return self._id
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         with self._open():

@@ -4,7 +4,7 @@
 
     a replica's own facts     boot, beat, append, snapshot, leave         refused unless (epoch, nonce) are the last
     reading                   fetch, read, load
-    a tenant                  set_limit, reserve, raise_generation, announce, confirm, tenant, look_at, purges
+    a tenant                  set_limit, reserve, raise_generation, announce, confirm, tenant, look_at, purges, identity
     a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
     pins of a tenant          keep_pin, end_pin, state_pin, pins
 
@@ -274,6 +274,9 @@ class Store(Protocol):
 
         Returns all of them if the last position is before ``after``: then the store has lost some. At most 65,536.
         """
+
+    def identity(self) -> str:
+        """Return the store's random id, 32 hex digits. A store that lost everything, purges too, has another one."""
 
     def save_job(self, job: WarmJob) -> WarmJob:
         """Keep a new job for an hour, at most 4,096 jobs; return the stored job if the id is known."""

@@ -14,6 +14,7 @@ tenant, and of one job:
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
     jobs              zset     warm jobs by the ms at which they end, for counting
+    store             string   a random id; another one shows that all this was lost
 
 Writes that must not be lost (epoch, limit, generation, pin) wait for a second copy: ``Connection.run_durably``.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -110,6 +112,7 @@ PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
 PURGES_KEY = PREFIX + "purges"
 JOBS_KEY = PREFIX + "jobs"
+STORE_KEY = PREFIX + "store"
 RETENTION_S = 7 * 24 * 3600
 """A registration, its log and its snapshot are kept this long after the last beat, so that epochs continue."""
 
@@ -389,6 +392,11 @@ class RedisStore(Store):
             places = self.connection.run(scripts.UNANNOUNCED, [PURGES_KEY], args)
             found |= {some[int(place) - 1] for place in places}
         return found
+
+    @translated()
+    def identity(self) -> str:
+        held: bytes = self.connection.run(scripts.IDENTITY, [STORE_KEY], [secrets.token_hex(16)])
+        return held.decode()
 
     @translated()
     def purges(self, after: int) -> list[tuple[bytes, int]]:

@@ -348,6 +348,15 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. after, '+inf', 'WITHSCORES')
 """
 )
 
+IDENTITY = """
+local held = redis.pcall('GET', KEYS[1])
+if type(held) ~= 'string' or #held ~= 32 or not string.find(held, '^[0-9a-f]+$') then
+  held = ARGV[1]
+  redis.call('SET', KEYS[1], held)
+end
+return held
+"""
+
 UNANNOUNCED = """
 local places = {}
 for at = 1, #ARGV, 2 do

@@ -111,6 +111,9 @@ async def purge_tenant(call: Call[Service]) -> Response:
     replica at once. The answer names those that have confirmed so far. `GET` shows the progress. The purge is complete
     when no replica is `pending`. A replica in `unconfirmed` may still run, cut off from the store. It then serves what
     it has, unless the tenant's `on_unconfirmed_generation` is `refuse`. A purge may be repeated.
+
+    `owed` says that this replica's disk couldn't destroy the tenant's records yet. It serves none of them, tries again,
+    and is `pending` until then.
     """
     call.query()
     return reply(await _purged(call, _known_tenant(call)))
@@ -129,17 +132,22 @@ async def purge_state(call: Call[Service]) -> Response:
         raise store_unavailable(
             "the store can't be reached, so the progress of the purge is unknown"
         ) from None
-    return reply(PurgeStateReply(**_state(purge)))
+    return reply(PurgeStateReply(**_state(purge, is_owed=call.host.owes(tenant))))
 
 
 async def remove_tenant(call: Call[Service]) -> Response:
     """Remove a tenant, its keys, and everything that it has cached, on all replicas.
 
-    If the other replicas can't be informed, the answer is 503 and the tenant stays. Then revoke its keys one by one.
+    If the other replicas can't be informed, or the disk here can't destroy its records yet, the answer is 503 and the
+    tenant stays. Then revoke its keys one by one.
     """
     call.query()
     tenant = _known_tenant(call)
-    await _purged(call, tenant)
+    if (await _purged(call, tenant)).owed:
+        message = (
+            "purged, but the disk hasn't destroyed the tenant's records yet, so the tenant stays: try again"
+        )
+        raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
     await _changed_tenant(call, tenant, lambda: call.host.keys.remove_tenant(tenant))
     with suppress(CoordinationError):  # remains of its last requests; upkeep tries again
         await call.host.purges.purge_removed()
@@ -173,16 +181,17 @@ async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
             f"purged here and on the reachable replicas, but not confirmed, because {reason}: purge again"
         )
         raise store_unavailable(message) from None
-    return PurgeReply(blocks=num_blocks, **_state(purge))
+    return PurgeReply(blocks=num_blocks, **_state(purge, is_owed=call.host.owes(tenant)))
 
 
-def _state(purge: Purge) -> dict[str, Any]:
+def _state(purge: Purge, *, is_owed: bool) -> dict[str, Any]:
     return {
         "generation": purge.generation,
         "complete": purge.is_complete,
         "confirmed": list(purge.confirmed),
         "pending": list(purge.pending),
         "unconfirmed": list(purge.unconfirmed),
+        "owed": is_owed,
     }
 
 

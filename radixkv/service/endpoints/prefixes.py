@@ -175,7 +175,8 @@ async def clear(call: Call[Service]) -> Response:
     service.fleet_pins.cleared(call.tenant, cleared)
     for namespace in found:
         num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
-    return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
+    is_owed = service.owes(call.tenant)
+    return reply(ClearReply(namespaces=len(found), blocks=num_blocks, owed=is_owed))
 
 
 async def stats(call: Call[Service]) -> Response:

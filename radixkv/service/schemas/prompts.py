@@ -120,3 +120,6 @@ class ClearReply(ReplyBody):
 
     namespaces: int = Field(description="namespaces that were removed")
     blocks: int = Field(description="blocks that they had")
+    owed: bool = Field(
+        description="whether this replica's disk may still have some of it. It serves none, and goes on destroying it"
+    )

@@ -153,7 +153,7 @@ class TenantsReply(ReplyBody):
 
 
 class PurgeStateReply(ReplyBody):
-    """Progress of a tenant's last purge: a confirmed replica matches nothing from before the purge."""
+    """Progress of a tenant's last purge: a confirmed replica has nothing from before it, in no tier."""
 
     generation: int = Field(description="grows with each purge of the tenant")
     complete: bool = Field(description="whether every live replica has confirmed")
@@ -162,6 +162,10 @@ class PurgeStateReply(ReplyBody):
     unconfirmed: list[str] = Field(
         description="replicas whose lease has expired. One that comes back purges first. One that is only cut off "
         "from the store still serves the tenant from its cache, unless on_unconfirmed_generation is refuse"
+    )
+    owed: bool = Field(
+        description="whether this replica's disk may still have records of the tenant. It serves none of them, and "
+        "goes on destroying them"
     )
 
 
