@@ -729,8 +729,7 @@ class LowerTiers:
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
     """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
 
-    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before that
-    was done.
+    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before.
     """
     those = [(each, each.disk) for each in tiers if each.disk is not None]
     jobs, ends_at = [disk.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S

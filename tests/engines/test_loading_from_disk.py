@@ -162,7 +162,7 @@ def test_the_engine_and_the_disk_meet(folder: Path) -> None:
             assert loading.num_loaded_tokens == 16
             while sequence.num_committed_tokens < 41:
                 owner.compute(sequence, loading.claim(100))
-            assert owner.is_right(sequence) and loading.is_done and loading.num_loaded_tokens == 16
+            assert owner.is_right(sequence) and loading.poll() and loading.num_loaded_tokens == 16
             reads.open()
         with owner.cache.open(NS, PROMPT) as sequence:
             assert sequence.num_cached_tokens == 40
