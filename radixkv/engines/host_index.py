@@ -160,6 +160,12 @@ class HostIndex:
         """Return the filled slot of each entry; NO_SLOT without one."""
         return np.where(self._is_filled[entries], self._slot_of[entries], NO_SLOT)
 
+    def filled_slots(self, entries: Ids) -> Slots:
+        """Return the filled slots of entries, up to the first that has none."""
+        slots = self.slots_of(entries)
+        without = np.flatnonzero(slots == NO_SLOT)
+        return slots[: without[0]] if len(without) else slots
+
     def lacking(self, entries: Ids) -> Slots:
         """Return the positions of entries without a slot, filled or being filled."""
         self.settle()
