@@ -68,7 +68,7 @@ class CacheTiers(LowerTiers):
         """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
         with self.gate:
             mark = self.mark(tenant)  # before the part is taken: a later purge or clear changes it
-            if self._is_off or mark is None or tenant in self._unkept:
+            if self._is_shut or mark is None or tenant in self._unkept:
                 return
             with self._guarded():
                 part = take()
@@ -125,7 +125,7 @@ class CacheTiers(LowerTiers):
 
     def is_current(self, mark: int, tenant: str) -> bool:
         """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
-        return not self._is_off and self.mark(tenant) == mark
+        return not self._is_shut and self.mark(tenant) == mark
 
     # --- Source, within the gate
 

@@ -242,6 +242,7 @@ class DiskLevel:
                 "disk_unstored_blocks",
                 "disk_unchosen_blocks",
                 "disk_load_us",
+                "disk_loads",
             ),
             0,
         )
@@ -306,6 +307,10 @@ class DiskLevel:
     def take_brought(self, request_id: str) -> int:
         """Return how many blocks came from the disk for a request since the last call."""
         return self._brought.pop(request_id, 0)
+
+    def num_brought(self, request_id: str) -> int:
+        """Return what ``take_brought`` will return."""
+        return self._brought[request_id]
 
     @property
     def num_running(self) -> int:
@@ -397,7 +402,8 @@ class DiskLevel:
         self.counts["disk_loaded_blocks" if is_good else "disk_failed_blocks"] += 1
 
     def load_ended(self, seconds: float) -> None:
-        """Count how long a request's load took."""
+        """Count a request's load, and how long it took."""
+        self.counts["disk_loads"] += 1
         self.counts["disk_load_us"] += int(seconds * 1e6)
 
     def rested(self, *, is_slow: bool) -> None:
@@ -445,6 +451,13 @@ class DiskLevel:
         """Take that the worker has filled the slots of these steps."""
         for step in steps:
             self._take_back(self._filling.pop(step, ()))
+
+    def undo(self) -> None:
+        """Take that no worker fills slots any more."""
+        rows = [*self._filled_now, *(row for each in self._filling.values() for row in each)]
+        self._filled_now, self._filling = [], {}
+        for row in rows:
+            self.give_row(row)
 
     def _take_back(self, rows: Iterable[int]) -> None:
         for row in rows:
@@ -691,7 +704,7 @@ class DiskLevel:
     # --- stores
 
     def _end_stores(self) -> None:
-        """Count stores that have ended, and free the slots of those whose bytes the threads have, or had time to take."""
+        """Count stores that have ended. Free the slots of those whose bytes were taken, or should have been."""
         running, now = [], self._clock()
         for store in self._stores:
             if now - store.began_at >= STORE_S or not any(job.needs_memory for job in store.jobs):
@@ -722,10 +735,10 @@ class DiskLevel:
         kept = slots[: self._most_leaving - self._num_leaving]
         self.counts["disk_unstored_blocks"] += len(slots) - len(kept)
         if len(kept):
+            leaving = _Leaving(namespace, key, first, kept, known, self.tier.num_purges(tenant))
             self._index.use(kept)
             self._num_leaving += len(kept)
-            since = self.tier.num_purges(tenant)
-            self._leaving.append(_Leaving(namespace, key, first, kept, known, since))
+            self._leaving.append(leaving)
 
     @property
     def _stores_later(self) -> bool:

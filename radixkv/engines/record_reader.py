@@ -55,7 +55,7 @@ class RecordReader:
         return sum(map(len, self._flights.values()))
 
     def begin(self, where: Where, key: bytes) -> Flight | None:
-        """Begin to read a record, or join a read of it. None if its tenant has no staging memory left, or the disk refuses.
+        """Begin to read a record, or join a read of it. None if its tenant has no rows left, or the disk refuses.
 
         O(a hash of the key up to the block).
         """
