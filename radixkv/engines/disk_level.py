@@ -69,7 +69,7 @@ LEAST_WAIT_S: Final = 0.1
 MOST_WAIT_S: Final = 2.0
 SHARED_S: Final = 5.0
 """For so long a tenant that asked for staging memory has its share of it."""
-STORE_S: Final = 2.0
+STORE_S: Final = 5.0
 """The longest time for which a block that is being stored needs its slot."""
 AHEAD_S: Final = 2.0
 """The longest time for a part of what comes before anybody waits for it."""

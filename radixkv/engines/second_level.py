@@ -396,6 +396,7 @@ class SecondLevel:
         stop = len(key) // (self._size * TOKEN_BYTES)
         entries = sequence.block_table[start:].astype(np.int64)
         slots, source = np.empty(0, np.int64), None
+        leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
             self.disk.choose(namespace, generation, key, start, entries)
         try:
@@ -405,7 +406,7 @@ class SecondLevel:
                 source = blocks()[start : start + len(slots)]
         except LeaseError:  # purged since it was opened
             source = None
-        if source is not None and not len(slots):
+        if source is not None and not len(slots) and not leans:
             sequence.commit(stop * self._size)  # known, without a copy
         if not source:
             sequence.release()
