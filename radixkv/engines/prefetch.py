@@ -68,12 +68,16 @@ class Prefetch:
                 if len(waiting) < MAX_PROMPTS:
                     waiting.append(prompt)
         for _ in range(_AT_ONCE):
-            if self._running is None:
-                self._running = self._next()
-            if self._running is None or self._is_coming(self._running):
+            prompt, self._running = self._running or self._next(), None
+            if prompt is None:
                 return
-            self._disk.forget(self._running.request_id)
-            self._running = None
+            try:
+                self._running = prompt if self._is_coming(prompt) else None
+            finally:  # after an error too: it isn't tried again
+                if self._running is None:
+                    self._disk.forget(prompt.request_id)
+            if self._running is not None:
+                return
 
     def _next(self) -> _Prompt | None:
         """Take the next tenant's first prompt."""

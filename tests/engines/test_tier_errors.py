@@ -195,3 +195,29 @@ def test_an_error_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(SecondLevel, "undo", lambda self: None)
     with pytest.raises(AssertionError):
         error_lives(25)
+
+
+def test_a_prompt_that_fails_to_come_ahead_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = DiskOwner(tmp_path / "disk")
+    try:
+        owner.ask(PROMPT)
+        assert eventually(lambda: len(owner.disk.tier) == 10)
+        for namespace in owner.below.namespaces(None):
+            owner.below.level.cache.clear(namespace)
+        owner.evict()
+        original = DiskLevel.is_waiting
+
+        def fail(self: DiskLevel, request_id: str, *given: Any, **named: Any) -> bool:
+            original(self, request_id, *given, **named)
+            raise MemoryError("planted")
+
+        monkeypatch.setattr(DiskLevel, "is_waiting", fail)
+        owner.cache.announce(NS, PROMPT)
+        assert eventually(lambda: owner.below.counts()["host"]["errors"] == 1)
+        assert eventually(owner.is_idle)
+        assert not eventually(lambda: owner.below.counts()["host"]["errors"] > 1, 1.0)
+        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk._promotions
+    finally:
+        owner.cache.close()

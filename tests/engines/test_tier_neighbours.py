@@ -64,8 +64,10 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_loading, "IDLE_S", 0.0)
-    with on_disk(folder) as owner:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
+        reads.is_armed = True
         monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
@@ -77,6 +79,7 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
             owner.compute(sequence, stop)
             assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
             assert eventually(owner.is_idle)
+        reads.open()
 
 
 def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
