@@ -68,15 +68,17 @@ class Prefetch:
                 if len(waiting) < MAX_PROMPTS:
                     waiting.append(prompt)
         for _ in range(_AT_ONCE):
-            prompt, self._running = self._running or self._next(), None
-            if prompt is None:
+            running = self._running or self._next()
+            if running is None:
                 return
+            is_coming, self._running = False, None
             try:
-                self._running = prompt if self._is_coming(prompt) else None
-            finally:  # after an error too: it isn't tried again
-                if self._running is None:
-                    self._disk.forget(prompt.request_id)
-            if self._running is not None:
+                is_coming = self._is_coming(running)
+            finally:
+                if not is_coming:  # after an error too: it isn't tried again
+                    self._disk.forget(running.request_id)
+            if is_coming:
+                self._running = running
                 return
 
     def _next(self) -> _Prompt | None:

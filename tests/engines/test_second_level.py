@@ -609,7 +609,7 @@ def _namespace(engine: Engine) -> Any:
 
 
 def test_what_has_no_room_behind_a_running_save_is_not_known() -> None:
-    """There are entries for a longer prompt, and no slots. It leans on a save that isn't reported: it isn't committed."""
+    """A longer prompt has entries and no slots. It leans on a save that isn't reported, so it isn't committed."""
     engine = Engine(10)
     engine.add("c", ids_of(20, 1))
     engine.run()
