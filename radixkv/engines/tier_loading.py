@@ -188,11 +188,9 @@ class TierLoading:
 
     def sweep(self) -> None:
         """End it if its sequence or its tiers don't go on, or nobody wants it. Within the gate; from time to time."""
-        is_useless = self._place is not None and self._front >= self._stop
-        if not self._is_current() or is_useless or self._is_idle():
+        if not self._is_current() or self._is_idle():
             self.end()
-        else:
-            self._drop_claimed()
+        self._drop_claimed()
 
     def _is_idle(self) -> bool:
         """Whether nobody has polled or claimed for a while, though its time is over."""
@@ -291,11 +289,13 @@ class TierLoading:
             reader.disk.rested(is_slow=False)
 
     def _drop_claimed(self) -> None:
-        """Give up records of claimed blocks."""
+        """Give up records of claimed blocks. After the last block it is over."""
         for flight in [each for each in self._flights if each.where.block < self._front]:
             self._flights.remove(flight)
             assert self._source.reader is not None
             self._source.reader.end(flight)
+        if self._place is not None and self._front >= self._stop:
+            self.end()
 
     def _measure(self) -> None:
         """Tell the disk how long the engine computed what it claimed last, and go on as long as it computes."""
@@ -309,8 +309,7 @@ class TierLoading:
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:
         """Write loaded blocks, unless something was forgotten meanwhile or the engine has them."""
-        is_wanted = not self.is_done and self._is_current() and start >= self._front
-        if not is_wanted or not self._target.put(start, stop, copy):
+        if self.is_done or not self._is_current() or not self._target.put(start, stop, copy):
             return False
         self._ranges = with_range(self._ranges, start, stop)
         self._num_loaded += stop - start
