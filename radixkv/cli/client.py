@@ -158,6 +158,11 @@ def stats(url: str, key: str | None, socket: str | None, engine_keys: str | None
         click.echo(
             table([{"cache": name, "": value} for name, value in document["cache"].items()], ("cache", ""))
         )
+    if tiers := document.get("tiers"):
+        names = next(iter(tiers.values()))
+        rows = [{"tier": name, **{tier: tiers[tier][name] for tier in tiers}} for name in names]
+        click.echo()
+        click.echo(table(rows, ("tier", *tiers)))
 
 
 @click.group(

@@ -68,7 +68,7 @@ class CacheTiers(LowerTiers):
         """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
         with self.gate:
             mark = self.mark(tenant)  # before the part is taken: a later purge or clear changes it
-            if self._is_off or mark is None or tenant in self._unkept:
+            if self._is_shut or mark is None or tenant in self._unkept:
                 return
             with self._guarded():
                 part = take()
@@ -125,14 +125,17 @@ class CacheTiers(LowerTiers):
 
     def is_current(self, mark: int, tenant: str) -> bool:
         """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
-        return not self._is_off and self.mark(tenant) == mark
+        return not self._is_shut and self.mark(tenant) == mark
 
     # --- Source, within the gate
 
-    def safely(self, call: Callable[[], None]) -> None:
+    def safely(self, call: Callable[[], None]) -> bool:
         """See ``Source``."""
+        is_good = False
         with self._guarded():
             call()
+            is_good = True
+        return is_good
 
     def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
         """See ``Source``."""
@@ -140,21 +143,33 @@ class CacheTiers(LowerTiers):
             lease = self.level.cache.match_and_lease(namespace, key)
         except CapacityError:  # all of it is in use
             return
+        index = self.level.index
         with lease, self._timed():
             entries = lease.block_ids[start:].astype(np.int64)
-            entries = entries[: self.level.index.num_filled(entries)]
-            num_loaded = self._load(self.level.index.slots_of(entries), start, put)
-            self.level.index.loaded(entries[:num_loaded])
+            slots = index.filled_slots(entries)
+            index.use(slots)
+            try:
+                num_loaded = self._load(slots, start, put)
+                loaded = entries[:num_loaded]
+                index.loaded(loaded[index.slots_of(loaded) == slots[:num_loaded]])
+            finally:
+                index.unuse(slots)
 
     def row_copy(self, row: int) -> Callable[[BlockIds], None]:
         """See ``Source``."""
         return partial(self.memory.put, self.memory.stage_row(row))
 
     def _load(self, slots: Slots, start: int, put: Put) -> int:
-        """Put slots into blocks from block ``start`` on, and return how many."""
+        """Put slots, which are in use, into blocks from block ``start`` on, and return how many.
+
+        Others enter the gate between parts, and may purge what is loaded: then ``put`` refuses.
+        """
         step, num_loaded = self.slice_blocks, 0
         try:
             for at in range(0, len(slots), step):
+                if at:
+                    with self.gate.outside():
+                        pass
                 staged = self.memory.stage(slots[at : at + step])
                 stop = min(at + step, len(slots))
                 if not put(start + at, start + stop, partial(self.memory.put, staged)):

@@ -17,8 +17,12 @@ short. Both waits are at most ``LEAST_WAIT_S``. If the block comes ahead, the re
 itself.
 
 **Hardly slower than computing.** A request waits at most for ``PATIENCE`` of the time that computing its tokens would
-take, or ``LEAST_WAIT_S``. If the disk needs longer, what has come is used, and the disk rests: no request asks it for
-``REST_S`` seconds. Each further time in a row doubles the rest, up to ``MOST_REST_S``.
+take, at least ``LEAST_WAIT_S`` and at most ``MOST_WAIT_S``. That time is the median of the last samples, so a few slow
+ones don't count. If the disk needs longer, what has come is used, and the disk rests: no request asks it for ``REST_S``
+seconds. Each further time in a row doubles the rest, up to ``MOST_REST_S``.
+
+**Shares.** Tenants that asked in the last ``SHARED_S`` seconds have equal shares of three quarters of the staging rows.
+The last quarter is for one that comes, so it finds rows, whatever the others do.
 
 **A write budget**, if there is one, chooses among them (``write_budget``). It is asked when blocks are saved, and again
 when a later prompt finds them in memory.
@@ -26,7 +30,9 @@ when a later prompt finds them in memory.
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
 host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do.
-What leaves beyond that is not stored. So the disk takes as much as it can write, and never holds up host memory.
+What leaves beyond that is not stored. A block that is being stored needs its slot until a thread has encrypted it, and
+gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
+it can write, and never holds up host memory, even if it hangs.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -39,6 +45,9 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -50,7 +59,6 @@ from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.errors import CapacityError, LeaseError, TierError
 from radixkv.index.engine_blocks import own_room
-from radixkv.index.leases import Lease
 from radixkv.index.load_target import paths_of
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
@@ -61,6 +69,11 @@ from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positi
 PATIENCE: Final = 0.5
 """Share of the time that computing would take, for which a request waits for the disk."""
 LEAST_WAIT_S: Final = 0.1
+MOST_WAIT_S: Final = 2.0
+SHARED_S: Final = 5.0
+"""For so long a tenant that asked for staging memory has its share of it."""
+STORE_S: Final = 5.0
+"""The longest time for which a block that is being stored needs its slot."""
 Need: TypeAlias = Literal["waits", "announced", "asked"]
 """Why something comes: a request waits for it, an announced one will, or somebody asked where to send it."""
 AHEAD_S: Final = 2.0
@@ -74,15 +87,17 @@ CLOSING_S: Final = 10.0
 MAX_WAITING_STORES: Final = 4_096
 """Saved ranges that may wait for the disk. The oldest are dropped."""
 MAX_STORES: Final = 64
-"""Blocks that are stored at once."""
+"""Blocks that are stored at once; at most an eighth of the slots, at least one."""
 FIRST_SECONDS_A_TOKEN: Final = 1e-4
-"""Taken for the time to compute a token, before a step was measured."""
+"""Taken for the time to compute a token, before steps were measured."""
+MOST_SECONDS_A_TOKEN: Final = 0.1
+"""A sample above that is no measure of computing: something held it up."""
+NUM_SAMPLES: Final = 15
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
-_WEIGHT: Final = 0.1
 _POLL_S: Final = 0.001
 _ADMIN_S: Final = 0.5
 """The shortest time for which ``close`` waits for a purge or a reset that runs."""
@@ -102,7 +117,8 @@ class HostMemory(Protocol):
         """Return the bytes of a row of staging memory."""
 
 
-class _Promotion(NamedTuple):
+@dataclass(slots=True)
+class _Promotion:
     """Records on their way from the disk, for the blocks of ``sequence`` from ``start`` on. ``key``: of all blocks."""
 
     namespace: Namespace
@@ -115,6 +131,7 @@ class _Promotion(NamedTuple):
     began_at: float
     ends_at: float
     need: Need
+    is_dropped: bool = False
 
 
 class _Saved(NamedTuple):
@@ -141,12 +158,17 @@ class _Leaving(NamedTuple):
     since: int
 
 
-class _Store(NamedTuple):
-    """``lease``: None if the blocks have left host memory."""
+@dataclass(slots=True)
+class _Store:
+    """Blocks that are being stored. ``slots``: in use until the threads have their bytes; none then.
 
-    lease: Lease | None
+    ``has_left``: whether host memory has evicted them.
+    """
+
     slots: Slots
-    jobs: list[Job]
+    has_left: bool
+    began_at: float
+    jobs: list[Job] = field(default_factory=list)
 
 
 _FAILED: Final = Job(lambda job, memory: False)
@@ -186,6 +208,11 @@ class DiskLevel:
         self._num_rows = memory.num_staging - num_ahead_rows
         self._free_rows = list(range(self._num_rows))
         self._free_ahead = list(range(self._num_rows, memory.num_staging))
+        self._holder_of = [""] * memory.num_staging
+        self._num_held: Counter[str] = Counter()
+        """Staging rows of tenants, those for what comes ahead excepted."""
+        self._asked_at: dict[str, float] = {}
+        """When tenants asked for staging memory, the latest last."""
         self._filling: dict[int, list[int]] = {}
         self._filled_now: list[int] = []
         self._promotions: dict[str, _Promotion] = {}
@@ -196,6 +223,7 @@ class DiskLevel:
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
+        self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
         reserve = index.num_slots // LEAVING_PART
         index.watch(self._leave, lambda: reserve if self._stores_later else 0)
         self._known: dict[str, tuple[int, int]] = {}
@@ -214,6 +242,7 @@ class DiskLevel:
         self._weights = {0: 0}
         self._rests_until, self._rest_s = clock(), REST_S
         self._seconds_a_token = FIRST_SECONDS_A_TOKEN
+        self._samples = deque([FIRST_SECONDS_A_TOKEN] * 2, maxlen=NUM_SAMPLES)
         self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
         self.budget_bytes = 0
         """What the budget had left when it was last asked."""
@@ -227,6 +256,7 @@ class DiskLevel:
                 "disk_unstored_blocks",
                 "disk_unchosen_blocks",
                 "disk_load_us",
+                "disk_loads",
             ),
             0,
         )
@@ -301,10 +331,19 @@ class DiskLevel:
         """Return how many blocks came from the disk for a request since the last call."""
         return self._brought.pop(request_id, 0)
 
+    def num_brought(self, request_id: str) -> int:
+        """Return what ``take_brought`` will return."""
+        return self._brought[request_id]
+
     @property
     def num_running(self) -> int:
         """Promotions, stores, and steps that fill slots, which haven't ended."""
         return len(self._promotions) + len(self._stores) + len(self._filling)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether no request asks the disk for a while, because it was slower than computing."""
+        return self._clock() < self._rests_until
 
     @property
     def has_budget(self) -> bool:
@@ -321,7 +360,7 @@ class DiskLevel:
     def place_of(self, namespace: Namespace) -> Namespace | None:
         """Return the namespace of the records of one; None if the disk isn't to be asked for it now."""
         is_shut = namespace.tenant in self._owed or not self._serves(namespace.tenant)
-        is_shut |= self._clock() < self._rests_until or self.tier.state != "open" or self._is_resetting()
+        is_shut |= self.is_resting or self.tier.state != "open" or self._is_resetting()
         return None if is_shut else self._on_disk(namespace)
 
     def located(self, namespace: Namespace, key: bytes, first: int) -> int:
@@ -343,19 +382,34 @@ class DiskLevel:
         """Begin to read a record into a row of staging memory. None if the disk refuses."""
         return self.tier.load(place, key, block, self._memory.staging_bytes(row))
 
-    def take_row(self) -> int | None:
-        """Return a free row of staging memory; None without one."""
-        return self._free_rows.pop() if self._free_rows else None
-
-    def give_row(self, row: int) -> None:
-        """Zero a row, and take it back."""
-        self._memory.staging_bytes(row)[:] = bytes(len(self._memory.staging_bytes(row)))
-        self._take_back([row])
+    def take_row(self, tenant: str) -> int | None:
+        """Return a free row of staging memory; None without one, or if the tenant has its share."""
+        return self._held(self._free_rows.pop(), tenant) if self.num_rows_for(tenant) else None
 
     @property
     def num_free_rows(self) -> int:
         """Free rows of staging memory, for what somebody waits for."""
         return len(self._free_rows)
+
+    def num_rows_for(self, tenant: str) -> int:
+        """Return how many rows of staging memory a tenant may take now. O(tenants that asked lately)."""
+        now = self._clock()
+        self._asked_at.pop(tenant, None)
+        self._asked_at[tenant] = now
+        while self._asked_at[first := next(iter(self._asked_at))] < now - SHARED_S:
+            del self._asked_at[first]
+        share = max((self._num_rows - self._num_rows // 4) // len(self._asked_at), 1)
+        return min(max(share - self._num_held[tenant], 0), self.num_free_rows)
+
+    def _held(self, row: int, tenant: str) -> int:
+        self._holder_of[row] = tenant
+        self._num_held[tenant] += 1
+        return row
+
+    def give_row(self, row: int) -> None:
+        """Zero a row, and take it back."""
+        self._memory.staging_bytes(row)[:] = bytes(len(self._memory.staging_bytes(row)))
+        self._take_back([row])
 
     @property
     def num_used_rows(self) -> int:
@@ -364,14 +418,15 @@ class DiskLevel:
 
     def patience_s(self, num_tokens: int) -> float:
         """Return for how long a request may wait for so many tokens."""
-        return max(PATIENCE * self._seconds_a_token * num_tokens, LEAST_WAIT_S)
+        return max(min(PATIENCE * self._seconds_a_token * num_tokens, MOST_WAIT_S), LEAST_WAIT_S)
 
     def read_ended(self, is_good: bool) -> None:
         """Count a record that was read for one request."""
         self.counts["disk_loaded_blocks" if is_good else "disk_failed_blocks"] += 1
 
     def load_ended(self, seconds: float) -> None:
-        """Count how long a request's load took."""
+        """Count a request's load, and how long it took."""
+        self.counts["disk_loads"] += 1
         self.counts["disk_load_us"] += int(seconds * 1e6)
 
     def rested(self, *, is_slow: bool) -> None:
@@ -410,17 +465,30 @@ class DiskLevel:
 
     def computed_in(self, seconds: float, num_tokens: int) -> None:
         """Take that so many tokens took so many seconds to compute."""
-        if num_tokens >= self._size:
-            self._seconds_a_token += _WEIGHT * (seconds / num_tokens - self._seconds_a_token)
+        if num_tokens >= self._size and 0 <= seconds <= MOST_SECONDS_A_TOKEN * num_tokens:
+            self._samples.append(seconds / num_tokens)
+            self._seconds_a_token = median(self._samples)
 
     def filled(self, steps: Iterable[int]) -> None:
         """Take that the worker has filled the slots of these steps."""
         for step in steps:
             self._take_back(self._filling.pop(step, ()))
 
+    def undo(self) -> None:
+        """Take that no worker fills slots any more."""
+        rows = [*self._filled_now, *(row for each in self._filling.values() for row in each)]
+        self._filled_now, self._filling = [], {}
+        for row in rows:
+            self.give_row(row)
+
     def _take_back(self, rows: Iterable[int]) -> None:
         for row in rows:
             (self._free_rows if row < self._num_rows else self._free_ahead).append(row)
+            if row < self._num_rows:
+                tenant = self._holder_of[row]
+                self._num_held[tenant] -= 1
+                if not self._num_held[tenant]:
+                    del self._num_held[tenant]
 
     def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
         """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
@@ -552,8 +620,9 @@ class DiskLevel:
         is_idle = self._admin.close(max(ends_at - self._clock(), _ADMIN_S))
         self.tier.close(is_in_use=not is_idle)
         for store in self._stores:
-            self._end_store(store)
+            self._free_slots(store)
         self._stores = []
+        self._give_up_leaving()
 
     def _unsaved(self) -> Iterator[_Saved]:
         """Return all that host memory has, and that the budget has chosen if there is one."""
@@ -589,8 +658,8 @@ class DiskLevel:
         if not self._promotions and not self._filling and not self._filled_now:
             return False
         is_coming = bool(self._bringing(namespace, key, first))
-        num_free = len(self._free_rows)
-        has_rows = num_free == self._num_rows or (
+        num_free = self.num_rows_for(namespace.tenant)
+        has_rows = len(self._free_rows) == self._num_rows or (
             self.tier.locate(self._on_disk(namespace), key, first, num_free + 1) <= num_free
         )
         if not is_coming and has_rows:
@@ -629,8 +698,10 @@ class DiskLevel:
         num_local: int,
         need: Need,
     ) -> bool:
-        on_disk, free = self._on_disk(namespace), self._free_rows if need == "waits" else self._free_ahead
-        num = self.tier.locate(on_disk, key, first, len(free))
+        on_disk, tenant, waits = self._on_disk(namespace), namespace.tenant, need == "waits"
+        num = self.tier.locate(
+            on_disk, key, first, self.num_rows_for(tenant) if waits else len(self._free_ahead)
+        )
         if (first + num) * self._size <= max(num_local, first * self._size):
             return False
         try:
@@ -646,29 +717,31 @@ class DiskLevel:
             sequence = self._cache.open(namespace, key + ONE_MORE if is_known else key)
         except (CapacityError, LeaseError):
             return False
-        rows, jobs = list[int](), list[Job]()
-        for block in range(first, stop):
-            if not free:
-                break
-            row = free.pop()
-            memory = self._memory.staging_bytes(row)
-            job = self.tier.load(on_disk, key, block, memory, is_awaited=need == "waits")
-            if job is None:
-                free.append(row)
-                break
-            rows.append(row)
-            jobs.append(job)
         now = self._clock()
-        ends_at = now + (self.patience_s(len(jobs) * self._size) if need == "waits" else AHEAD_S)
-        promotion = _Promotion(namespace, generation, key, sequence, first, rows, jobs, now, ends_at, need)
-        if not jobs:
-            self._drop(promotion)
-            return False
-        self._promotions[request_id] = promotion
+        ends_at = now + (self.patience_s(num * self._size) if waits else AHEAD_S)
+        promotion = _Promotion(namespace, generation, key, sequence, first, [], [], now, ends_at, need)
+        with self._dropped_after_error(promotion):
+            for block in range(first, stop):
+                row = self._held(self._free_rows.pop(), tenant) if waits else self._free_ahead.pop()
+                promotion.rows.append(row)
+                memory = self._memory.staging_bytes(row)
+                job = self.tier.load(on_disk, key, block, memory, is_awaited=waits)
+                if job is None:
+                    self.give_row(promotion.rows.pop())
+                    break
+                promotion.jobs.append(job)
+            if not promotion.jobs:
+                self._drop(promotion)
+                return False
+            self._promotions[request_id] = promotion
         return True
 
     def _end(self, request_id: str, promotion: _Promotion) -> int:
         """Use the leading records that are proven. Returns the position behind them if that is all; else 0."""
+        with self._dropped_after_error(promotion):
+            return self._used(request_id, promotion)
+
+    def _used(self, request_id: str, promotion: _Promotion) -> int:
         self.load_ended(self._clock() - promotion.began_at)
         if all(job.is_done for job in promotion.jobs):
             self._rest_s = REST_S
@@ -680,10 +753,8 @@ class DiskLevel:
         if not num_good or not is_current or self._is_resetting():
             self._drop(promotion)
             return 0
-        num_good, used = self._fill_slots(promotion, num_good)
-        left = [at for at in range(len(promotion.rows)) if at not in used]
-        rows, jobs = promotion.rows, promotion.jobs
-        self._drop(promotion._replace(rows=[rows[at] for at in left], jobs=[jobs[at] for at in left]))
+        num_good = self._fill_slots(promotion, num_good)
+        self._drop(promotion)
         if not num_good:
             return 0
         self.counts["disk_loaded_blocks"] += num_good
@@ -695,17 +766,17 @@ class DiskLevel:
             self._budget.asked(namespace.tenant, points)
         return stop if num_good == len(promotion.jobs) else 0
 
-    def _fill_slots(self, promotion: _Promotion, num_good: int) -> tuple[int, set[int]]:
-        """Let the worker copy the first records into slots.
+    def _fill_slots(self, promotion: _Promotion, num_good: int) -> int:
+        """Let the worker copy the first records into slots. Returns how many of them are in slots then.
 
-        Returns how many of them are in slots then, and which rows it copies: not those of blocks that came otherwise.
+        The promotion loses the rows that it copies: not those of blocks that came otherwise.
         """
         stop = promotion.start + num_good
         try:
             if promotion.sequence.num_committed_tokens < stop * self._size:
                 promotion.sequence.commit(stop * self._size)
         except LeaseError:  # purged a moment ago
-            return 0, set()
+            return 0
         key = promotion.key[: stop * self._size * TOKEN_BYTES]
         entries = self._cache.match(promotion.namespace, key).block_ids[promotion.start :].astype(np.int64)
         num_good = len(entries)
@@ -717,36 +788,52 @@ class DiskLevel:
         rows = [promotion.rows[each] for each in used]
         if rows:
             self._filled_now += rows
+            promotion.rows[:] = [row for row in promotion.rows if row not in set(rows)]
             self._fill(slots, np.array(rows, np.int64))
             self._index.filled(entries[used])
-        return self._index.num_filled(entries), set(used)
+        return self._index.num_filled(entries)
 
     def _drop(self, promotion: _Promotion) -> None:
-        """Release a promotion. No job touches its memory any more."""
+        """Release a promotion, once. No job touches its memory any more."""
         for job in promotion.jobs:
             job.cancel()
-        for row in promotion.rows:
-            self.give_row(row)
-        promotion.sequence.release()
+        while promotion.rows:
+            self.give_row(promotion.rows.pop())
+        if not promotion.is_dropped:
+            promotion.is_dropped = True
+            promotion.sequence.release()
+
+    @contextmanager
+    def _dropped_after_error(self, promotion: _Promotion) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop(promotion)
+            raise
 
     # --- stores
 
     def _end_stores(self) -> None:
-        running = []
+        """Count stores that have ended. Free the slots of those whose bytes were taken, or should have been."""
+        running, now = [], self._clock()
         for store in self._stores:
+            if now - store.began_at >= STORE_S or not any(job.needs_memory for job in store.jobs):
+                self._free_slots(store)
             if all(job.is_done for job in store.jobs):
                 self.counts["disk_unstored_blocks"] += sum(not job.wait(0) for job in store.jobs)
-                self._end_store(store)
             else:
                 running.append(store)
         self._stores = running
 
-    def _end_store(self, store: _Store) -> None:
-        self._index.unuse(store.slots)
-        if store.lease is None:
-            self._num_leaving -= len(store.slots)
-        else:
-            store.lease.release()
+    def _free_slots(self, store: _Store) -> None:
+        """Free the slots of a store, once. A job that hasn't taken its bytes never does."""
+        for job in store.jobs:
+            if job.needs_memory:
+                job.cancel()
+        slots, store.slots = store.slots, store.slots[:0]
+        self._index.unuse(slots)
+        if store.has_left:
+            self._num_leaving -= len(slots)
 
     def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
@@ -758,10 +845,10 @@ class DiskLevel:
         kept = slots[: self._most_leaving - self._num_leaving]
         self.counts["disk_unstored_blocks"] += len(slots) - len(kept)
         if len(kept):
+            leaving = _Leaving(namespace, key, first, kept, known, self.tier.num_purges(tenant))
             self._index.use(kept)
             self._num_leaving += len(kept)
-            since = self.tier.num_purges(tenant)
-            self._leaving.append(_Leaving(namespace, key, first, kept, known, since))
+            self._leaving.append(leaving)
 
     @property
     def _stores_later(self) -> bool:
@@ -775,21 +862,30 @@ class DiskLevel:
             leaving = self._leaving.popleft()
             tenant = leaving.namespace.tenant
             if self._is_resetting() or not self.is_known(tenant) or self._known.get(tenant) != leaving.known:
-                self._end_store(_Store(None, leaving.slots, []))
+                self._give_up(leaving)
                 continue
             now, later = leaving.slots[: most - num], leaving.slots[most - num :]
             if len(later):
                 self._leaving.appendleft(leaving._replace(first=leaving.first + len(now), slots=later))
-            on_disk, jobs = self._on_disk(leaving.namespace), list[Job]()
+            on_disk, store = self._on_disk(leaving.namespace), _Store(now, True, self._clock())
+            self._stores.append(store)
             there = self.tier.locate(on_disk, leaving.key, leaving.first, len(now))
             for at, slot in enumerate(now[there:].tolist(), leaving.first + there):
                 content = self._memory.slot_bytes(slot)
                 job = self.tier.store(on_disk, leaving.key, at, content, since=leaving.since)
                 if job is not None:
-                    jobs.append(job)
-            self._stores.append(_Store(None, now, jobs))
+                    store.jobs.append(job)
             num += len(now)
         return num
+
+    def _give_up(self, leaving: _Leaving) -> None:
+        self.counts["disk_unstored_blocks"] += len(leaving.slots)
+        self._free_slots(_Store(leaving.slots, True, 0.0))
+
+    def _give_up_leaving(self) -> None:
+        """Free the slots of all that has left host memory and isn't being stored."""
+        while self._leaving:
+            self._give_up(self._leaving.popleft())
 
     def _wait_to_store(self, saved: _Saved) -> None:
         if len(self._waiting) >= MAX_WAITING_STORES:
@@ -798,10 +894,13 @@ class DiskLevel:
         self._waiting.append(saved)
 
     def _begin_stores(self) -> None:
-        num_running = sum(len(store.jobs) for store in self._stores)
-        if self._leaving and self.tier.state == "open":
-            num_running += self._store_leaving(MAX_STORES - num_running)
-        while self._waiting and num_running < MAX_STORES and self.tier.state == "open":
+        most = self._most_stores
+        num_running = sum(len(store.slots) for store in self._stores)
+        if self._leaving and self.tier.state != "open":
+            self._give_up_leaving()
+        elif self._leaving:
+            num_running += self._store_leaving(most - num_running)
+        while self._waiting and num_running < most and self.tier.state == "open":
             saved = self._waiting.popleft()
             if self._is_resetting() or not self._is_current(saved) or saved.namespace.tenant in self._owed:
                 self.counts["disk_unstored_blocks"] += saved.stop - saved.first
@@ -809,7 +908,7 @@ class DiskLevel:
             if not self.is_known(saved.namespace.tenant):
                 self._waiting.appendleft(saved)
                 return
-            stop = min(saved.stop, saved.first + MAX_STORES - num_running)
+            stop = min(saved.stop, saved.first + most - num_running)
             num_stores = self._store(saved._replace(stop=stop))
             num_running += max(num_stores, 0)
             if num_stores < 0:
@@ -823,32 +922,27 @@ class DiskLevel:
         since = self.tier.num_purges(saved.namespace.tenant)
         if not self._is_current(saved) or saved.namespace.tenant in self._owed:
             return 0
-        try:
-            key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
-            lease = self._cache.match_and_lease(saved.namespace, key)
-        except (CapacityError, LeaseError):
-            return 0
-        jobs = []
+        key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
         there = self.tier.locate(on_disk, key, saved.first)
-        slots = self._index.slots_of(lease.block_ids[saved.first + there : saved.stop])
-        slots = slots[: self._index.num_filled(lease.block_ids[saved.first + there : saved.stop])]
+        entries = self._cache.match(saved.namespace, key).block_ids[saved.first + there : saved.stop]
+        slots = self._index.filled_slots(entries)
         blocks = range(saved.first + there, saved.first + there + len(slots))
         if self._budget is not None and blocks:
             num_bytes = len(blocks) * self._record_bytes
             is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
             self.budget_bytes = int(self._budget.left_bytes())
             if not is_affordable:
-                lease.release()
                 return -1
+        store = _Store(slots, False, self._clock())
+        self._index.use(slots)
+        self._stores.append(store)
         for block, slot in zip(blocks, slots.tolist(), strict=True):
             content = self._memory.slot_bytes(slot)
             job = self.tier.store(on_disk, key, block, content, since=since)
             if job is None:
                 break
-            jobs.append(job)
-        self._index.use(slots)
-        self._stores.append(_Store(lease, slots, jobs))
-        return len(jobs)
+            store.jobs.append(job)
+        return len(store.jobs)
 
     # --- the write budget
 

@@ -73,7 +73,11 @@ class Gate:
         try:
             yield
         finally:
-            self.__enter__()
+            try:
+                self.__enter__()
+            except BaseException:  # the caller leaves the gate, so it must be in it
+                self.__enter__()
+                raise
 
     def opened(self, call: Callable[P, R]) -> Callable[P, R]:
         """Return ``call`` as a function that runs outside the gate."""

@@ -209,6 +209,11 @@ class HostBlocks:
             taken[f"{name}_bytes"] = taken[f"{name}_blocks"] * self.block_bytes
         return taken
 
+    def undo(self) -> None:
+        """Drop saves that aren't complete, and all reports."""
+        self._saving.clear()
+        self._report, self._loaded, self._invalid = StepReport(), set(), set()
+
     # --- checks
 
     def _is_good(self, work: StepWork) -> NDArray[np.bool_]:

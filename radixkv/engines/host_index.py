@@ -186,6 +186,12 @@ class HostIndex:
         """Return the filled slot of each entry; NO_SLOT without one."""
         return np.where(self._is_filled[entries], self._slot_of[entries], NO_SLOT)
 
+    def filled_slots(self, entries: Ids) -> Slots:
+        """Return the filled slots of entries, up to the first that has none."""
+        slots = self.slots_of(entries)
+        without = np.flatnonzero(slots == NO_SLOT)
+        return slots[: without[0]] if len(without) else slots
+
     def lacking(self, entries: Ids) -> Slots:
         """Return the positions of entries without a slot, filled or being filled."""
         self.settle()
@@ -308,6 +314,31 @@ class HostIndex:
         watch_evictions(self.cache, leave)
 
     # --- the whole
+
+    def undo(self, unsure: Slots, zero: Slots) -> None:
+        """Take all slots away that are being filled, and ``unsure``: nobody fills them any more. Zero ``zero`` again.
+
+        All is counted anew, so it may follow an error in the middle of any call. O(slots + entries).
+        """
+        self.settle()
+        has_slot = self._slot_of != NO_SLOT
+        self._is_filled[np.isin(self._slot_of, unsure) | ~has_slot] = False
+        self._slot_of[~self._is_filled] = NO_SLOT
+        was_free, is_free = np.zeros((2, self.num_slots), np.bool_)
+        was_free[self._free[: self._num_free]] = True
+        is_free[:] = self._uses == 0
+        is_free[self._slot_of[self._is_filled]] = False
+        self._is_orphan = self._uses > 0
+        self._is_orphan[self._slot_of[self._is_filled]] = False
+        free = np.flatnonzero(is_free)
+        self._free[: len(free)], self._num_free = free[::-1], len(free)
+        self._pool_of[free] = NO_SLOT
+        is_empty = np.ones(self.num_slots, np.bool_)
+        is_empty[self._slot_of[self._is_filled]] = False
+        self._to_zero += [zero[is_empty[zero]], np.flatnonzero(is_free & ~was_free)]
+        for number, pool in enumerate(self._pools):
+            pool.used = int((self._pool_of == number).sum())
+            pool.drop_spare(np.flatnonzero(self._slot_of == NO_SLOT))
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
         """Give a tenant that many slots of its own, 0 for none: then it shares those of the others."""

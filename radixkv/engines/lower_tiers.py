@@ -18,14 +18,15 @@ compared again after the host's sequence was opened: a purge that comes later de
 **Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
 A strict tenant has its share of host memory for itself, and nothing on the disk, where others could tell its traffic.
 
-An error in here costs hits: it is logged, the tiers are left alone from then on, and requests go on without them.
+An error in here costs hits: it is logged, what was decided and not done is undone, and the tiers go on. After
+``MOST_ERRORS`` errors within ``ERRORS_S`` seconds they rest for ``REST_S``. Requests go on without them meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -59,6 +60,9 @@ FORGET_S: Final = 5.0
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
+MOST_ERRORS: Final = 5
+ERRORS_S: Final = 60.0
+REST_S: Final = 60.0
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
 _MOST_NAMED: Final = 8
@@ -156,7 +160,11 @@ class LowerTiers:
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
         self._is_off = self._is_closed = False
+        self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
+        self._rests_until = clock()
         self._counts: Counter[str] = Counter()
+        self._num_brought = 0
+        """Of the blocks that are being loaded, those that the disk brought for the same request."""
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
@@ -183,7 +191,12 @@ class LowerTiers:
         """Whether KV of a namespace are kept now."""
         tenant = namespace.tenant
         is_left_out = namespace.salt.startswith(UNCACHED_SALT) or tenant in self._unkept
-        return not self._is_off and not is_left_out and self.serves(tenant)
+        return not self._is_shut and not is_left_out and self.serves(tenant)
+
+    @property
+    def _is_shut(self) -> bool:
+        """Whether nothing is loaded or kept now. Any thread."""
+        return self._is_off or self._clock() < self._rests_until
 
     def mark(self, tenant: str) -> int | None:
         """Return a number that changes with each purge or clear of a tenant. Any thread.
@@ -196,7 +209,7 @@ class LowerTiers:
 
     def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
         """See ``RowBelow.is_waiting``."""
-        if self.level.disk is None or self._is_off:
+        if self.level.disk is None or self._is_shut:
             return False
         namespace = namespace._replace(weights=self.level.weights)
         with self._guarded():
@@ -210,7 +223,7 @@ class LowerTiers:
         """See ``RowBelow.load``."""
         num_local = sequence.num_cached_tokens
         stop = 0
-        if not self._is_off and self._is_current(mark, sequence.namespace):
+        if not self._is_shut and self._is_current(mark, sequence.namespace):
             with self._guarded(), self._timed():
                 stop = self._loaded(request_id, sequence, key, num_local)
         if stop > num_local:
@@ -225,7 +238,7 @@ class LowerTiers:
         """See ``RowBelow.save``."""
         namespace, stop = sequence.namespace, sequence.num_committed_tokens // self._size
         is_current = self._is_current(mark, namespace)
-        if self._is_off or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
+        if self._is_shut or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
             return
         with self._guarded():
             self.level.save_key(
@@ -553,10 +566,11 @@ class LowerTiers:
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
 
-        ``capacity_blocks``, ``resident_blocks``, ``hit_blocks``, ``read_bytes``, ``written_bytes``, ``load_seconds``,
-        how long its loads took, ``errors``, ``open``, 1 if it serves, ``owed_purges``, tenants whose purge isn't done
-        there yet, ``unchosen_blocks``, which the write budget left out, ``lost_blocks``, which left the tier above and
-        found no room or no time, and ``budget_bytes``, what the write budget has left.
+        ``capacity_blocks``, ``resident_blocks``, ``hit_blocks``, each in the tier where a request found it,
+        ``read_bytes``, ``written_bytes``, ``loads`` and ``load_seconds``, how long they took, ``errors``, ``open``, 1
+        if it serves, 0 also while it rests, ``owed_purges``, tenants whose purge isn't done there yet,
+        ``unchosen_blocks``, which the write budget left out, ``lost_blocks``, which left the tier above and found no
+        room or no time, and ``budget_bytes``, what the write budget has left.
         """
         with self._lock:
             counts = self._counts.copy()
@@ -564,12 +578,13 @@ class LowerTiers:
             "host": {
                 "capacity_blocks": self.num_slots,
                 "resident_blocks": self.level.index.num_used,
-                "hit_blocks": counts["loaded_blocks"],
+                "hit_blocks": counts["hit_blocks"],
                 "read_bytes": counts["loaded_bytes"],
                 "written_bytes": counts["saved_bytes"],
+                "loads": counts["host_loads"],
                 "load_seconds": counts["load_us"] / 1e6,
                 "errors": counts["failed_blocks"] + counts["unsaved_blocks"] + counts["errors"],
-                "open": int(not self._is_off),
+                "open": int(not self._is_shut),
                 "owed_purges": 0,
                 "unchosen_blocks": 0,
                 "lost_blocks": counts["lost_blocks"],
@@ -586,9 +601,10 @@ class LowerTiers:
                 "hit_blocks": counts["disk_loaded_blocks"],
                 "read_bytes": tier.get("read_bytes", 0),
                 "written_bytes": tier.get("written_bytes", 0),
+                "loads": counts["disk_loads"],
                 "load_seconds": counts["disk_load_us"] / 1e6,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(not self._is_off and disk.tier.state == "open"),
+                "open": int(not self._is_shut and disk.tier.state == "open" and not disk.is_resting),
                 "owed_purges": len(disk.owed),
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
@@ -654,6 +670,7 @@ class LowerTiers:
         table = sequence.block_table[start:stop].tolist()
         key = key[: stop * self._size * TOKEN_BYTES]
         self.level.load_key(request_id, namespace, generation, key, start, table)
+        self._num_brought = 0 if self.disk is None else self.disk.num_brought(request_id)
         num_good = self._run().failed.get(request_id, stop - start)
         return (start + num_good) * self._size
 
@@ -666,12 +683,15 @@ class LowerTiers:
         self.memory.take_invalid()
         self.level.reported(report)
         self.level.loads_ended(self.memory.take_loaded())
+        self.level.work_done()
         self._take_counts()
         return report
 
     def _take_counts(self) -> None:
         with self._lock:
-            self._counts.update(self.memory.take_counts())
+            taken, num_brought, self._num_brought = self.memory.take_counts(), self._num_brought, 0
+            self._counts.update(taken)
+            self._counts["hit_blocks"] += max(taken["loaded_blocks"] - num_brought, 0)
             self._counts.update(self.level.take_counts())
             self._counts["lost_blocks"] += self.level.take_lost()
 
@@ -683,6 +703,7 @@ class LowerTiers:
             yield
         finally:
             with self._lock:
+                self._counts["host_loads"] += 1
                 self._counts["load_us"] += int((self._clock() - began_at) * 1e6)
 
     def _is_current(self, mark: int | None, namespace: Namespace) -> bool:
@@ -706,9 +727,9 @@ class LowerTiers:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave the tiers alone after an error or an interruption in here. A purge in between is none.
+        """After an error or an interruption in here, undo what was decided and not done. A purge in between is none.
 
-        What was decided and not done would be done with blocks that hold something else then.
+        It would be done with blocks that hold something else then.
         """
         is_done = False
         try:
@@ -717,13 +738,29 @@ class LowerTiers:
         except LeaseError:
             is_done = True
         except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
-            _log.exception("the tiers below the cache failed, and are left alone from now on")
+            _log.exception("an operation of the tiers below the cache failed; its tokens are computed")
         finally:
             if not is_done:
-                self._is_off = True
-                with self._lock:
-                    self._counts["errors"] += 1
-                self.level.abandon()
+                self._undo()
+
+    def _undo(self) -> None:
+        """Undo what was decided and not done; after several errors rest. If even that fails, serve nothing any more."""
+        now, is_undone = self._clock(), False
+        with self._lock:
+            self._counts["errors"] += 1
+        try:
+            self.memory.undo()
+            self.level.undo()
+            is_undone = True
+        except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
+            _log.exception("the tiers below the cache can't go on: nothing is kept or loaded until a restart")
+        finally:
+            self._is_off |= not is_undone
+        self._errors_at.append(now)
+        if len(self._errors_at) == MOST_ERRORS and now - self._errors_at[0] <= ERRORS_S:
+            self._errors_at.clear()
+            self._rests_until = now + REST_S
+            _log.error("the tiers below the cache failed %d times: they rest for %g s", MOST_ERRORS, REST_S)
 
 
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:

@@ -150,12 +150,18 @@ class Prefetch:
         """Take what came, and begin more. Within the gate. Never waits."""
         self._take_new()
         for _ in range(_AT_ONCE):
-            if self._running is None:
-                self._running = self._next()
-            if self._running is None or self._is_coming(self._running):
+            running = self._running or self._next()
+            if running is None:
                 return
-            self._disk.forget(self._running.request_id)
-            self._running = None
+            is_coming, self._running = False, None
+            try:
+                is_coming = self._is_coming(running)
+            finally:
+                if not is_coming:  # after an error too: it isn't tried again
+                    self._disk.forget(running.request_id)
+            if is_coming:
+                self._running = running
+                return
 
     def _prompt(self, expected: Expected, *, is_asked: bool = False) -> _Prompt:
         return _Prompt(f"ahead-{next(self._numbers)}", expected, is_asked)

@@ -55,7 +55,7 @@ class RecordReader:
         return sum(map(len, self._flights.values()))
 
     def begin(self, where: Where, key: bytes) -> Flight | None:
-        """Begin to read a record, or join a read of it. None if there is no staging memory, or the disk refuses.
+        """Begin to read a record, or join a read of it. None if its tenant has no rows left, or the disk refuses.
 
         O(a hash of the key up to the block).
         """
@@ -65,10 +65,15 @@ class RecordReader:
             if is_same and not (flight.job.is_done and not flight.job.wait(0)):
                 flight.num_users += 1
                 return flight
-        row = self.disk.take_row()
+        row = self.disk.take_row(where.place.tenant)
         if row is None:
             return None
-        job = self.disk.read(where.place, key, where.block, row)
+        job = None
+        try:
+            job = self.disk.read(where.place, key, where.block, row)
+        except BaseException:
+            self.disk.give_row(row)
+            raise
         if job is None:
             self.disk.give_row(row)
             return None

@@ -34,7 +34,8 @@ before saves nothing. Slots that change tenant are zeroed first, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, get_args
 
@@ -60,6 +61,7 @@ MAX_SLOTS: Final = 2**31 - 1
 MAX_STAGED_BLOCKS: Final = 256
 """Rows of host memory for blocks that come from the disk; at most a quarter of the slots, at least one."""
 _NO_BLOCKS: Final = np.empty(0, np.int64)
+_NO_WORK: Final = StepWork(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class SecondLevel:
         self._new_loads: list[str] = []
         self._saves: dict[int, list[_Save]] = {}
         self._reports: dict[int, int] = {}
-        self._work = StepWork(1)
+        self._work, self._taken = StepWork(1), _NO_WORK
         self._failed: set[int] = set()
         """Steps of which nothing is kept."""
         self._save_blocks: list[Sequence[int]] = []
@@ -304,18 +306,19 @@ class SecondLevel:
         blocks: Sequence[int],
     ) -> None:
         """Load the blocks of a key from block ``start`` on, to the engine's ``blocks``."""
+        to, slots = np.array(blocks, np.int64), np.full(len(blocks), NO_SLOT, np.int64)
         try:
             lease = self.cache.match_and_lease(namespace, key)
         except CapacityError:
             lease = None
-        slots, entries = np.full(len(blocks), NO_SLOT, np.int64), np.empty(0, np.int64)
+        entries = np.empty(0, np.int64)
         if lease is not None:
-            entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
-            slots[: len(entries)] = self.index.slots_of(entries)
-            entries = entries[slots[: len(entries)] != NO_SLOT]
-            self._is_loading[slots[slots != NO_SLOT]] = True
-            self.index.use(slots[slots != NO_SLOT])
-        to = np.array(blocks, np.int64)
+            with self._released_after_error(lease):
+                entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
+                slots[: len(entries)] = self.index.slots_of(entries)
+                entries = entries[slots[: len(entries)] != NO_SLOT]
+                self._is_loading[slots[slots != NO_SLOT]] = True
+                self.index.use(slots[slots != NO_SLOT])
         self._loads[request_id] = _Load(namespace, generation, key, start, entries, slots, lease, to)
         self._new_loads.append(request_id)
         self.counts["loads"] += 1
@@ -373,9 +376,29 @@ class SecondLevel:
         except CapacityError:
             self.counts["refused_saves"] += 1
             return
-        start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
+        with self._released_after_error(sequence):
+            start = (sequence.num_cached_tokens + sequence.num_ahead_tokens) // self._size
+            self._save_missing(
+                namespace, generation, key, start, sequence, blocks, is_current, request_id, before
+            )
+
+    def _save_missing(
+        self,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        start: int,
+        sequence: Held,
+        blocks: Callable[[], Sequence[int]],
+        is_current: Callable[[], bool],
+        request_id: str,
+        before: int,
+    ) -> None:
+        """Save the blocks of a key from block ``start`` on. It takes the sequence over."""
+        stop = len(key) // (self._size * TOKEN_BYTES)
         entries = sequence.block_table[start:].astype(np.int64)
         slots, source = np.empty(0, np.int64), None
+        leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
             self.disk.choose(namespace, generation, key, start, entries)
         try:
@@ -385,7 +408,7 @@ class SecondLevel:
                 source = blocks()[start : start + len(slots)]
         except LeaseError:  # purged since it was opened
             source = None
-        if source is not None and not len(slots):
+        if source is not None and not len(slots) and not leans:
             sequence.commit(stop * self._size)  # known, without a copy
         if not source:
             sequence.release()
@@ -405,25 +428,27 @@ class SecondLevel:
         if lease is None:
             self._num_lost += len(blocks)
             return
-        entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
-        self.index.demoted(entries)
-        at = self.index.lacking(entries)
-        slots = self.index.give(namespace.tenant, entries[at], may_evict=True) if len(at) else at
-        self._num_lost += len(at) - len(slots)
-        if not len(slots):
-            lease.release()
-            return
-        at = at[: len(slots)]
-        generation = self.cache.generation(namespace.tenant)
-        first = start + int(at[0])
-        save = _Save("", namespace, generation, key, first, first, entries[at], lease, False)
-        self._begin_save(save, slots, [blocks[each] for each in at.tolist()])
+        with self._released_after_error(lease):
+            entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
+            self.index.demoted(entries)
+            at = self.index.lacking(entries)
+            slots = self.index.give(namespace.tenant, entries[at], may_evict=True) if len(at) else at
+            self._num_lost += len(at) - len(slots)
+            if not len(slots):
+                lease.release()
+                return
+            at = at[: len(slots)]
+            generation = self.cache.generation(namespace.tenant)
+            first = start + int(at[0])
+            save = _Save("", namespace, generation, key, first, first, entries[at], lease, False)
+            self._begin_save(save, slots, [blocks[each] for each in at.tolist()])
 
     def _begin_save(self, save: _Save, slots: Slots, source: Sequence[int]) -> None:
-        self._saves.setdefault(self._work.step, []).append(save)
+        """Begin a save, which has what it holds from now on."""
         self._save_blocks.append(source)
         self._save_slots.append(slots)
         self._stamps[slots] = self._work.step
+        self._saves.setdefault(self._work.step, []).append(save)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended. Its loads and saves that run go on."""
@@ -459,10 +484,15 @@ class SecondLevel:
             work.save_slots = np.concatenate(self._save_slots)
             work.save_blocks = np.concatenate([np.asarray(each, np.int64) for each in self._save_blocks])
             self._reports[work.step] = 0
+        self._taken = work
         work.zero = self.index.take_to_zero()
         self._new_loads, self._save_blocks, self._save_slots = [], [], []
         self._work = StepWork(work.step + 1)
         return work
+
+    def work_done(self) -> None:
+        """Take that all that was taken was done. Only ``undo`` needs to know."""
+        self._taken = _NO_WORK
 
     def reported(self, report: StepReport, invalid: Iterable[int] = ()) -> None:
         """Take the workers' report: commit what all of them saved, forget what couldn't be loaded.
@@ -491,12 +521,15 @@ class SecondLevel:
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None and load.lease is not None:
-                slots = load.slots[load.slots != NO_SLOT]
-                self._is_loading[slots] = False
-                self.index.unuse(slots)
                 if self._has_above:
                     self.index.loaded(load.entries)
-                load.lease.release()
+                self._release_load(load, load.lease)
+
+    def _release_load(self, load: _Load, lease: Lease) -> None:
+        slots = load.slots[load.slots != NO_SLOT]
+        self._is_loading[slots] = False
+        self.index.unuse(slots)
+        lease.release()
 
     def reset(self, weights: int | None = None) -> bool:
         """Forget everything: the model's weights may be others. Returns False if a load still runs.
@@ -516,12 +549,27 @@ class SecondLevel:
         """Loads and steps with saves that haven't ended."""
         return len(self._loads) + len(self._reports)
 
-    def abandon(self) -> None:
-        """Release what loads and saves hold, and commit nothing more: this level isn't used any more."""
+    def undo(self) -> None:
+        """Undo what was decided and isn't done, after an error: nothing of it is found, and nothing is held for it.
+
+        What was taken last may be done in part, unless ``work_done`` was called. The workers must have dropped it.
+        """
         self._fail_running()
-        for save in [each for saves in self._saves.values() for each in saves]:
-            save.held.release()
-        self.loads_ended(list(self._loads))
+        for saves in self._saves.values():
+            while saves:
+                saves.pop().held.release()
+        while self._loads:
+            _, load = self._loads.popitem()
+            if load.lease is not None:
+                self._release_load(load, load.lease)
+        self._saves, self._reports, self._failed = {}, {}, set()
+        self._new_loads, self._save_blocks, self._save_slots = [], [], []
+        self._is_loading[:] = False
+        unsure = np.concatenate((self._taken.fill_slots, self._work.fill_slots))
+        self.index.undo(unsure, self._taken.zero)
+        self._work, self._taken = StepWork(self._work.step + 1), _NO_WORK
+        if self.disk is not None:
+            self.disk.undo()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
@@ -537,6 +585,16 @@ class SecondLevel:
         return lost
 
     # --- inside
+
+    @contextmanager
+    def _released_after_error(self, held: Held | Lease) -> Iterator[None]:
+        """Release it after an error in here, unless a save has it by then."""
+        try:
+            yield
+        except BaseException:
+            if not any(save.held is held for saves in self._saves.values() for save in saves):
+                held.release()
+            raise
 
     def _waits_for_disk(
         self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
@@ -565,9 +623,11 @@ class SecondLevel:
         self.cache.step_done(step)
         is_good = step not in self._failed
         self._failed.discard(step)
-        for save in self._saves.pop(step, ()):
-            self._end_save(save, is_good)
-            save.held.release()
+        saves = self._saves.get(step, [])
+        while saves:
+            self._end_save(saves[0], is_good)
+            saves.pop(0).held.release()
+        self._saves.pop(step, None)
 
     def _end_save(self, save: _Save, is_good: bool) -> None:
         num = len(save.entries)

@@ -11,11 +11,16 @@ threads of the tier, while the engine computes from the front. Where they meet, 
 - A loaded range is committed as soon as the committed tokens reach it, and never before.
 - A record that fails leaves a gap, which the engine computes.
 - A load that nobody claims from ends after ``patience_s``. If a record was slow, the disk rests.
+- One that nobody polls either gives its staging memory back ``IDLE_S`` seconds later, or ``COMPUTING_S`` while claimed
+  tokens aren't committed. So does one whose sequence has committed all of it.
+- The tiers' gate is open to others between parts of a copy from host memory. Each part is written only if the load and
+  its mark still hold.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -35,6 +40,9 @@ POLL_S: Final = 0.001
 MAX_FLIGHTS: Final = 64
 """Records of one load that are on their way at once."""
 
+IDLE_S: Final = 2.0
+COMPUTING_S: Final = 10.0
+
 Ranges = list[tuple[int, int]]
 """Ranges of blocks, disjoint and in order."""
 
@@ -49,8 +57,8 @@ class Source(Protocol):
     def is_current(self, mark: int, tenant: str) -> bool:
         """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
 
-    def safely(self, call: Callable[[], None]) -> None:
-        """Call it; after an error the tiers are left alone."""
+    def safely(self, call: Callable[[], None]) -> bool:
+        """Call it, and return whether it raised no error. An error is logged."""
 
     def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
         """Put what host memory has of a key from block ``start`` on, in parts, until one is refused."""
@@ -69,7 +77,8 @@ class Put(Protocol):
 class TierLoading:
     """See ``Loading``. ``mark``: of the target's tenant. ``host_stop``: the block where host memory's part ends.
 
-    Everything but ``num_tokens``, ``num_loaded_tokens`` and ``is_done`` takes the tiers' gate.
+    Everything but ``num_tokens``, ``num_loaded_tokens`` and ``is_done`` takes the tiers' gate. ``poll`` and ``claim``
+    go one after the other, also where the gate is open.
     """
 
     def __init__(
@@ -88,7 +97,8 @@ class TierLoading:
         self._place: Namespace | None = None
         self._stop = self._next = host_stop  # the end of what lies below, and of what was not begun
         self._flights: list[Flight] = []
-        self._ends_at = self._found_at = clock()
+        self._ends_at = self._found_at = self._polled_at = clock()
+        self._polling = threading.Lock()
         if source.reader is None:
             return
         self._ends_at += source.reader.disk.patience_s(0)
@@ -115,7 +125,7 @@ class TierLoading:
 
     def poll(self) -> bool:
         """See ``Loading``."""
-        with self._source.gate:
+        with self._polling, self._source.gate:
             self._advance()
         self._keep()
         return self.is_done
@@ -139,7 +149,7 @@ class TierLoading:
     def claim(self, num_tokens: SupportsIndex) -> int:
         """See ``Loading``."""
         num_tokens = require_between("num_tokens", num_tokens, 1, None)
-        with self._source.gate:
+        with self._polling, self._source.gate:
             self._measure()
             self._advance()
             committed = self._target.num_committed
@@ -177,9 +187,16 @@ class TierLoading:
             self._source.reader.end(flight)
 
     def sweep(self) -> None:
-        """End it if its sequence or its tiers don't go on. Within the gate; from time to time."""
-        if not self._is_current():
+        """End it if its sequence or its tiers don't go on, or nobody wants it. Within the gate; from time to time."""
+        if not self._is_current() or self._is_idle():
             self.end()
+        self._drop_claimed()
+
+    def _is_idle(self) -> bool:
+        """Whether nobody has polled or claimed for a while, though its time is over."""
+        is_computing = self._claimed > self._target.num_committed
+        idle_at = self._polled_at + (COMPUTING_S if is_computing else IDLE_S)
+        return self._clock() >= max(self._ends_at, idle_at)
 
     # --- inside, within the gate
 
@@ -187,9 +204,9 @@ class TierLoading:
         """Bring what is there, and commit what continues the committed tokens."""
         if not self._target.is_current:
             self._ranges = []
-        if not self.is_done and self._is_current():
-            self._source.safely(self._take)
-        if not self._is_current():
+        self._polled_at = self._clock()
+        is_good = self.is_done or not self._is_current() or self._source.safely(self._take)
+        if not is_good or not self._is_current():
             self.end()
         self._settle()
 
@@ -207,6 +224,8 @@ class TierLoading:
         if not self._has_host:
             self._has_host = True
             self._source.load_from_host(target.namespace, target.key, self._front, self._put)
+            if self.is_done:  # cancelled meanwhile
+                return
         reader = self._source.reader
         if reader is None:
             self.is_done = True
@@ -261,7 +280,8 @@ class TierLoading:
                 break
             self._flights.append(begun)
             self._next -= 1
-        is_refused = self._next > low and not self._flights and reader.disk.num_free_rows > 0
+        tenant = self._place.tenant
+        is_refused = self._next > low and not self._flights and reader.disk.num_rows_for(tenant) > 0
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
             reader.disk.load_ended(self._clock() - self._found_at)
@@ -269,11 +289,13 @@ class TierLoading:
             reader.disk.rested(is_slow=False)
 
     def _drop_claimed(self) -> None:
-        """Give up records of claimed blocks."""
+        """Give up records of claimed blocks. After the last block it is over."""
         for flight in [each for each in self._flights if each.where.block < self._front]:
             self._flights.remove(flight)
             assert self._source.reader is not None
             self._source.reader.end(flight)
+        if self._place is not None and self._front >= self._stop:
+            self.end()
 
     def _measure(self) -> None:
         """Tell the disk how long the engine computed what it claimed last, and go on as long as it computes."""
@@ -287,7 +309,7 @@ class TierLoading:
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:
         """Write loaded blocks, unless something was forgotten meanwhile or the engine has them."""
-        if not self._is_current() or not self._target.put(start, stop, copy):
+        if self.is_done or not self._is_current() or not self._target.put(start, stop, copy):
             return False
         self._ranges = with_range(self._ranges, start, stop)
         self._num_loaded += stop - start

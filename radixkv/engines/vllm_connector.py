@@ -114,6 +114,7 @@ COUNTS = {
     "disk_timeouts": "requests that stopped waiting for the disk",
     "disk_unstored_blocks": "saved blocks that the disk did not take",
     "disk_load_us": "microseconds that loads from the disk took",
+    "disk_loads": "loads from the disk",
     "disk_unchosen_blocks": "saved blocks for which the disk's write budget had no bytes",
 }
 """Names of the counts, and what each means."""

@@ -114,7 +114,8 @@ class Loading(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more comes. Changes nothing, so only ``poll``, ``wait`` and ``claim`` make it true."""
+        """Whether nothing more comes. Reading it changes nothing. Beside ``poll``, ``wait`` and ``claim``, what lies
+        below makes it true, if nobody calls them for seconds."""
 
     def poll(self) -> bool:
         """Take what has come, and commit what continues the committed tokens. Returns ``is_done``. Never waits."""

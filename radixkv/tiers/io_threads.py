@@ -66,6 +66,13 @@ class Job:
                 return True
         return self.wait(0)
 
+    @property
+    def needs_memory(self) -> bool:
+        """Whether the operation may still touch the caller's memory."""
+        with self._changed:
+            is_given_up = self._is_abandoned and not self._is_claimed
+            return not (self._is_done() or self._has_memory_back or is_given_up)
+
     def poll(self, timeout_s: float) -> bool:
         """Return whether it has ended, after at most ``timeout_s``. It goes on otherwise."""
         with self._changed:

@@ -33,7 +33,7 @@ PROMPT = prompt_of(41)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for the disk as long as a busy machine needs."""
-    for name in ("LEARNING_S", "LEAST_WAIT_S"):
+    for name in ("LEARNING_S", "LEAST_WAIT_S", "STORE_S"):
         monkeypatch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
 
 

@@ -34,7 +34,7 @@ SECRET = b"a secret of the fleet"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for the disk as long as a busy machine needs."""
-    for name in ("LEARNING_S", "LEAST_WAIT_S"):
+    for name in ("LEARNING_S", "LEAST_WAIT_S", "STORE_S"):
         monkeypatch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
 
 

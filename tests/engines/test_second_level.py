@@ -606,3 +606,19 @@ def test_random_lives(seed: int) -> None:
 def _namespace(engine: Engine) -> Any:
     (namespace,) = engine.level.cache.namespaces()
     return namespace
+
+
+def test_what_has_no_room_behind_a_running_save_is_not_known() -> None:
+    """A longer prompt has entries and no slots. It leans on a save that isn't reported, so it isn't committed."""
+    engine = Engine(10)
+    engine.add("c", ids_of(20, 1))
+    engine.run()
+    index = engine.level.index
+    index.use(index._slot_of[index._slot_of >= 0])  # a disk reads them
+    engine.late, ids = True, ids_of(41)
+    engine.add("a", ids[:20])
+    engine.step()
+    engine.add("b", ids)
+    engine.run()
+    assert engine.level.cache.stats().num_sequences == 0
+    index.check()

@@ -87,6 +87,11 @@ def test_host_memory_below_a_service() -> None:
         assert metric(live.operator, "hit_blocks_total", "host") == cached // 16
         assert metric(live.operator, "open", "host") == 1
         assert metric(live.operator, "errors_total", "host") == 0
+        assert metric(live.operator, "loads_total", "host") > 0
+        tiers = live.operator.get("/v1/stats").json()["tiers"]
+        assert list(tiers) == ["host"] and tiers["host"]["hit_blocks"] == cached // 16
+        shown = CliRunner().invoke(commands, ["stats", "--url", live.url, "--key", KEYS["operator"]]).stdout
+        assert re.search(rf"^hit_blocks +{cached // 16}$", shown, re.M), shown
         assert (
             0
             < metric(live.operator, "resident_blocks", "host")
@@ -151,6 +156,8 @@ def test_a_dtype_without_memory_for_it_is_refused() -> None:
 
 def test_without_tiers_nothing_is_said_of_them(live: Running) -> None:
     assert "radixkv_tier_" not in live.operator.get("/metrics").text
+    assert live.operator.get("/v1/stats").json()["tiers"] == {}
+    assert "tiers" not in live.acme.get("/v1/stats").json()
     done = live.acme.post("/v1/completions", json={"prompt": "A", "max_tokens": 1}).json()
     assert "loaded" not in done["timings"]
 
@@ -182,6 +189,8 @@ def test_a_disk_survives_the_process(tmp_path: Path) -> None:
         again, cached = ask(acme)
         assert again == first and cached > 100
         assert metric(operator, "hit_blocks_total", "disk") == (cached + disk_tokens) // 16
+        assert metric(operator, "hit_blocks_total", "host") == 0, "a block counts where it was found"
+        assert metric(operator, "loads_total", "disk") > 0
         assert metric(operator, "load_seconds_total", "disk") > 0
         assert ask(globex) == (first, 0)
         eventually(lambda: metric(operator, "resident_blocks", "disk") > cached // 16)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import Raised
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
@@ -192,7 +193,10 @@ async def stats(call: Call[Service]) -> Response:
         tenants = [_tenant_stats(ring, service.cache, tenant) for tenant in ring.tenants]
         # The cache also counts the account of bases, and tenants that were removed.
         cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
-        return OperatorStatsReply(cache=cache, tenants=tenants, usage_log=_usage_log(service.meter.log_state))
+        below = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
+        tiers = {name: dict(counts) for name, counts in below.items()}
+        log = _usage_log(service.meter.log_state)
+        return OperatorStatsReply(cache=cache, tenants=tenants, usage_log=log, tiers=tiers)
 
     return reply(await service.threads.administer(everybody))
 

@@ -133,6 +133,9 @@ class OperatorStatsReply(ReplyBody):
     cache: dict[str, int]
     tenants: list[TenantStatsReply]
     usage_log: UsageLogReply | None = Field(description="null: no usage log is written")
+    tiers: dict[str, dict[str, int | float]] = Field(
+        description="counts by tier below the cache, as in the metrics; empty without one"
+    )
 
 
 class TenantReply(ReplyBody):

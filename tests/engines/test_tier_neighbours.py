@@ -1,0 +1,369 @@
+"""No tenant, no load and no hanging disk takes the tiers from the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.clock import ManualClock
+from radixkv.engines import disk_level, tier_loading
+from radixkv.engines.disk_level import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES, SHARED_S
+from radixkv.engines.host_blocks import HostBlocks
+from radixkv.tiers.io_threads import Job
+from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
+from tests.engines.test_disk_level import DiskEngine
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
+from tests.engines.test_second_level import ids_of
+from tests.tiers.support import FaultyFiles
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(autouse=True)
+def learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine has time to learn of purges."""
+    monkeypatch.setattr(disk_level, "LEARNING_S", 60.0)
+
+
+def others_load(owner: DiskOwner) -> int:
+    """Return what another tenant loads."""
+    with owner.cache.open(OTHER, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        loading.wait(30)
+        return loading.num_loaded_tokens
+
+
+# --- staging memory
+
+
+def test_a_load_that_nobody_polls_gives_its_memory_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_loading, "IDLE_S", 0.2)
+    with on_disk(folder) as owner:
+        owner.known()
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            assert owner.disk.num_used_rows
+            assert eventually(owner.is_idle), "though the sequence is open"
+            assert loading.is_done and loading.num_loaded_tokens == 0
+            monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+            assert others_load(owner) == 40
+            assert loading.claim(100) == 41
+            owner.compute(sequence, 41)
+            assert owner.is_right(sequence)
+
+
+def test_a_load_goes_on_while_claimed_tokens_are_computed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_loading, "IDLE_S", 0.0)
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            stop = loading.claim(8)
+            assert isinstance(loading, tier_loading.TierLoading)
+            loading._ends_at = 0.0
+            time.sleep(1.0)
+            assert not loading.is_done and owner.disk.num_used_rows
+            owner.compute(sequence, stop)
+            assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
+            assert eventually(owner.is_idle)
+        reads.open()
+
+
+def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that computes everything and goes on for minutes holds no staging memory."""
+    monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            owner.compute(sequence, 20)
+            assert eventually(lambda: owner.disk.num_used_rows == 5)
+            assert not loading.is_done
+            owner.compute(sequence, 41)
+            assert eventually(owner.is_idle) and loading.is_done
+        reads.open()
+
+
+def test_tenants_share_staging_memory(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        disk, clock = owner.disk, ManualClock()
+        disk._clock = clock
+
+        def takes(tenant: str) -> list[int]:
+            rows = list[int]()
+            while (row := disk.take_row(tenant)) is not None:
+                rows.append(row)
+            return rows
+
+        with owner.below.gate:  # type: ignore[attr-defined]
+            assert disk.num_free_rows == 16
+            mine = takes("a")
+            assert len(mine) == 12, "a quarter is for those that come"
+            theirs = takes("b")
+            assert len(theirs) == 4
+            for row in mine[:8]:
+                disk.give_row(row)
+            mine = mine[8:]
+            theirs += takes("b")
+            assert len(theirs) == 6 and len(takes("c")) == 4
+            mine += takes("a")
+            assert len(mine) == 4, "its share of three"
+            clock.advance(SHARED_S + 1)
+            mine += takes("a")
+            assert len(mine) == 6 and disk.num_free_rows == 0
+            for row in range(16):
+                disk.give_row(row)
+            assert not disk._num_held
+            assert len(takes("a")) == 12
+            for row in sorted(set(range(16)) - set(disk._free_rows)):
+                disk.give_row(row)
+
+
+def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
+    """A long prompt comes in parts, and leaves rows for another tenant."""
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(121))
+    engine.stop()
+    released = threading.Event()
+    engine = DiskEngine(tmp_path / "disk", files=(files := FaultyFiles()))
+    files.before = lambda call: released.wait(30) and None
+    engine.add("b", ids_of(121))
+    assert eventually(lambda: engine.step(0) is None and bool(engine.disk._promotions))
+    assert engine.disk.num_free_rows == 4
+    released.set()
+    engine.run()
+    assert engine.disk.num_free_rows == 16
+    engine.stop()
+
+
+# --- a disk that hangs
+
+
+class Hanging(FaultyFiles):
+    """Writes of records never return while it hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs, self.num = False, 0
+        self._back = threading.Event()
+
+    def write(self, descriptor: int, content: memoryview, offset: int) -> int:
+        if self.hangs and len(content) >= 1_024:
+            self.num += 1
+            self._back.wait(60)
+        return super().write(descriptor, content, offset)
+
+    def back(self) -> None:
+        self.hangs = False
+        self._back.set()
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(1_000 * number, 1_000 * number + 41))
+
+
+def test_a_hanging_disk_leaves_host_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_level, "STORE_S", 0.1)
+    files = Hanging()
+    with on_disk(tmp_path / "disk", files=files, host_blocks=32) as owner:
+        owner.ask(prompt(0))
+        owner.known()
+        assert eventually(lambda: len(owner.disk.tier) == 10)
+        files.hangs = True
+        for number in range(1, 8):
+            owner.evicted(prompt(number))
+        uses = owner.below.level.index._uses
+        assert eventually(lambda: files.num > 0 and not uses.any()), "no slot waits for the disk for long"
+        for number in range(8, 12):
+            owner.evicted(prompt(number))
+            assert int((uses > 0).sum()) <= 2 * (32 // 8)
+            assert owner.ask(prompt(number)) == (40, 1)
+        files.back()
+        assert eventually(lambda: not owner.disk.num_running)
+
+
+def test_a_store_needs_its_slot_until_it_is_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_level, "STORE_S", 1e9)
+    files = Hanging()
+    with on_disk(tmp_path / "disk", files=files) as owner:
+        owner.known()
+        files.hangs = True
+        owner.evicted(PROMPT[:9])
+        assert eventually(lambda: files.num == 2)
+        uses = owner.below.level.index._uses
+        assert eventually(lambda: not uses.any()), "the threads have the bytes"
+        assert owner.disk.num_running == 1
+        files.back()
+        assert eventually(lambda: len(owner.disk.tier) == 2)
+
+
+def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=32) as owner:
+        owner.ask(prompt(0))
+        assert eventually(lambda: len(owner.disk.tier) == 10)
+        monkeypatch.setattr(type(owner.disk), "_stores_later", property(lambda self: True))
+        tier, uses = owner.disk.tier, owner.below.level.index._uses
+        assert eventually(lambda: not uses.any())
+        with owner.below.gate:  # type: ignore[attr-defined]
+            owner.below.level.cache.evict(4)
+            assert len(owner.disk._leaving) and int(uses.sum()) == 4
+            tier._opens_at = tier._clock() + 60
+            owner.below.tick()
+            assert not owner.disk._leaving and not uses.any() and not owner.disk._num_leaving
+            tier._opens_at = None
+
+
+def test_memory_that_a_job_never_took_is_the_callers() -> None:
+    job = Job(lambda job, memory: True)
+    assert job.needs_memory
+    assert job.claim() and job.needs_memory
+    job.unclaim()
+    assert not job.needs_memory and not job.is_done
+    abandoned = Job(lambda job, memory: True)
+    abandoned.cancel()
+    assert not abandoned.needs_memory and not abandoned.claim()
+
+
+# --- patience
+
+
+def test_a_few_slow_computations_dont_lengthen_patience(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        disk = owner.disk
+        for _ in range(NUM_SAMPLES):
+            disk.computed_in(16 * 1e-3, 16)
+        before = disk.patience_s(1_500)
+        assert before == pytest.approx(0.75)
+        for seconds in (8.0, 1e9, float("inf"), float("nan"), -1.0, 15.9 * MOST_SECONDS_A_TOKEN):
+            disk.computed_in(seconds, 16)
+        for _ in range(NUM_SAMPLES // 2 - 1):
+            disk.computed_in(1.5, 16)
+        assert disk.patience_s(1_500) == pytest.approx(before)
+
+
+def test_patience_is_bounded(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        for _ in range(10 * NUM_SAMPLES):
+            owner.disk.computed_in(1.5, 16)
+        assert owner.disk.patience_s(10**9) == MOST_WAIT_S
+        assert owner.disk.patience_s(0) == disk_level.LEAST_WAIT_S
+
+
+# --- long copies from host memory
+
+
+def during_a_copy(monkeypatch: pytest.MonkeyPatch, owner: Owner, act: Callable[[], Any]) -> None:
+    """Let another thread do something after the third part of a copy, as soon as it can enter the gate."""
+    monkeypatch.setattr(owner.below, "slice_blocks", 1)
+    original, num, threads = HostBlocks.put, [0], list[threading.Thread]()
+
+    def put(self: HostBlocks, staged: Any, blocks: Any) -> None:
+        original(self, staged, blocks)
+        num[0] += 1
+        if num[0] == 3:
+            threads.append(threading.Thread(target=act))
+            threads[0].start()
+            gate = owner.below.gate  # type: ignore[attr-defined]
+            ends_at = time.monotonic() + 0.5
+            while not gate._waiting and time.monotonic() < ends_at:
+                time.sleep(0.001)
+
+    monkeypatch.setattr(HostBlocks, "put", put)
+
+
+def test_others_go_on_between_parts_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    owner.evicted(PROMPT)
+    loaded = list[int]()
+    with owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+
+        def act() -> None:
+            with owner.below.gate:  # type: ignore[attr-defined]
+                loaded.append(loading.num_loaded_tokens)
+
+        during_a_copy(monkeypatch, owner, act)
+        assert loading.poll() and loading.num_loaded_tokens == 40 and owner.is_right(sequence)
+    assert loaded == [12]
+    owner.check()
+
+
+@pytest.mark.parametrize("change", ["purge", "clear", "truncate", "release", "cancel"])
+def test_a_copy_stops_where_it_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    owner.evicted(PROMPT)
+    sequence = owner.cache.open(NS, PROMPT)
+    loading = loading_of(sequence)
+
+    def act() -> None:
+        if change == "cancel":
+            loading.cancel()
+        elif change in ("purge", "clear"):
+            changed(owner, sequence, change)
+        else:
+            with owner.below.gate:  # type: ignore[attr-defined]
+                sequence.truncate(20) if change == "truncate" else sequence.release()
+
+    during_a_copy(monkeypatch, owner, act)
+    assert loading.poll()
+    assert loading.num_loaded_tokens == 12, "nothing is written after it"
+    if sequence.is_open:
+        owner.compute(sequence, sequence.num_tokens)
+        assert owner.is_right(sequence)
+    if change != "release":
+        sequence.release()
+    assert not owner.below.level.index._uses.any()
+    owner.below.level.index.check()
+    owner.check()
+
+
+def test_slots_that_are_copied_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tenant needs all of host memory, and another sequence of the same prompt makes the slots spare."""
+    owner = Owner(32, host_blocks=12)
+    owner.evicted(PROMPT)
+    with owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+
+        def act() -> None:
+            index = owner.below.level.index
+            with owner.below.gate:  # type: ignore[attr-defined]
+                index.loaded(np.arange(len(index._slot_of)))
+            owner.evicted(list(range(500, 541)), OTHER)
+
+        during_a_copy(monkeypatch, owner, act)
+        assert loading.poll() and loading.num_loaded_tokens == 40 and owner.is_right(sequence)
+    time.sleep(0.1)
+    owner.below.level.index.check()
+
+
+def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being copied is never claimed."""
+    owner = Owner()
+    owner.evicted(PROMPT)
+    claims = list[int]()
+    with owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        claiming = threading.Thread(target=lambda: claims.append(loading.claim(8)))
+        during_a_copy(monkeypatch, owner, claiming.start)
+        assert loading.poll() and loading.num_loaded_tokens == 40
+        claiming.join()
+        assert claims == [41] and owner.is_right(sequence)
