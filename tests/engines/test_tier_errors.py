@@ -90,8 +90,9 @@ def test_one_error_costs_one_operation(name: str, monkeypatch: pytest.MonkeyPatc
     owner = Owner()
     owner.evicted(PROMPT)
     out_of_memory(monkeypatch, name, 1)
-    for _ in range(2):
+    for number in range(2):
         owner.ask(PROMPT)
+        owner.ask([number, *PROMPT])
         owner.evict()
     assert owner.ask(PROMPT) == (40, 1)
     assert owner.below.counts()["host"]["errors"] == 1 and owner.below.counts()["host"]["open"] == 1

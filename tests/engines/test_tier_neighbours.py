@@ -221,6 +221,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
         monkeypatch.setattr(type(owner.disk), "_stores_later", property(lambda self: True))
+        owner.disk._most_leaving = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
