@@ -172,6 +172,7 @@ class DiskTier:
         self._sealed_at_sync = self._sequence
         self._synced_at = clock()
         self._sync_job: Job | None = None
+        self._has_failed_sync = False
 
     def __enter__(self) -> DiskTier:
         return self
@@ -340,19 +341,28 @@ class DiskTier:
             if not self._folder.is_ours():
                 self._is_fenced = True
                 raise TierError(f"another process opened {self._folder.path}: this one no longer uses it")
+            self._rewrite_headers()
             self._slab.sync()
         except OSError as error:
+            self._has_failed_sync = True
             self._count(sync_errors=1)
             self._failed(error)
             raise
         self._sealed_at_sync, self._synced_at = sealed, self._clock()
+
+    def _rewrite_headers(self) -> None:
+        """After a failed sync: write all headers again, which the system may have dropped as if they were written."""
+        if self._has_failed_sync:
+            with self._writing_headers:
+                self._slab.write_headers([0, self._slab.num_slots - 1])
+            self._has_failed_sync = False
 
     def maintain(self) -> None:
         """Sync in a thread if ``sync_s`` seconds have passed and something was sealed. Doesn't wait. Call it often."""
         is_due = self._clock() - self._synced_at >= self.settings.sync_s
         is_running = self._sync_job is not None and not self._sync_job.is_done
         if is_due and not is_running and self.state == "open":
-            self._submit_sync()
+            self._submit_sync(is_load=True)  # loads that go on and on must not hold it up
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what is queued, sync, and give the folder back. Idempotent.
@@ -362,7 +372,7 @@ class DiskTier:
         """
         if self._is_closed:
             return
-        self._submit_sync()
+        self._submit_sync(is_load=False)  # after the stores
         self._is_closed = True
         if self._io.close(timeout_s):
             self._folder.close()
@@ -643,8 +653,8 @@ class DiskTier:
         is_lost[kept] = False
         headers[is_lost] = np.zeros((), headers.dtype)
 
-    def _submit_sync(self) -> None:
-        """Sync in a thread, if something was sealed since the last time."""
+    def _submit_sync(self, *, is_load: bool) -> None:
+        """Sync in a thread, among the loads or after the stores, if something was sealed since the last time."""
         if self._sealed_at_sync == self._sequence or self._is_fenced:
             return
 
@@ -656,7 +666,7 @@ class DiskTier:
                 return False
             return True
 
-        self._sync_job = self._io.submit(work, is_load=False)
+        self._sync_job = self._io.submit(work, is_load=is_load)
 
     def _is_open(self) -> bool:
         if self.state == "open":

@@ -24,10 +24,10 @@ import logging
 import secrets
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from radixkv.config import Namespace
 from radixkv.errors import ConfigError, TierError, require_extra
@@ -40,6 +40,7 @@ require_extra("radixkv.tiers.folder", "tiers")
 from cryptography.exceptions import InvalidTag as InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+_Read = TypeVar("_Read")
 _KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
@@ -250,7 +251,7 @@ class TierFolder(PrivateFolder):
 
     def _damaged_keys(self) -> list[str]:
         names = filter(is_tag, self.files.names(self._in_keys))
-        return [name for name in names if self._opened_root(name) is None]
+        return [name for name in names if self._unless_unreadable(self._opened_root, name) is None]
 
     def _raise(self, tag: str, fleet: int | None) -> bool:
         with self._changing:
@@ -319,15 +320,15 @@ class TierFolder(PrivateFolder):
         A damaged key is no key: its records can't be found. O(tenants), about 60 µs each.
         """
         for tag in filter(is_tag, self.files.names(self._in_generations)):
-            known = self._read_generations(tag)
+            known = self._unless_unreadable(self._read_generations, tag)
             self._generations[tag] = None if known is None else known[0]
             if known is None:
                 log.error(
                     "%s/%s is damaged: that tenant has no disk tier until it is purged", GENERATIONS, tag
                 )
         for name in filter(is_tag, self.files.names(self._in_keys)):
-            root = self._opened_root(name)
-            if root is None and self._is_overwritten(name):
+            root = self._unless_unreadable(self._opened_root, name)
+            if root is None and self._unless_unreadable(self._is_overwritten, name):
                 self.destroy(self._in_keys, name)  # it was overwritten, and is to be removed
                 continue
             if root is None:
@@ -338,6 +339,14 @@ class TierFolder(PrivateFolder):
                 self._keys[tag] = TenantKeys(bytes.fromhex(name), root[1], root[2])
             elif generation is not None:
                 self.destroy(self._in_keys, name)
+
+    def _unless_unreadable(self, read: Callable[[str], _Read], name: str) -> _Read | None:
+        """Return what ``read`` returns, or None if the disk fails to read that file: one file harms its tenant alone."""
+        try:
+            return read(name)
+        except OSError as error:
+            log.error("a small file of a tenant can't be read: %s: %s", name, error.strerror)
+            return None
 
     def _is_overwritten(self, name: str) -> bool:
         content = self.read_small(self._in_keys, name)

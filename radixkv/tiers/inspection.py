@@ -121,23 +121,35 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
     """Forget everything: destroy the keys, then remove all files but the folder and its lock. Needs no secret.
 
     Returns the number of bytes that the slab had. Raises ConfigError for a missing folder, one that isn't ours or is in
-    use, and OSError; then repeat it.
+    use. Raises OSError if a file can't be destroyed, after all others were: then repeat it.
     """
     if not Path(path).is_dir():
         raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
     with closing(PrivateFolder(path, files)) as folder:
-        folder.destroy(folder.folder, MASTER)
+        failed = _destroyed(folder, folder.folder, [MASTER])
         for name in (KEYS, GENERATIONS):
             inner = folder.subfolder(name)
-            for each in folder.files.names(inner):
-                folder.destroy(inner, each)
+            failed += _destroyed(folder, inner, folder.files.names(inner))
         size = 0
         for name in (SLAB, *(each + NEW for each in sorted(OURS))):
             with suppress(FileNotFoundError):
                 size += os.stat(name, dir_fd=folder.folder, follow_symlinks=False).st_size
                 folder.files.remove(name, folder.folder)
         folder.files.sync_folder(folder.folder)
+        if failed:
+            raise failed[0]
         return size
+
+
+def _destroyed(folder: PrivateFolder, inner: int, names: Sequence[str]) -> list[OSError]:
+    """Destroy small files, all that can be. Returns the errors of the others."""
+    failed = []
+    for name in names:
+        try:
+            folder.destroy(inner, name)
+        except OSError as error:
+            failed.append(error)
+    return failed
 
 
 class _States:

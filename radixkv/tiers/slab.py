@@ -219,6 +219,8 @@ class Slab:
         """Make the file. Raises ConfigError if there is no space for it."""
         new = SLAB + ".new"
         with folder.new_file(folder.folder, new) as descriptor:
+            if self._files.free_bytes(folder.folder) < self.num_bytes:
+                raise ConfigError("disk_size", self.num_bytes, f"a size for which {folder.path} has space")
             try:
                 self._files.allocate(descriptor, self.num_bytes)
             except OSError as error:
