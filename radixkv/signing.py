@@ -100,7 +100,7 @@ def read_secret(option: str, path: str) -> bytes:
     """Return the secret in a file, without the white space around it. Raises ConfigError, which names ``option``."""
     try:
         if not Path(path).is_file():
-            os.stat(path)  # its error says why
+            Path(path).stat()  # its error says why
             raise ConfigError(option, path, "a regular file")  # a FIFO would be waited for
         with Path(path).open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES + 1).strip()

@@ -106,11 +106,20 @@ class DiskSettings:
                 raise ConfigError(name, value, f"an integer from {low} to {high}")
         if self.scheme not in SCHEMES:
             raise ConfigError("scheme", self.scheme, f"one of {', '.join(SCHEMES)}")
+        if not isinstance(self.fingerprint, bytes):
+            raise ConfigError("fingerprint", self.fingerprint, f"{FINGERPRINT_BYTES} bytes")
         if len(self.fingerprint) != FINGERPRINT_BYTES:
             raise ConfigError("fingerprint", len(self.fingerprint), f"{FINGERPRINT_BYTES} bytes")
         for name in ("sync_s", "hang_s", "retry_s"):
-            if not 0 < getattr(self, name) <= 86_400:
-                raise ConfigError(name, getattr(self, name), "a number of seconds > 0, at most 86400")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86_400:
+                raise ConfigError(name, value, "a number of seconds > 0, at most 86400")
+        for name in ("awaits_generations", "direct"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True or False")
+        for tenant, size in self.partitions.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ConfigError("partitions", {tenant: size}, "a number of slots >= 0 for each tenant")
         if self.num_slots < 1:
             raise ConfigError(
                 "disk_bytes", self.disk_bytes, f"at least {self._bytes_of_one} bytes, one record"

@@ -148,6 +148,8 @@ class TierFolder(PrivateFolder):
         self._generations: dict[str, int | None] = {}
         self._keys: dict[str, TenantKeys] = {}
         self._is_current = True
+        if num_slots is None and not Path(path).is_dir():
+            raise ConfigError("folder", str(path), "a folder that a disk tier has used; there is none")
         super().__init__(path, files)
         try:
             master = self._master()
@@ -237,13 +239,17 @@ class TierFolder(PrivateFolder):
         return len(self._damaged_tags()) + len(self._damaged_keys())
 
     def repair(self) -> int:
-        """Forget tenants whose generation is damaged, and destroy damaged keys. Returns how many. Raises OSError."""
+        """Forget tenants whose generation is damaged, and destroy damaged keys. Returns how many.
+
+        Raises OSError if a key can't be destroyed, after all others were.
+        """
         tags = self._damaged_tags()
         for tag in tags:
             self._raise(tag, None)
         names = self._damaged_keys()
-        for name in names:
-            self.destroy(self._in_keys, name)
+        failed = self.destroy_all(self._in_keys, names)
+        if failed:
+            raise failed[0]
         return len(tags) + len(names)
 
     def _damaged_tags(self) -> list[str]:
@@ -341,7 +347,7 @@ class TierFolder(PrivateFolder):
                 self.destroy(self._in_keys, name)
 
     def _unless_unreadable(self, read: Callable[[str], _Read], name: str) -> _Read | None:
-        """Return what ``read`` returns, or None if the disk fails to read that file: one file harms its tenant alone."""
+        """Return what ``read`` returns, or None if the disk fails: one file harms its tenant alone."""
         try:
             return read(name)
         except OSError as error:

@@ -126,10 +126,10 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
     if not Path(path).is_dir():
         raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
     with closing(PrivateFolder(path, files)) as folder:
-        failed = _destroyed(folder, folder.folder, [MASTER])
+        failed = folder.destroy_all(folder.folder, [MASTER])
         for name in (KEYS, GENERATIONS):
             inner = folder.subfolder(name)
-            failed += _destroyed(folder, inner, folder.files.names(inner))
+            failed += folder.destroy_all(inner, folder.files.names(inner))
         size = 0
         for name in (SLAB, *(each + NEW for each in sorted(OURS))):
             with suppress(FileNotFoundError):
@@ -139,17 +139,6 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
         if failed:
             raise failed[0]
         return size
-
-
-def _destroyed(folder: PrivateFolder, inner: int, names: Sequence[str]) -> list[OSError]:
-    """Destroy small files, all that can be. Returns the errors of the others."""
-    failed = []
-    for name in names:
-        try:
-            folder.destroy(inner, name)
-        except OSError as error:
-            failed.append(error)
-    return failed
 
 
 class _States:

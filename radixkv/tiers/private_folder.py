@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class PrivateFolder:
     """
 
     def __init__(self, path: Path | str, files: Files | None = None, contents: Contents = DISK_TIER) -> None:
-        self.path = str(path)
+        self.path = str(path).rstrip("/") or str(path)[:1]  # a slash at the end would follow a link
         self.files, self._contents = files or Files(), contents
         self._descriptors: list[int] = []
         try:
@@ -157,6 +157,16 @@ class PrivateFolder:
             self.files.close(descriptor)
         self.files.remove(name, folder)
         self.files.sync_folder(folder)
+
+    def destroy_all(self, folder: int, names: Iterable[str]) -> list[OSError]:
+        """Destroy small files, all that can be. Returns the errors of the others."""
+        failed = []
+        for name in names:
+            try:
+                self.destroy(folder, name)
+            except OSError as error:
+                failed.append(error)
+        return failed
 
     # --- opening
 

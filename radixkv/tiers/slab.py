@@ -217,6 +217,14 @@ class Slab:
 
     def _make(self, folder: TierFolder) -> None:
         """Make the file. Raises ConfigError if there is no space for it."""
+        if SLAB in self._files.names(folder.folder):
+            log.warning(
+                "%s: a new slab of %d records of %d bytes replaces one of another size, or a damaged one: "
+                "all its records are lost",
+                folder.path,
+                self.num_slots,
+                self.record_bytes,
+            )
         new = SLAB + ".new"
         with folder.new_file(folder.folder, new) as descriptor:
             if self._files.free_bytes(folder.folder) < self.num_bytes:
