@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from radixkv.errors import ConfigError
+from radixkv.config import is_tenant_id
+from radixkv.errors import ConfigError, shown
 from radixkv.tiers.files import Files
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, PrivateFolder
@@ -103,8 +104,10 @@ def forget_tenant(
 ) -> int:
     """Forget everything of a tenant, as a purge of the running tier does. Returns the number of its records.
 
-    Raises as ``inspect``.
+    Raises as ``inspect``, and ConfigError for a name that no tenant can have.
     """
+    if not is_tenant_id(tenant):
+        raise ConfigError("tenant", shown(tenant), "a name that a tenant can have")
     with closing(TierFolder(path, secrets, files=files)) as folder:
         slab = Slab(folder)
         keys = folder.keys(tenant)

@@ -214,3 +214,11 @@ def test_a_thread_without_memory_tries_again(monkeypatch: pytest.MonkeyPatch) ->
     assert first is not None and not first.wait(WAIT_S)
     assert second is not None and second.wait(WAIT_S)
     assert threads.close()
+
+
+@pytest.mark.parametrize("name", ["", "a" * 100_000, "\udcff"])
+def test_names_that_no_tenant_can_have_change_nothing(tmp_path: Path, name: str) -> None:
+    used(tmp_path / "t")
+    with pytest.raises(ConfigError, match="a name that a tenant can have"):
+        inspection.forget_tenant(tmp_path / "t", [SECRET], name)
+    assert not list((tmp_path / "t" / "generations").iterdir())
