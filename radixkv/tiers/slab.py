@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import struct
 from typing import Final, NamedTuple
 
@@ -248,7 +249,13 @@ class Slab:
             descriptor = self._files.open(SLAB, os.O_RDONLY, folder.folder)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise ConfigError("folder", folder.path, f"one whose {SLAB!r} is a regular file") from None
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError("folder", folder.path, f"one whose {SLAB!r} is a regular file")
             head = memoryview(bytearray(_GEOMETRY.size))
             is_whole = os.fstat(descriptor).st_size == self.num_bytes
             if is_whole:

@@ -105,6 +105,7 @@ def test_bad_files_of_the_folder_are_errors_at_once(tmp_path: Path, kind: str, n
         DiskTier(settings(folder), [SECRET])
     with pytest.raises((ConfigError, OSError)):
         inspection.inspect(folder, [SECRET])
+    assert not (folder / "slab.new").exists()
 
 
 def test_a_secret_that_is_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
