@@ -99,6 +99,9 @@ def checked_secret(secret: object) -> bytes:
 def read_secret(option: str, path: str) -> bytes:
     """Return the secret in a file, without the white space around it. Raises ConfigError, which names ``option``."""
     try:
+        if not Path(path).is_file():
+            Path(path).stat()  # its error says why
+            raise ConfigError(option, path, "a regular file")  # a FIFO would be waited for
         with Path(path).open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except OSError as error:

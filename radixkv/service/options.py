@@ -460,6 +460,8 @@ class _Reader:
                 )
             return secrets.token_bytes(32)
         warn_unless_private(path, self.name("fleet-secret"))
+        if not path.is_file():
+            raise self.refuse("fleet-secret", "a regular file")
         secret = path.read_bytes().strip()
         if len(secret) < MIN_SECRET_BYTES:
             raise self.refuse("fleet-secret", f"a file that holds at least {MIN_SECRET_BYTES} bytes")

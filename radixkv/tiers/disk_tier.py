@@ -113,8 +113,15 @@ class DiskSettings:
             value = len(given) if isinstance(given, bytes) else type(given).__name__
             raise ConfigError("fingerprint", value, f"{FINGERPRINT_BYTES} bytes, from fingerprint_of")
         for name in ("sync_s", "hang_s", "retry_s"):
-            if not 0 < getattr(self, name) <= 86_400:
-                raise ConfigError(name, getattr(self, name), "a number of seconds > 0, at most 86400")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86_400:
+                raise ConfigError(name, value, "a number of seconds > 0, at most 86400")
+        for name in ("awaits_generations", "direct"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True or False")
+        for tenant, size in self.partitions.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ConfigError("partitions", {tenant: size}, "a number of slots >= 0 for each tenant")
         if self.num_slots < 1:
             raise ConfigError(
                 "disk_bytes", self.disk_bytes, f"at least {self._bytes_of_one} bytes, one record"
@@ -176,6 +183,7 @@ class DiskTier:
         self._sealed_at_sync = self._sequence
         self._synced_at = clock()
         self._sync_job: Job | None = None
+        self._has_failed_sync = False
 
     def __enter__(self) -> DiskTier:
         return self
@@ -382,19 +390,28 @@ class DiskTier:
             if not self._folder.is_ours():
                 self._is_fenced = True
                 raise TierError(f"another process opened {self._folder.path}: this one no longer uses it")
+            self._rewrite_headers()
             self._slab.sync()
         except OSError as error:
+            self._has_failed_sync = True
             self._count(sync_errors=1)
             self._failed(error)
             raise
         self._sealed_at_sync, self._synced_at = sealed, self._clock()
+
+    def _rewrite_headers(self) -> None:
+        """After a failed sync: write all headers again, which the system may have dropped as if they were written."""
+        if self._has_failed_sync:
+            with self._writing_headers:
+                self._slab.write_headers([0, self._slab.num_slots - 1])
+            self._has_failed_sync = False
 
     def maintain(self) -> None:
         """Sync in a thread if ``sync_s`` seconds have passed and something was sealed. Doesn't wait. Call it often."""
         is_due = self._clock() - self._synced_at >= self.settings.sync_s
         is_running = self._sync_job is not None and not self._sync_job.is_done
         if is_due and not is_running and self.state == "open":
-            self._submit_sync()
+            self._submit_sync(is_load=True)  # loads that go on and on must not hold it up
 
     def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
         """Finish what is queued, sync, and give the folder back, unless a purge of it still runs. Idempotent.
@@ -404,7 +421,7 @@ class DiskTier:
         """
         if self._is_closed:
             return
-        self._submit_sync()
+        self._submit_sync(is_load=False)  # after the stores
         self._is_closed = True
         if self._io.close(timeout_s) and not is_in_use:
             self._folder.close()
@@ -695,8 +712,8 @@ class DiskTier:
         is_lost[kept] = False
         headers[is_lost] = np.zeros((), headers.dtype)
 
-    def _submit_sync(self) -> None:
-        """Sync in a thread, if something was sealed since the last time."""
+    def _submit_sync(self, *, is_load: bool) -> None:
+        """Sync in a thread, among the loads or after the stores, if something was sealed since the last time."""
         if self._sealed_at_sync == self._sequence or self._is_fenced:
             return
 
@@ -708,7 +725,7 @@ class DiskTier:
                 return False
             return True
 
-        self._sync_job = self._io.submit(work, is_load=False)
+        self._sync_job = self._io.submit(work, is_load=is_load)
 
     def _is_open(self) -> bool:
         if self.state == "open":

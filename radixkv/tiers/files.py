@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from typing import Final
 
 PAGE_BYTES: Final = 4096
@@ -18,8 +19,17 @@ class Files:
     """System calls. Each raises OSError as the call does; a read or write may be short."""
 
     def open(self, name: str, flags: int, folder: int | None) -> int:
-        """Open ``name`` in ``folder`` (None: a path) and return its descriptor."""
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        """Open ``name`` in ``folder`` (None: a path) and return its descriptor. Never waits for a FIFO's other end.
+
+        Raises OSError, ENXIO for what is neither a regular file nor a folder.
+        """
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            os.close(descriptor)
+            raise OSError(errno.ENXIO, "not a regular file", name)
+        return descriptor
 
     def close(self, descriptor: int) -> None:
         """Close a descriptor."""
@@ -36,6 +46,11 @@ class Files:
     def allocate(self, descriptor: int, num_bytes: int) -> None:
         """Give a file its blocks, so that later writes find the space."""
         os.posix_fallocate(descriptor, 0, num_bytes)
+
+    def free_bytes(self, folder: int) -> int:
+        """Return the bytes that the folder's file system has left for this user."""
+        found = os.fstatvfs(folder)
+        return found.f_bavail * found.f_frsize
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Cut a file to this size."""

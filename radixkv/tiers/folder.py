@@ -26,11 +26,11 @@ import logging
 import secrets
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from radixkv.config import Namespace
 from radixkv.errors import ConfigError, TierError, require_extra
@@ -43,6 +43,7 @@ require_extra("radixkv.tiers.folder", "tiers")
 from cryptography.exceptions import InvalidTag as InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+_Read = TypeVar("_Read")
 _KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
@@ -152,6 +153,8 @@ class TierFolder(PrivateFolder):
         self._generations: dict[str, int | None] = {}
         self._keys: dict[str, TenantKeys] = {}
         self._is_current = True
+        if num_slots is None and not Path(path).is_dir():
+            raise ConfigError("folder", str(path), "a folder that a disk tier has used; there is none")
         super().__init__(path, files)
         try:
             master = self._master()
@@ -252,13 +255,17 @@ class TierFolder(PrivateFolder):
         return len(self._damaged_tags()) + len(self._damaged_keys())
 
     def repair(self) -> int:
-        """Forget tenants whose generation is damaged, and destroy damaged keys. Returns how many. Raises OSError."""
+        """Forget tenants whose generation is damaged, and destroy damaged keys. Returns how many.
+
+        Raises OSError if a key can't be destroyed, after all others were.
+        """
         tags = self._damaged_tags()
         for tag in tags:
             self._raise(tag, None)
         names = self._damaged_keys()
-        for name in names:
-            self.destroy(self._in_keys, name)
+        failed = self.destroy_all(self._in_keys, names)
+        if failed:
+            raise failed[0]
         return len(tags) + len(names)
 
     def _damaged_tags(self) -> list[str]:
@@ -266,7 +273,7 @@ class TierFolder(PrivateFolder):
 
     def _damaged_keys(self) -> list[str]:
         names = filter(is_tag, self.files.names(self._in_keys))
-        return [name for name in names if self._opened_root(name) is None]
+        return [name for name in names if self._unless_unreadable(self._opened_root, name) is None]
 
     def _raise(self, tag: str, fleet: int | None) -> bool:
         with self._changing:
@@ -368,15 +375,15 @@ class TierFolder(PrivateFolder):
         A damaged key is no key: its records can't be found. O(tenants), about 60 µs each.
         """
         for tag in filter(is_tag, self.files.names(self._in_generations)):
-            known = self._read_generations(tag)
+            known = self._unless_unreadable(self._read_generations, tag)
             self._generations[tag] = None if known is None else known[0]
             if known is None:
                 log.error(
                     "%s/%s is damaged: that tenant has no disk tier until it is purged", GENERATIONS, tag
                 )
         for name in filter(is_tag, self.files.names(self._in_keys)):
-            root = self._opened_root(name)
-            if root is None and self._is_overwritten(name):
+            root = self._unless_unreadable(self._opened_root, name)
+            if root is None and self._unless_unreadable(self._is_overwritten, name):
                 self.destroy(self._in_keys, name)  # it was overwritten, and is to be removed
                 continue
             if root is None:
@@ -408,6 +415,14 @@ class TierFolder(PrivateFolder):
             return None
         content = unseal(self.master.key, STORE, sealed)
         return "" if content is None else content.decode("ascii", "replace")
+
+    def _unless_unreadable(self, read: Callable[[str], _Read], name: str) -> _Read | None:
+        """Return what ``read`` returns, or None if the disk fails: one file harms its tenant alone."""
+        try:
+            return read(name)
+        except OSError as error:
+            log.error("a small file of a tenant can't be read: %s: %s", name, error.strerror)
+            return None
 
     def _is_overwritten(self, name: str) -> bool:
         content = self.read_small(self._in_keys, name)

@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from radixkv.errors import ConfigError
+from radixkv.config import is_tenant_id
+from radixkv.errors import ConfigError, shown
 from radixkv.tiers.files import Files
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, STORE, PrivateFolder
@@ -103,8 +104,10 @@ def forget_tenant(
 ) -> int:
     """Forget everything of a tenant, as a purge of the running tier does. Returns the number of its records.
 
-    Raises as ``inspect``.
+    Raises as ``inspect``, and ConfigError for a name that no tenant can have.
     """
+    if not is_tenant_id(tenant):
+        raise ConfigError("tenant", shown(tenant), "a name that a tenant can have")
     with closing(TierFolder(path, secrets, files=files)) as folder:
         slab = Slab(folder)
         keys = folder.keys(tenant)
@@ -121,22 +124,23 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
     """Forget everything: destroy the keys, then remove all files but the folder and its lock. Needs no secret.
 
     Returns the number of bytes that the slab had. Raises ConfigError for a missing folder, one that isn't ours or is in
-    use, and OSError; then repeat it.
+    use. Raises OSError if a file can't be destroyed, after all others were: then repeat it.
     """
     if not Path(path).is_dir():
         raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
     with closing(PrivateFolder(path, files)) as folder:
-        folder.destroy(folder.folder, MASTER)
+        failed = folder.destroy_all(folder.folder, [MASTER])
         for name in (KEYS, GENERATIONS):
             inner = folder.subfolder(name)
-            for each in folder.files.names(inner):
-                folder.destroy(inner, each)
+            failed += folder.destroy_all(inner, folder.files.names(inner))
         size = 0
         for name in (SLAB, STORE, *(each + NEW for each in sorted(OURS))):
             with suppress(FileNotFoundError):
                 size += os.stat(name, dir_fd=folder.folder, follow_symlinks=False).st_size
                 folder.files.remove(name, folder.folder)
         folder.files.sync_folder(folder.folder)
+        if failed:
+            raise failed[0]
         return size
 
 

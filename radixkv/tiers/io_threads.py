@@ -13,13 +13,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from radixkv.clock import Clock, monotonic
 from radixkv.tiers.files import aligned
 
 Work: TypeAlias = "Callable[[Job, memoryview], bool]"
 """Does a job, with the thread's own memory for I/O. Returns whether it succeeded."""
+
+MOST_LOADS: Final = 16
 
 log = logging.getLogger("radixkv.tiers")
 
@@ -113,6 +115,8 @@ class Job:
 class IOThreads:
     """``num_threads`` daemon threads with ``buffer_bytes`` of aligned memory each. Loads go before stores.
 
+    After ``MOST_LOADS`` loads in a row a store that waits has its turn.
+
     ``max_queued``: jobs that may wait. ``hang_s``: an operation that takes longer counts as hanging.
     """
 
@@ -133,6 +137,7 @@ class IOThreads:
         self._began: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
         self._is_closing = False
+        self._loads_in_a_row = 0
 
     @property
     def num_hung(self) -> int:
@@ -186,8 +191,14 @@ class IOThreads:
         thread.start()
 
     def _run(self, number: int) -> None:
-        memory = aligned(self._buffer_bytes)
+        memory = None
         while (job := self._next(number)) is not None:
+            try:
+                memory = aligned(self._buffer_bytes) if memory is None else memory
+            except (OSError, MemoryError) as error:
+                log.error("a thread of a tier gets no memory for I/O: %s", error)
+                job.end(False)
+                continue
             job.run(memory)
             del job
 
@@ -197,6 +208,8 @@ class IOThreads:
             self._changed.wait_for(lambda: self._loads or self._stores or self._is_closing)
             if not self._loads and not self._stores:
                 return None
-            job = self._loads.popleft() if self._loads else self._stores.popleft()
+            is_load = bool(self._loads) and (not self._stores or self._loads_in_a_row < MOST_LOADS)
+            self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
+            job = (self._loads if is_load else self._stores).popleft()
             self._began[number] = self._clock()
             return job

@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ NEW: Final = ".new"
 
 
 ID_BYTES: Final = 16
+_NO_FILE: Final = (errno.ELOOP, errno.ENXIO)
+"""Errors of opening what is no regular file: a symbolic link, a FIFO, a socket, a device."""
 MAX_SMALL_BYTES: Final = 4096
 """The most bytes of a small file."""
 
@@ -57,7 +59,7 @@ class PrivateFolder:
     """
 
     def __init__(self, path: Path | str, files: Files | None = None, contents: Contents = DISK_TIER) -> None:
-        self.path = str(path)
+        self.path = str(path).rstrip("/") or str(path)[:1]  # a slash at the end would follow a link
         self.files, self._contents = files or Files(), contents
         self._descriptors: list[int] = []
         try:
@@ -92,11 +94,18 @@ class PrivateFolder:
         return self.open_file(name, os.O_RDONLY | os.O_DIRECTORY)
 
     def read_small(self, folder: int, name: str) -> bytes | None:
-        """Return a small file's bytes; None if it is absent or too large. Raises OSError."""
+        """Return a small file's bytes; None if it is absent. Empty if it is too large, or no regular file.
+
+        Raises OSError.
+        """
         try:
-            descriptor = self.files.open(name, os.O_RDONLY | os.O_NONBLOCK, folder)
+            descriptor = self.files.open(name, os.O_RDONLY, folder)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            return b""
         try:
             size = os.fstat(descriptor).st_size
             if not 0 < size <= MAX_SMALL_BYTES or not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -118,22 +127,33 @@ class PrivateFolder:
 
     @contextmanager
     def new_file(self, folder: int, name: str) -> Iterator[int]:
+        """Make a file, to be written in the ``with``. An error there removes it. Raises OSError."""
         with suppress(FileNotFoundError):
             self.files.remove(name, folder)
         descriptor = self.files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             yield descriptor
+        except Exception:
+            with suppress(OSError):  # the error that is raised counts; the next try removes the file too
+                self.files.remove(name, folder)
+            raise
         finally:
             self.files.close(descriptor)
 
     def destroy(self, folder: int, name: str) -> None:
         """Overwrite a small file, wait for the medium, and remove it. Nothing happens if it is absent.
 
-        It is overwritten in its size, so a full disk doesn't keep it. Raises OSError; then repeat it.
+        It is overwritten in its size, so a full disk doesn't keep it. What is no regular file, as a symbolic link, is
+        removed alone. Raises OSError, also for a folder; then repeat it.
         """
         try:
             descriptor = self.files.open(name, os.O_WRONLY, folder)
         except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            self.files.remove(name, folder)
             return
         try:
             size = min(os.fstat(descriptor).st_size, MAX_SMALL_BYTES)
@@ -143,6 +163,16 @@ class PrivateFolder:
             self.files.close(descriptor)
         self.files.remove(name, folder)
         self.files.sync_folder(folder)
+
+    def destroy_all(self, folder: int, names: Iterable[str]) -> list[OSError]:
+        """Destroy small files, all that can be. Returns the errors of the others."""
+        failed = []
+        for name in names:
+            try:
+                self.destroy(folder, name)
+            except OSError as error:
+                failed.append(error)
+        return failed
 
     # --- opening
 
@@ -174,7 +204,11 @@ class PrivateFolder:
         return descriptor
 
     def _locked(self) -> int:
-        descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            allowed = f"a folder whose file {LOCK!r} can be written ({error.strerror})"
+            raise ConfigError("folder", self.path, allowed) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import struct
 from typing import Final, NamedTuple
 
@@ -217,8 +218,18 @@ class Slab:
 
     def _make(self, folder: TierFolder) -> None:
         """Make the file. Raises ConfigError if there is no space for it."""
+        if SLAB in self._files.names(folder.folder):
+            log.warning(
+                "%s: a new slab of %d records of %d bytes replaces one of another size, or a damaged one: "
+                "all its records are lost",
+                folder.path,
+                self.num_slots,
+                self.record_bytes,
+            )
         new = SLAB + ".new"
         with folder.new_file(folder.folder, new) as descriptor:
+            if self._files.free_bytes(folder.folder) < self.num_bytes:
+                raise ConfigError("disk_size", self.num_bytes, f"a size for which {folder.path} has space")
             try:
                 self._files.allocate(descriptor, self.num_bytes)
             except OSError as error:
@@ -238,7 +249,13 @@ class Slab:
             descriptor = self._files.open(SLAB, os.O_RDONLY, folder.folder)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise ConfigError("folder", folder.path, f"one whose {SLAB!r} is a regular file") from None
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError("folder", folder.path, f"one whose {SLAB!r} is a regular file")
             head = memoryview(bytearray(_GEOMETRY.size))
             is_whole = os.fstat(descriptor).st_size == self.num_bytes
             if is_whole:

@@ -33,6 +33,12 @@ def held_by(owner: DiskOwner) -> prefetch.Prefetch:
     return owner.below._prefetch
 
 
+def is_idle(owner: DiskOwner) -> bool:
+    """Whether nothing comes any more; never in the middle of a step."""
+    with owner.below.gate:  # type: ignore[attr-defined]
+        return not held_by(owner).is_busy
+
+
 def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that gets the need and the tokens of each prompt that the disk is asked for."""
     found: list[tuple[str, int]] = []
@@ -57,7 +63,7 @@ def test_an_asked_prompt_waits_in_host_memory(folder: Path) -> None:
             loading = loading_of(sequence)
             assert (loading.num_tokens, loading.num_host_tokens) == (40, 40)
             assert loading.wait() and owner.is_right(sequence)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
 
 
 def test_a_question_is_no_request(folder: Path) -> None:
@@ -77,7 +83,7 @@ def test_it_begins_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with on_disk(folder) as owner:
         time.sleep(0.1)  # until the thread sleeps
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: in_host(owner) == 40 and not held_by(owner).is_busy)
+        assert eventually(lambda: in_host(owner) == 40 and is_idle(owner))
         time.sleep(0.1)
         owner.cache.announce(OTHER, PROMPT)
         assert eventually(lambda: in_host(owner, OTHER) == 40)
@@ -111,7 +117,7 @@ def test_what_ends_it(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch
         assert eventually(lambda: owner.disk.num_running == 1)
         if change != "time":
             owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
         reads.open()
         assert eventually(owner.is_idle)
         assert in_host(owner) == 0, "nothing comes back"
@@ -128,7 +134,7 @@ def test_what_was_asked_before_its_end_is_not_looked_for(
         owner.cache.prefetch(NS, PROMPT)
         if change != "time":
             owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
-        assert ticks(owner, lambda: not held_by(owner).is_busy)
+        assert ticks(owner, lambda: is_idle(owner))
         assert found == []
 
 
@@ -195,7 +201,7 @@ def test_the_newest_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.
         found = looked_at(owner, monkeypatch)
         for length in (9, 13, 17, 21, 25):
             owner.cache.prefetch(NS, ELSE[:length])
-        assert ticks(owner, lambda: not held_by(owner).is_busy)
+        assert ticks(owner, lambda: is_idle(owner))
         assert found == [("asked", length) for length in (25, 21, 17, 13)]
         found.clear()
         owner.cache.prefetch(NS, PROMPT)
@@ -214,7 +220,7 @@ def test_it_takes_free_memory_and_none_of_others(folder: Path) -> None:
         assert host.tenant_stats("b").resident_blocks == 10 and owner.below.level.index.num_used == 10
         for _ in range(20):
             owner.cache.prefetch(NS, PROMPT)
-            assert eventually(lambda: not held_by(owner).is_busy)
+            assert eventually(lambda: is_idle(owner))
         assert in_host(owner) == 8 and host.tenant_stats("a").resident_blocks == 2
         assert host.match(OTHER, ELSE).num_tokens == 40
 
@@ -229,10 +235,10 @@ def test_it_takes_back_what_its_guarantee_has_lent(folder: Path) -> None:
         assert eventually(lambda: host.evictable_blocks == 12 and not owner.below.level.index._uses.any())
         assert owner.below.level.index.num_used == 12
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy) and in_host(owner) == 0
+        assert eventually(lambda: is_idle(owner)) and in_host(owner) == 0
         owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20))
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
         assert in_host(owner) == 10 * SIZE, "20 of 40 blocks: 26 of both, and the cache has none of its"
         assert host.tenant_stats("b").resident_blocks == 2
 
@@ -256,9 +262,9 @@ def test_a_limit_holds(folder: Path) -> None:
     with on_disk(folder) as owner:
         owner.cache.add_tenant(Tenant("a", max_blocks=3))
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy and owner.disk.is_known("a"))
+        assert eventually(lambda: is_idle(owner) and owner.disk.is_known("a"))
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
         assert owner.below.level.cache.tenant_stats("a").resident_blocks <= 7, (
             "3 of 40 blocks: 7 of 104 of both"
         )
@@ -272,7 +278,7 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
         reads.is_armed = True
         owner.cache.prefetch(NS, PROMPT)
         owner.cache.prefetch(Namespace("b", "m", salt="uncached-1"), PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
         assert reads.num == 0 and in_host(owner) == 0
         reads.open()
 
@@ -296,7 +302,7 @@ def test_the_write_budget_hears_only_of_what_has_come(folder: Path) -> None:
         for _ in range(20):
             owner.cache.prefetch(NS, ELSE)
             owner.cache.prefetch(NS, PROMPT)
-            assert eventually(lambda: not held_by(owner).is_busy)
+            assert eventually(lambda: is_idle(owner))
         assert in_host(owner) == 40
         assert heard.num_blocks == 8, "a point after 8 of 10 blocks, once"
         assert owner.disk.num_waiting == 0
@@ -348,7 +354,7 @@ def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand:
             return in_host(owner) == 40
 
         assert ticks(owner, is_there)
-        assert ticks(owner, lambda: not held_by(owner).is_busy)
+        assert ticks(owner, lambda: is_idle(owner))
         owner.disk.forget("request")
         assert owner.ask(PROMPT) == (40, 1), "and its KV is right"
 
@@ -363,7 +369,7 @@ def test_what_a_request_brings_is_not_brought_ahead(folder: Path, by_hand: None)
         owner.cache.prefetch(NS, PROMPT)
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.tick()
-        assert not held_by(owner).is_busy and owner.disk.num_running == 1
+        assert is_idle(owner) and owner.disk.num_running == 1
         reads.open()
         owner.disk.forget("request")
 
@@ -399,7 +405,7 @@ def test_a_folder_that_learns_slowly_is_not_blamed(
     monkeypatch.setattr("radixkv.engines.disk_level.LEARNING_S", -1.0)
     with on_disk(folder) as owner:
         getattr(owner.cache, call)(NS, PROMPT)
-        assert eventually(lambda: not held_by(owner).is_busy)
+        assert eventually(lambda: is_idle(owner))
         assert owner.disk.place_of(NS) is not None and owner.disk.counts["disk_timeouts"] == 0
 
 
@@ -410,7 +416,7 @@ def test_what_is_refused_changes_nothing(folder: Path, by_hand: None) -> None:
                 owner.cache.prefetch(NS, wrong)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="namespace"):
             owner.cache.prefetch("a", PROMPT)  # type: ignore[arg-type]
-        assert not held_by(owner).is_busy
+        assert is_idle(owner)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 16])
