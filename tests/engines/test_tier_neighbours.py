@@ -272,8 +272,13 @@ def test_patience_is_bounded(folder: Path) -> None:
 # --- long copies from host memory
 
 
-def during_a_copy(monkeypatch: pytest.MonkeyPatch, owner: Owner, act: Callable[[], Any]) -> None:
-    """Let another thread do something after the third part of a copy, as soon as it can enter the gate."""
+def during_a_copy(
+    monkeypatch: pytest.MonkeyPatch, owner: Owner, act: Callable[[], Any]
+) -> list[threading.Thread]:
+    """Let another thread do something after the third part of a copy, as soon as it can enter the gate.
+
+    Returns a list that gets the thread.
+    """
     monkeypatch.setattr(owner.below, "slice_blocks", 1)
     original, num, threads = HostBlocks.put, [0], list[threading.Thread]()
 
@@ -289,6 +294,7 @@ def during_a_copy(monkeypatch: pytest.MonkeyPatch, owner: Owner, act: Callable[[
                 time.sleep(0.001)
 
     monkeypatch.setattr(HostBlocks, "put", put)
+    return threads
 
 
 def test_others_go_on_between_parts_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,9 +330,11 @@ def test_a_copy_stops_where_it_was_changed(change: str, monkeypatch: pytest.Monk
             with owner.below.gate:  # type: ignore[attr-defined]
                 sequence.truncate(20) if change == "truncate" else sequence.release()
 
-    during_a_copy(monkeypatch, owner, act)
+    threads = during_a_copy(monkeypatch, owner, act)
     assert loading.poll()
     assert loading.num_loaded_tokens == 12, "nothing is written after it"
+    for each in threads:
+        each.join()
     if sequence.is_open:
         owner.compute(sequence, sequence.num_tokens)
         assert owner.is_right(sequence)
