@@ -71,9 +71,7 @@ class Evictor:
         self.has_tails = False  # whether one was ever kept (tails)
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
-        self.on_evict: Callable[[Node, int], object] | None = (
-            None  # the last blocks of a node are about to leave
-        )
+        self.on_evict: Callable[[Node, int], object] | None = None  # hears of blocks before they leave
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
