@@ -62,7 +62,7 @@ def errors_named(whole: DiskOptions) -> Iterator[None]:
         if error.setting in _SIZES:
             allowed = f"two halves, for {dtypes}; for each of them {error.allowed}"
             raise ConfigError("lossy_disk_size", whole.num_bytes, allowed) from None
-        if error.setting == "folder":
+        if error.setting in ("folder", "disk"):
             raise ConfigError("lossy_disk", error.value, error.allowed) from None
         raise
     except OSError as error:

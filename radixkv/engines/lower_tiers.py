@@ -42,7 +42,7 @@ from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
-from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, require_fingerprint
+from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, disk_errors, require_fingerprint
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
@@ -623,24 +623,25 @@ class LowerTiers:
 
         disk = settings.disk
         assert disk is not None
-        tier = DiskTier(
-            DiskSettings(
-                disk.folder,
-                disk.num_bytes,
-                self.memory.block_bytes,
-                segment_tokens=self._size,
-                fingerprint=fingerprint_of(
-                    engine=fingerprint,
-                    layout=repr(getattr(storage, "layout", storage.pool.geometry)),
-                    device=storage.device.type,
-                    torch=torch.__version__,
+        with disk_errors(disk.folder):
+            tier = DiskTier(
+                DiskSettings(
+                    disk.folder,
+                    disk.num_bytes,
+                    self.memory.block_bytes,
+                    segment_tokens=self._size,
+                    fingerprint=fingerprint_of(
+                        engine=fingerprint,
+                        layout=repr(getattr(storage, "layout", storage.pool.geometry)),
+                        device=storage.device.type,
+                        torch=torch.__version__,
+                    ),
+                    awaits_generations=disk.awaits_generations,
+                    scheme=settings.dtype,
                 ),
-                awaits_generations=disk.awaits_generations,
-                scheme=settings.dtype,
-            ),
-            [disk.secret],
-            files=disk.files,
-        )
+                [disk.secret],
+                files=disk.files,
+            )
         self.level.disk = level = DiskLevel(
             tier,
             self.level.index,

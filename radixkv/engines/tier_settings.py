@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -30,7 +31,7 @@ class DiskOptions:
 
     ``awaits_generations``: serve nothing before the fleet's purges are known, because some may have been missed.
     ``files``: its system calls, in place of the usual ones. ``bytes_per_s``: the most that is written on average, spent
-    on what comes back most often; None for no bound.
+    on what comes back most often; None for no bound. Raises ConfigError for another one.
     """
 
     folder: Path
@@ -39,6 +40,12 @@ class DiskOptions:
     awaits_generations: bool = False
     files: Files | None = None
     bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        rate: object = self.bytes_per_s
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if rate is not None and not (is_number and 0 < self.bytes_per_s < float("inf")):  # type: ignore[operator]
+            raise ConfigError("bytes_per_s", rate, "a finite number above 0, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,19 @@ class TierSettings:
 
 Disks: TypeAlias = Mapping[TierDtype, DiskOptions]
 """Disks by the dtype of their records."""
+
+
+@contextmanager
+def disk_errors(folder: Path | str) -> Iterator[None]:
+    """Let errors of a disk tier name the settings of a disk below an engine. OSError becomes a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        named = {"folder": "disk", "disk_bytes": "disk_size"}.get(error.setting, error.setting)
+        raise ConfigError(named, error.value, error.allowed, problem=error.problem) from None
+    except OSError as error:
+        allowed = f"a folder that can be used ({error.strerror or error}: {error.filename or 'a file in it'})"
+        raise ConfigError("disk", str(folder), allowed) from error
 
 
 def disks_of(exact: DiskOptions | None, lossy: Disks | None) -> Disks:

@@ -47,6 +47,7 @@ from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
 from radixkv.engines.request_keys import facts_of
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
+from radixkv.engines.tier_settings import disk_errors
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet, read_secret
 
@@ -207,16 +208,17 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         if memory is None or vllm_config.parallel_config.world_size > 1:
             raise ConfigError("disk", settings.disk, "with one worker, in the engine's own process")
         assert settings.disk is not None and settings.fleet_secret is not None
-        tier = DiskTier(
-            DiskSettings(
-                settings.disk,
-                settings.disk_bytes,
-                memory.block_bytes,
-                segment_tokens=self.radixkv.cache.config.block_size,
-                fingerprint=_fingerprint(vllm_config, memory.block_bytes),
-            ),
-            [read_secret("fleet_secret", settings.fleet_secret)],
-        )
+        with disk_errors(settings.disk):
+            tier = DiskTier(
+                DiskSettings(
+                    settings.disk,
+                    settings.disk_bytes,
+                    memory.block_bytes,
+                    segment_tokens=self.radixkv.cache.config.block_size,
+                    fingerprint=_fingerprint(vllm_config, memory.block_bytes),
+                ),
+                [read_secret("fleet_secret", settings.fleet_secret)],
+            )
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
         self.radixkv.disk = DiskLevel(
             tier,

@@ -475,3 +475,20 @@ def test_folders_that_are_refused(tmp_path: Path, wrong: str) -> None:
             pass
     with on_disk(folder) as engine:
         assert ask(engine, PROMPT)[1] == 40, "a refusal changes nothing"
+
+
+@pytest.mark.parametrize("rate", [-5.0, 0.0, float("nan"), float("inf"), True, "1GB"])
+def test_a_wrong_rate_of_writes_is_refused(rate: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bytes_per_s=.*a finite number above 0"):
+        DiskOptions(tmp_path / "disk", 1 << 20, SECRET, bytes_per_s=rate)
+
+
+def test_errors_of_the_folder_name_the_setting(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=r"disk=.*mode 0700"), on_disk(folder):
+        pass
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"disk="), on_disk(folder):
+        pass
