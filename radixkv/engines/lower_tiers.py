@@ -381,12 +381,17 @@ class LowerTiers:
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
         (self._strict.add if tenant.mode == "strict" else self._strict.discard)(tenant.id)
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
-        with self.moving():
-            self.level.index.set_strict(tenant.id, max(own, 1) if is_strict else 0)
+        self._set_own_slots(tenant.id, max(own, 1) if is_strict else 0)
         if tenant.mode == "strict" or tenant.id in self._unkept:
             self._share_disk(tenant.id)
         else:
             self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
+
+    def _set_own_slots(self, tenant: str, num_slots: int) -> None:
+        """Give a tenant slots of its own. Waits for the gate only if that changes something."""
+        if self.level.index.own_slots(tenant) != num_slots:
+            with self.moving():
+                self.level.index.set_strict(tenant, num_slots)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
@@ -394,8 +399,7 @@ class LowerTiers:
             self._added.discard(tenant)
             with suppress(ArgumentError):  # its share was refused
                 self.level.cache.remove_tenant(tenant)
-        with self.moving():
-            self.level.index.set_strict(tenant, 0)
+        self._set_own_slots(tenant, 0)
         self._share_disk(tenant)
         self._unkept.discard(tenant)
         self._strict.discard(tenant)
