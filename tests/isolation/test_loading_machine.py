@@ -33,7 +33,8 @@ class Counted(properties.LoadingMachine):
         super().laws()
         below = self.cache._below
         assert isinstance(below, CacheTiers)
-        assert below.counts()["host"]["open"], "host memory failed"
+        counts = below.counts()["host"]
+        assert counts["open"] and not counts["errors"], "host memory failed"
         invariants.check(below.level.cache)
         below.level.index.check()
 

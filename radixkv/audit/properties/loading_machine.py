@@ -27,9 +27,7 @@ class LoadingMachine(CacheMachine):
         """Make an empty cache, with three times or a third as many blocks below it."""
         if config.layout is not None:
             num_blocks = config.num_blocks
-            config = replace(
-                config, host_blocks=3 * num_blocks if num_blocks % 2 else max(num_blocks // 3, 2)
-            )
+            config = replace(config, host_blocks=3 * num_blocks if num_blocks % 3 else num_blocks // 3)
         super().start(config)
 
     @rule(where=where_to, prompt=prompts)
