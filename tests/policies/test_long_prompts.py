@@ -76,7 +76,7 @@ def test_slices_do_not_change_the_order_of_eviction(policy: str, monkeypatch: py
                     patch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
                     patch.setattr(requests, "MAX_BLOCKS_AT_ONCE", 2)
                     patch.setattr(requests, "SLICE_BLOCKS", 3)
-                    num_sliced += len(ids) > 4 and requests.takes_many_victims(cache, len(ids) * 4)
+                    num_sliced += len(ids) > 4 and requests.takes_slices(cache, len(ids) * 4)
                 with cache.open(NS, ids, hints=hints) as sequence:
                     sequence.commit(len(ids))
             cache.maintain()
