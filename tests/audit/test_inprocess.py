@@ -216,7 +216,7 @@ def test_the_check_of_lossy_memory_finds_its_bugs(
 def test_a_bug_of_lossy_memory_is_the_verdict_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
     scales_of_another_vector(monkeypatch)
     monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
-    report = inprocess.run(PrefixCache, examples=60, steps=30)
+    report = inprocess.run(PrefixCache, examples=200, steps=50)
     assert report.verdict is Verdict.LEAKS and report.exit_code == 1
     leaks = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
     assert leaks == {"laws and contents, lossy host memory below"}

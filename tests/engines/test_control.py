@@ -836,11 +836,12 @@ def under_attack(control: ControlServer, kind: str, script: str = ATTACK) -> Ite
 
 @pytest.mark.slow
 def test_a_thousand_connections_keep_nobody_out(control: ControlServer) -> None:
+    before = threading.active_count()  # other tests' caches may have theirs
     with under_attack(control, "connections"):
         for _ in range(3):
             with ControlClient(control.path, KEYS) as client:
                 assert client.call("stats")
-            assert len(control._meeting) <= 32 and threading.active_count() < 64
+            assert len(control._meeting) <= 32 and threading.active_count() - before < 48
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's place")

@@ -314,7 +314,14 @@ class SlowLife(Life):
         """The disk's own threads hold some of it for a moment."""
         owner = self.owner
         assert isinstance(owner, DiskOwner)
-        assert eventually(owner.is_idle) and eventually(lambda: not owner.disk.num_running)
+        prefetch = owner.below._prefetch
+        assert prefetch is not None
+
+        def is_over() -> bool:  # also what was announced, which begins by itself
+            with owner.below.gate:
+                return owner.is_idle() and not owner.disk.num_running and not prefetch.is_busy
+
+        assert eventually(is_over)
         owner.check()
 
 
