@@ -1,6 +1,7 @@
 """Tiers below the cache of any engine: what it commits is kept, and comes back by ``Sequence.loading``.
 
-    commit            CacheTiers.keep     new whole blocks → host memory, and from there to the disk
+    commit            CacheTiers.keep     new whole blocks → host memory, while it has free slots
+    eviction          LowerTiers.leave    blocks that leave → host memory, unless their copy is there
     Sequence.loading  CacheTiers.begin    a ``TierLoading``: host memory → blocks
     purge, clear, …   LowerTiers          reaches every tier
 
