@@ -98,6 +98,15 @@ LEARNING_S: Final = 0.1
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
+_COUNTS: Final = (
+    "disk_loaded_blocks",
+    "disk_failed_blocks",
+    "disk_timeouts",
+    "disk_unstored_blocks",
+    "disk_unchosen_blocks",
+    "disk_load_us",
+    "disk_loads",
+)
 _POLL_S: Final = 0.001
 _ADMIN_S: Final = 0.5
 """The shortest time for which ``close`` waits for a purge or a reset that runs."""
@@ -200,9 +209,8 @@ class DiskLevel:
         num_ahead_rows: int = 0,
         clock: Clock = monotonic,
     ) -> None:
-        self.tier = tier
+        self.tier, self._clock = tier, clock
         self._index, self._cache, self._memory, self._fill = index, index.cache, memory, fill
-        self._clock = clock
         self._fleet_generation, self._serves = fleet_generation, serves
         self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
         self._num_rows = memory.num_staging - num_ahead_rows
@@ -224,18 +232,17 @@ class DiskLevel:
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
         self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
-        reserve = index.num_slots // LEAVING_PART
-        index.watch(self._leave, lambda: reserve if self._stores_later else 0)
+        index.watch(self._leave, lambda: index.num_slots // LEAVING_PART if self._stores_later else 0)
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
         self._learning: dict[str, tuple[Job, float]] = {}
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
-        self._num_owed, self._owing, self._pays_at = 0, threading.Lock(), clock()
+        self._num_owed, self._owing = 0, threading.Lock()
+        self._pays_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
         """Why tenants are still owed."""
         self._meeting: Job | None = None
-        self._meets_at = clock()
         self._admin = IOThreads(1, 1)
         self._must_reset = self._is_closing = False
         self._resetting: Job | None = None
@@ -248,18 +255,7 @@ class DiskLevel:
         """What the budget had left when it was last asked."""
         self._computing: dict[int, tuple[float, int]] = {}
         self._brought: Counter[str] = Counter()
-        self.counts = dict.fromkeys(
-            (
-                "disk_loaded_blocks",
-                "disk_failed_blocks",
-                "disk_timeouts",
-                "disk_unstored_blocks",
-                "disk_unchosen_blocks",
-                "disk_load_us",
-                "disk_loads",
-            ),
-            0,
-        )
+        self.counts = dict.fromkeys(_COUNTS, 0)
 
     # --- requests
 
