@@ -570,11 +570,12 @@ class LowerTiers:
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
 
-        ``capacity_blocks``, ``resident_blocks``, ``hit_blocks``, each in the tier where a request found it,
-        ``read_bytes``, ``written_bytes``, ``loads`` and ``load_seconds``, how long they took, ``errors``, ``open``, 1
-        if it serves, 0 also while it rests, ``owed_purges``, tenants whose purge isn't done there yet,
-        ``unchosen_blocks``, which the write budget left out, ``lost_blocks``, which left the tier above and found no
-        room or no time, and ``budget_bytes``, what the write budget has left.
+        - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``, each in the tier where a request found it.
+        - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
+        - ``open``: 1 if it serves, 0 also while it rests. ``errors``.
+        - ``owed_purges``: tenants whose purge isn't done there yet.
+        - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
+        - ``lost_blocks``: left the tier above, and found no room or no time here.
         """
         with self._lock:
             counts = self._counts.copy()

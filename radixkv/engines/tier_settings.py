@@ -27,11 +27,13 @@ UNCACHED_SALT: Final = "uncached-"
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """The folder of a disk tier, its bytes, and the fleet's secret, at least 16 bytes.
+    """A disk tier: its folder, its bytes, and the fleet's secret, at least 16 bytes.
 
-    ``awaits_generations``: serve nothing before the fleet's purges are known, because some may have been missed.
-    ``files``: its system calls, in place of the usual ones. ``bytes_per_s``: the most that is written on average, spent
-    on what comes back most often; None for no bound. Raises ConfigError for another one.
+    - ``awaits_generations``: serve nothing before the fleet's purges are known. Some may have been missed.
+    - ``files``: its system calls, in place of the usual ones.
+    - ``bytes_per_s``: the most that is written on average; None for no bound. It is spent on what returns most often.
+
+    Raises ConfigError for a ``bytes_per_s`` that isn't a finite number above 0.
     """
 
     folder: Path
@@ -50,11 +52,13 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """``host_bytes``: of KV in host memory, at least two blocks. ``disk``: None without one.
+    """What lies below an engine's cache.
 
-    ``host_blocks``: blocks of host memory, in place of its bytes; 0 for the bytes. ``dtype``: of the tenants whose KV
-    it is. ``lossy_host_bytes``: host memory for the KV of tenants with each lossy dtype; 0 for none. ``lossy_disk``: a
-    disk below that, whose folder has one for each lossy dtype (``lossy_folder``); None without one.
+    - ``host_bytes``: host memory for KV, at least two blocks. ``host_blocks``: the same in blocks; 0 to use the bytes.
+    - ``disk``: the disk below it; None without one.
+    - ``dtype``: how its tenants' KV are kept.
+    - ``lossy_host_bytes``: host memory for each lossy dtype; 0 for none.
+    - ``lossy_disk``: the disk below that; None without one. Its folder has one for each lossy dtype (``lossy_folder``).
     """
 
     host_bytes: int
