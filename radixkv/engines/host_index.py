@@ -236,7 +236,7 @@ class HostIndex:
         """Evict ahead, so that slots that are in use until they are stored are free when they are needed."""
         short = self._reserve() - self._num_free - len(self._pools[0].spare)
         if short > 0:
-            short -= int(self._is_orphan.sum())
+            short -= int(np.count_nonzero(self._is_orphan))
         if short > 0:
             self.cache.evict(short)
             self.settle()
