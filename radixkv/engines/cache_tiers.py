@@ -32,6 +32,8 @@ from radixkv.index.below import Part, Target
 from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    import torch
+
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
 
@@ -88,7 +90,7 @@ class CacheTiers(LowerTiers):
             namespace,
             self.level.cache.generation(namespace.tenant),
             part.key,
-            part.block_ids.tolist,
+            lambda: part.block_ids,
             lambda: self.mark(namespace.tenant) == mark,
         )
         self._run()
@@ -150,9 +152,10 @@ class CacheTiers(LowerTiers):
             slots = index.filled_slots(entries)
             index.use(slots)
             try:
-                num_loaded = self._load(slots, start, put)
-                loaded = entries[:num_loaded]
-                index.loaded(loaded[index.slots_of(loaded) == slots[:num_loaded]])
+                blocks = self._load(slots, start, put)
+                num_loaded = len(blocks)
+                is_same = index.slots_of(entries[:num_loaded]) == slots[:num_loaded]
+                index.loaded(entries[:num_loaded][is_same], blocks[is_same])
             finally:
                 index.unuse(slots)
 
@@ -160,12 +163,17 @@ class CacheTiers(LowerTiers):
         """See ``Source``."""
         return partial(self.memory.put, self.memory.stage_row(row))
 
-    def _load(self, slots: Slots, start: int, put: Put) -> int:
-        """Put slots, which are in use, into blocks from block ``start`` on, and return how many.
+    def _load(self, slots: Slots, start: int, put: Put) -> Slots:
+        """Put slots, which are in use, into blocks from block ``start`` on, and return the ids of these.
 
         Others enter the gate between parts, and may purge what is loaded: then ``put`` refuses.
         """
-        step, num_loaded = self.slice_blocks, 0
+        step, found = self.slice_blocks, [np.empty(0, np.int64)]
+
+        def copy(staged: list[torch.Tensor], block_ids: BlockIds) -> None:
+            self.memory.put(staged, block_ids)
+            found.append(block_ids.astype(np.int64))
+
         try:
             for at in range(0, len(slots), step):
                 if at:
@@ -173,13 +181,12 @@ class CacheTiers(LowerTiers):
                         pass
                 staged = self.memory.stage(slots[at : at + step])
                 stop = min(at + step, len(slots))
-                if not put(start + at, start + stop, partial(self.memory.put, staged)):
+                if not put(start + at, start + stop, partial(copy, staged)):
                     break
-                num_loaded = stop
         finally:
-            self.memory.counts["loaded_blocks"] += num_loaded
+            self.memory.counts["loaded_blocks"] += sum(map(len, found))
             self._take_counts()
-        return num_loaded
+        return np.concatenate(found)
 
     # --- the disk's thread
 

@@ -610,7 +610,7 @@ class DiskLevel:
         self._waiting.extend(self._unsaved())
         self._finish(ends_at)
         if give_all is not None and self.tier.state == "open":
-            give_all(lambda: self._clock() >= ends_at)
+            give_all(lambda: self._is_finished_by(ends_at))  # each may take the slots of the one before
             self._finish(ends_at)
         self._waiting.clear()
         is_idle = self._admin.close(max(ends_at - self._clock(), _ADMIN_S))
@@ -630,6 +630,11 @@ class DiskLevel:
                 its = entries[first:stop]
                 for start, end in self._index.chosen(its) if self.has_budget else [(0, len(its))]:
                     yield _Saved(namespace, generation, key, first + start, first + end)
+
+    def _is_finished_by(self, ends_at: float) -> bool:
+        """Store what waits until then. Returns whether the time is over."""
+        self._finish(ends_at)
+        return self._clock() >= ends_at
 
     def _finish(self, ends_at: float) -> None:
         """Store what waits until then."""

@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.engines.block_copies import NONE, BlockCopies
+from radixkv.engines.spare_slots import SpareSlots
 from radixkv.errors import CapacityError, IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.engine_blocks import own_room
@@ -62,15 +64,9 @@ class _Pool:
 
     __slots__ = ("capacity", "spare", "used")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_entries: int) -> None:
         self.capacity, self.used = capacity, 0
-        self.spare: dict[int, None] = {}
-
-    def drop_spare(self, entries: Ids) -> None:
-        """Take that these entries' slots aren't spare."""
-        if self.spare:
-            for entry in entries.tolist():
-                self.spare.pop(entry, None)
+        self.spare = SpareSlots(num_entries)
 
 
 class HostIndex:
@@ -113,6 +109,7 @@ class HostIndex:
         self._slot_of = np.full(num_entries, NO_SLOT, np.int64)
         self._is_filled = np.zeros(num_entries, np.bool_)
         self._is_chosen = np.zeros(num_entries, np.bool_)  # by the disk's write budget
+        self._copies = BlockCopies(num_above, num_entries)
         self._dropped_entries: deque[Slots] = deque()
         self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
         self._num_free = num_slots
@@ -122,7 +119,7 @@ class HostIndex:
         self._owners: dict[tuple[str, int], int] = {}
         """Their numbers, by tenant and generation."""
         self._num_owners = 0
-        self._pools = [_Pool(num_slots)]
+        self._pools = [_Pool(num_slots, num_entries)]
         """That of all tenants that aren't strict, then those of strict ones."""
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
         self._own: dict[str, int] = {}
@@ -142,10 +139,14 @@ class HostIndex:
             return False
         return True
 
-    def touch(self, namespace: Namespace, key: bytes) -> None:
-        """Count a prefix as just used: the cache above has served it. O(nodes)."""
-        with suppress(CapacityError):
-            self.cache.match_and_lease(namespace, key).release()
+    def touch(self, namespace: Namespace, key: bytes, blocks: Ids | None = None) -> None:
+        """Count whole blocks of a prefix as just used: the cache above has served them. O(nodes).
+
+        ``blocks``: those that it served; None if it doesn't call ``let_go``.
+        """
+        with suppress(CapacityError), self.cache.match_and_lease(namespace, key) as lease:
+            if blocks is not None and len(lease.block_ids) == len(blocks):
+                self._copies.join(blocks, lease.block_ids)
 
     def hold(self, namespace: Namespace, key: bytes) -> Lease | None:
         """Lease the entries of whole blocks, which count as just used. None if there is no room for all of them."""
@@ -165,15 +166,19 @@ class HostIndex:
         entries = self.cache.match(namespace, key).block_ids[start:]
         return start + self.num_filled(entries)
 
-    def still_has(self, namespace: Namespace, key: bytes, start: int) -> bool:
-        """Whether all blocks of a key from ``start`` on have filled slots, which aren't spare then. O(nodes)."""
-        entries = self.cache.match(namespace, key).block_ids[start:]
-        is_whole = (start + len(entries)) * self._size * TOKEN_BYTES == len(key) and len(entries) > 0
-        if not is_whole or not self._is_filled[entries].all():
-            return False
-        for pool in self._pools if self._own else self._pools[:1]:
-            pool.drop_spare(entries)
-        return True
+    def join(self, blocks: Ids, entries: Ids) -> None:
+        """Take that these blocks of the cache above have the content of these entries, which the caller holds."""
+        self._copies.join(blocks, entries)
+
+    def let_go(self, blocks: Ids) -> NDArray[np.bool_]:
+        """Take that the cache above has these blocks no more. Returns which of them may have no copy in a filled slot.
+
+        Slots of the other ones aren't spare then. A few array operations, whatever their number.
+        """
+        entries = self._copies.take(blocks)
+        has_copy: NDArray[np.bool_] = self._is_filled[entries] & (entries != NONE)
+        self.demoted(entries[has_copy])
+        return ~has_copy
 
     # --- slots of entries, which the caller holds
 
@@ -262,15 +267,20 @@ class HostIndex:
         self._is_filled[entries] = False
         self._release(np.asarray(entries, np.int64))
 
-    def loaded(self, entries: Ids) -> None:
-        """Take that the cache above has these entries too: their slots are spare."""
+    def loaded(self, entries: Ids, blocks: Ids | None = None) -> None:
+        """Take that the cache above has these entries too: their slots are spare.
+
+        ``blocks``: where it has them; None if ``join`` has told that, or it doesn't call ``let_go``.
+        """
+        if blocks is not None:
+            self._copies.join(blocks, entries)
         for pool, its in self._by_pool(entries):
-            pool.spare.update(dict.fromkeys(its.tolist()))
+            pool.spare.add(its)
 
     def demoted(self, entries: Ids) -> None:
         """Take that the cache above doesn't have these entries any more: their slots aren't spare."""
         for pool, its in self._by_pool(entries):
-            pool.drop_spare(its)
+            pool.spare.drop(its)
 
     def choose(self, entries: Ids) -> None:
         """Take that the disk is to have these entries."""
@@ -311,7 +321,7 @@ class HostIndex:
                 leaves(namespace, key[:end], start + first, self._slot_of[entries[first:stop]])
 
         self._reserve = reserve
-        watch_evictions(self.cache, leave)
+        watch_evictions(self.cache, leave, lambda entries: self._is_filled[entries])
 
     # --- the whole
 
@@ -338,7 +348,7 @@ class HostIndex:
         self._to_zero += [zero[is_empty[zero]], np.flatnonzero(is_free & ~was_free)]
         for number, pool in enumerate(self._pools):
             pool.used = int((self._pool_of == number).sum())
-            pool.drop_spare(np.flatnonzero(self._slot_of == NO_SLOT))
+            pool.spare.drop(np.flatnonzero(self._slot_of == NO_SLOT))
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
         """Give a tenant that many slots of its own, 0 for none: then it shares those of the others."""
@@ -358,7 +368,7 @@ class HostIndex:
         for number in range(1, len(self._pools)):
             if number not in self._own.values() and not self._pools[number].used:
                 return number
-        self._pools.append(_Pool(0))
+        self._pools.append(_Pool(0, len(self._slot_of)))
         return len(self._pools) - 1
 
     def own_slots(self, tenant: str) -> int:
@@ -388,6 +398,8 @@ class HostIndex:
         used += np.flatnonzero(self._is_orphan).tolist()
         if sorted(used + self._free[: self._num_free].tolist()) != list(range(self.num_slots)):
             raise IntegrityError("a slot of host memory is of two entries, or of none and not free")
+        if not self._copies.is_right():
+            raise IntegrityError("a block above is joined to an entry that isn't joined to it")
         if (self._is_filled & (self._slot_of == NO_SLOT)).any():
             raise IntegrityError("an entry without a slot counts as filled")
         for number, pool in enumerate(self._pools):
@@ -399,12 +411,13 @@ class HostIndex:
     def _dropped(self, entries: Any) -> None:
         """Take that the index has no use for these entries. Under its lock, by any thread."""
         self._is_filled[entries] = self._is_chosen[entries] = False
+        self._copies.cut(entries)
         self._dropped_entries.append(entries.astype(np.int64))
 
     def _release(self, entries: Slots) -> None:
         """Free the slots of these entries, those that have one. A slot in use is free after its use."""
         for pool, its in self._by_pool(entries):
-            pool.drop_spare(its)
+            pool.spare.drop(its)
         slots = self._slot_of[entries]
         self._slot_of[entries] = NO_SLOT
         slots = slots[slots != NO_SLOT]
@@ -428,6 +441,9 @@ class HostIndex:
     def _by_pool(self, entries: Ids) -> Iterator[tuple[_Pool, Slots]]:
         """Return those of the entries that have slots, by the pools of these."""
         its = np.asarray(entries[self._slot_of[entries] != NO_SLOT], np.int64)
+        if len(self._pools) == 1:
+            yield self._pools[0], its
+            return
         numbers = self._pool_of[self._slot_of[its]]
         for number in np.unique(numbers).tolist():
             yield self._pools[number], its[numbers == number]
@@ -448,15 +464,8 @@ class HostIndex:
     def _take_spare(self, pool: _Pool, wanted: int) -> None:
         """Take spare slots, oldest first, those in use excepted."""
         short = self._short(pool, wanted)
-        if short <= 0 or not pool.spare:
-            return
-        found: list[int] = []
-        for entry in pool.spare:
-            if len(found) == short:
-                break
-            if not self._uses[self._slot_of[entry]]:
-                found.append(entry)
-        self.take_away(np.array(found, np.int64))
+        if short > 0 and len(pool.spare):
+            self.take_away(pool.spare.oldest(short, lambda entries: self._uses[self._slot_of[entries]] == 0))
 
 
 def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:

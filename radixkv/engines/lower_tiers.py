@@ -33,7 +33,9 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
@@ -245,7 +247,7 @@ class LowerTiers:
                 namespace,
                 self.level.cache.generation(namespace.tenant),
                 key[: stop * self._size * TOKEN_BYTES],
-                lambda: sequence.block_table.tolist(),
+                lambda: sequence.block_table,
                 lambda: self._is_current(mark, namespace),
             )
             self._run()
@@ -459,26 +461,39 @@ class LowerTiers:
             with self.gate:
                 yield
 
+    def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """See ``Below``. Never waits: outside of ``moving``, while the tiers are busy, it names all."""
+        with self._entered() as is_in:
+            if is_in:
+                with self._guarded():
+                    return self.level.index.let_go(block_ids)
+        return np.ones(len(block_ids), np.bool_)
+
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
         """See ``Below``. Never waits: outside of ``moving``, what leaves while the tiers are busy is lost.
 
-        O(nodes on the path) if all of it is here; otherwise it costs the bytes of the blocks.
+        It costs the bytes of blocks without a copy.
         """
+        with self._entered() as is_in:
+            if not is_in:
+                with self._lock:
+                    self._counts["lost_blocks"] += len(block_ids)
+            elif self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
+                with self._guarded():
+                    self.level.demote(namespace, key, start, block_ids)
+                    self._run()
+
+    @contextmanager
+    def _entered(self) -> Iterator[bool]:
+        """Enter the gate, unless this thread is in it, or another one: False then."""
         is_mine = self.gate.is_mine
-        if not is_mine and not self.gate.enter_if_free():
-            with self._lock:
-                self._counts["lost_blocks"] += len(block_ids)
+        if is_mine or not self.gate.enter_if_free():
+            yield is_mine
             return
         try:
-            if self.level.index.still_has(namespace, key, start):
-                return
-            if self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
-                with self._guarded():
-                    self.level.demote(namespace, key, start, block_ids.tolist())
-                    self._run()
+            yield True
         finally:
-            if not is_mine:
-                self.gate.leave()
+            self.gate.leave()
 
     # --- the engine
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 
@@ -56,10 +56,13 @@ from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
+    from radixkv.storage.plan import BlockIds
 
 MAX_SLOTS: Final = 2**31 - 1
 MAX_STAGED_BLOCKS: Final = 256
 """Rows of host memory for blocks that come from the disk; at most a quarter of the slots, at least one."""
+Blocks: TypeAlias = "Sequence[int] | BlockIds"
+"""Ids of the engine's blocks."""
 _NO_BLOCKS: Final = np.empty(0, np.int64)
 _NO_WORK: Final = StepWork(0)
 
@@ -244,7 +247,7 @@ class SecondLevel:
         self._work, self._taken = StepWork(1), _NO_WORK
         self._failed: set[int] = set()
         """Steps of which nothing is kept."""
-        self._save_blocks: list[Sequence[int]] = []
+        self._save_blocks: list[Slots] = []
         self._save_slots: list[Slots] = []
         self.weights = 0
         self.disk: DiskLevel | None = None
@@ -324,7 +327,7 @@ class SecondLevel:
         self.counts["loads"] += 1
 
     def save(
-        self, request_id: str, ids: Sequence[int], num_computed: int, blocks: Callable[[], Sequence[int]]
+        self, request_id: str, ids: Sequence[int], num_computed: int, blocks: Callable[[], Blocks]
     ) -> None:
         """Save whole blocks among the first ``num_computed`` tokens, which exist at the end of the present step.
 
@@ -357,7 +360,7 @@ class SecondLevel:
         namespace: Namespace,
         generation: int,
         key: bytes,
-        blocks: Callable[[], Sequence[int]],
+        blocks: Callable[[], Blocks],
         is_current: Callable[[], bool],
         request_id: str = "",
         before: int = 0,
@@ -369,7 +372,7 @@ class SecondLevel:
         stop = len(key) // (self._size * TOKEN_BYTES)
         if self.cache.match_ahead(namespace, key + ONE_MORE) >= stop * self._size:
             if self._has_above:
-                self.index.touch(namespace, key)
+                self.index.touch(namespace, key, np.asarray(blocks()[:stop]))
             return
         try:
             sequence = self.cache.open(namespace, key, ahead=True)
@@ -389,7 +392,7 @@ class SecondLevel:
         key: bytes,
         start: int,
         sequence: Held,
-        blocks: Callable[[], Sequence[int]],
+        blocks: Callable[[], Blocks],
         is_current: Callable[[], bool],
         request_id: str,
         before: int,
@@ -397,7 +400,7 @@ class SecondLevel:
         """Save the blocks of a key from block ``start`` on. It takes the sequence over."""
         stop = len(key) // (self._size * TOKEN_BYTES)
         entries = sequence.block_table[start:].astype(np.int64)
-        slots, source = np.empty(0, np.int64), None
+        slots = source = _NO_BLOCKS
         leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
             self.disk.choose(namespace, generation, key, start, entries)
@@ -405,21 +408,23 @@ class SecondLevel:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
                 slots = self.index.give(namespace.tenant, entries, may_evict=not self._has_above)
-                source = blocks()[start : start + len(slots)]
+                source = np.asarray(blocks()[start:stop], np.int64)
         except LeaseError:  # purged since it was opened
-            source = None
-        if source is not None and not len(slots) and not leans:
+            pass
+        if self._has_above and len(source):
+            self.index.join(source, entries)
+        if len(source) and not len(slots) and not leans:
             sequence.commit(stop * self._size)  # known, without a copy
-        if not source:
+        if not len(slots):
             sequence.release()
             return
-        entries, is_above = entries[: len(slots)], self._has_above
+        source, entries, is_above = source[: len(slots)], entries[: len(slots)], self._has_above
         save = _Save(
             request_id, namespace, generation, key, min(before, start), start, entries, sequence, is_above
         )
         self._begin_save(save, slots, source)
 
-    def demote(self, namespace: Namespace, key: bytes, start: int, blocks: Sequence[int]) -> None:
+    def demote(self, namespace: Namespace, key: bytes, start: int, blocks: BlockIds) -> None:
         """Save the engine's blocks of a key from block ``start`` on, which leave it, unless they are here.
 
         What finds no slot is lost: it is computed again. O(nodes on the path + blocks).
@@ -441,9 +446,9 @@ class SecondLevel:
             generation = self.cache.generation(namespace.tenant)
             first = start + int(at[0])
             save = _Save("", namespace, generation, key, first, first, entries[at], lease, False)
-            self._begin_save(save, slots, [blocks[each] for each in at.tolist()])
+            self._begin_save(save, slots, blocks[at].astype(np.int64))
 
-    def _begin_save(self, save: _Save, slots: Slots, source: Sequence[int]) -> None:
+    def _begin_save(self, save: _Save, slots: Slots, source: Slots) -> None:
         """Begin a save, which has what it holds from now on."""
         self._save_blocks.append(source)
         self._save_slots.append(slots)
@@ -482,7 +487,7 @@ class SecondLevel:
             work.load_blocks = np.append(work.load_blocks, load.blocks)
         if self._saves.get(work.step):
             work.save_slots = np.concatenate(self._save_slots)
-            work.save_blocks = np.concatenate([np.asarray(each, np.int64) for each in self._save_blocks])
+            work.save_blocks = np.concatenate(self._save_blocks)
             self._reports[work.step] = 0
         self._taken = work
         work.zero = self.index.take_to_zero()
@@ -522,7 +527,7 @@ class SecondLevel:
             load = self._loads.pop(request_id, None)
             if load is not None and load.lease is not None:
                 if self._has_above:
-                    self.index.loaded(load.entries)
+                    self.index.loaded(load.entries, load.blocks[load.slots != NO_SLOT])
                 self._release_load(load, load.lease)
 
     def _release_load(self, load: _Load, lease: Lease) -> None:

@@ -17,6 +17,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
@@ -160,6 +163,10 @@ class TiersByDtype:
             for each in self.tiers.values():
                 stack.enter_context(each.moving())
             yield
+
+    def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """See ``Below``."""
+        return np.logical_and.reduce([each.let_go(block_ids) for each in self.tiers.values()])
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
         """See ``Below``."""

@@ -1,7 +1,8 @@
 """What may lie below a cache: other places with evicted KV. The cache knows them only by these protocols.
 
     commit                       Below.keep         hears of new blocks, and copies them while it has room
-    eviction                     Below.leave        copies the blocks that leave, unless it has them
+    eviction                     Below.let_go       tells which blocks that leave have no copy below
+                                 Below.leave        copies those
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
     announce                     Below.expect       brings what is slow to come
     purge, clear, forget         Below.forgotten    forgets it there too
@@ -19,6 +20,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, TypeVar, cast
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from radixkv.config import CacheConfig, Namespace, Tenant
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
@@ -159,8 +163,14 @@ class Below(Protocol):
         Outside of it ``leave`` may have to give blocks up.
         """
 
+    def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """Take that blocks are being evicted, and return which of them ``leave`` is to copy. The cache's lock is held.
+
+        O(1) Python calls.
+        """
+
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
-        """Copy the blocks of a key from block ``start`` on, which are about to be evicted. The cache's lock is held."""
+        """Copy the blocks of a key from block ``start`` on, which are being evicted. The cache's lock is held."""
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """Whether the last block of a key may lie below. False if it surely doesn't; fast then."""

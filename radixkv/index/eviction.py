@@ -19,7 +19,7 @@ One sum decides whether a request can be granted. A tenant within its guarantee 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from radixkv.errors import FlushRequired, IntegrityError, OutOfBlocks, QuotaExceeded
 from radixkv.index.blocks import BlockPool
@@ -32,6 +32,10 @@ from radixkv.index.tree import Node, path_between
 
 if TYPE_CHECKING:
     from radixkv.index.tenants import Base
+
+
+Evicted: TypeAlias = tuple[Node, bytes]
+"""A node, and the packed ids of its last blocks, which leave."""
 
 
 class Evictor:
@@ -71,7 +75,9 @@ class Evictor:
         self.has_tails = False  # whether one was ever kept (tails)
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
-        self.on_evict: Callable[[Node, int], object] | None = None  # hears of blocks before they leave
+        self.on_evict: Callable[[list[Evicted]], object] | None = (
+            None  # hears of blocks before others get them
+        )
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -149,7 +155,7 @@ class Evictor:
         assert admit is not None
         while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
             if self.on_evict is not None:
-                self.on_evict(at, at.num_blocks)
+                self.on_evict([(at, at.block_ids)])
             if trimmed is not None:
                 trimmed(at, at.num_blocks)
             tenant.declined_blocks += at.num_blocks
@@ -484,7 +490,8 @@ class Evictor:
     def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
-        most, num_detached = tenant.on_most, 0
+        most, num_detached, on_evict = tenant.on_most, 0, self.on_evict
+        evicted: list[Evicted] = []
         if tenant.waiting is not None:
             tenant.waiting.end_due()  # what is evicted must not depend on when somebody looked
         while left:
@@ -495,8 +502,11 @@ class Evictor:
                 )
             tree, ids = cast(NamespaceTree, node.tree), node.block_ids
             cut = left if most is None else min(most(node) * ID_BYTES, left)
-            if self.on_evict is not None:
-                self.on_evict(node, min(len(ids), cut) // ID_BYTES)
+            if on_evict is not None:
+                evicted.append((node, ids[-cut:]))
+                if len(ids) > cut:  # its label changes
+                    on_evict(evicted)
+                    evicted = []
             if trimmed is not None:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:
@@ -517,6 +527,8 @@ class Evictor:
                 tree.hooks.removed(node)
             if tree.root.children is None:
                 tenant.drop_if_empty(tree)
+        if on_evict is not None and evicted:
+            on_evict(evicted)
         num_blocks = size // ID_BYTES
         tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks

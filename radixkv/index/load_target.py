@@ -19,6 +19,7 @@ from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
 from radixkv.index.below import Below, Loading, Part
 from radixkv.index.blocks import unpack
+from radixkv.index.eviction import Evicted
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
@@ -29,13 +30,18 @@ from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from radixkv.config import Namespace, Tenant
     from radixkv.index.state import CacheState
     from radixkv.storage.plan import BlockIds
 
 
 Leave: TypeAlias = "Callable[[Namespace, bytes, int, BlockIds], None]"
-"""Hears of blocks that are about to be evicted: namespace, key up to the last of them, position of the first, ids."""
+"""Hears of blocks that are being evicted: namespace, key up to the last of them, position of the first, ids."""
+LetGo: TypeAlias = "Callable[[BlockIds], NDArray[np.bool_]]"
+"""Hears of all blocks that are being evicted, first. Returns of which ``Leave`` is to hear."""
 
 
 class LoadTarget:
@@ -125,7 +131,7 @@ def attach(cache: CacheState, below: Below | None) -> None:
     """Let something lie below a cache from now on. Before its first request."""
     cache._below = below
     if below is not None:
-        watch_evictions(cache, below.leave)
+        watch_evictions(cache, below.leave, below.let_go)
         below.attached(partial(_give_all, cache, below))
 
 
@@ -158,25 +164,36 @@ def paths_of(cache: CacheState) -> list[tuple[Namespace, bytes, BlockIds]]:
     return found
 
 
-def watch_evictions(cache: CacheState, leave: Leave) -> None:
-    """Let ``leave`` hear of all that a cache evicts, under its lock and before it goes."""
-    cache._evictor.on_evict = partial(_leave, cache, leave)
+def watch_evictions(cache: CacheState, leave: Leave, let_go: LetGo) -> None:
+    """Let these hear of what a cache evicts, under its lock and before anybody else gets the blocks."""
+    cache._evictor.on_evict = partial(_leave, cache, leave, let_go)
 
 
-def _leave(cache: CacheState, leave: Leave, node: Node, num_blocks: int) -> None:
-    """Tell of the last blocks of a node, which are about to be evicted. O(tokens of the path).
+def _leave(cache: CacheState, leave: Leave, let_go: LetGo, evicted: list[Evicted]) -> None:
+    """Tell of blocks that are being evicted. One call for all; O(tokens of the path) for a node of which more is asked.
 
-    Nobody hears of what was cleared, what lies behind a base, and tails.
+    ``leave`` doesn't hear of what was cleared, what lies behind a base, and tails.
     """
-    tree, evictor = cast(NamespaceTree, node.tree), cache._evictor
-    start, stop = node.depth - num_blocks, evictor.reported_depth(node)
+    is_asked = let_go(unpack(b"".join([ids for _, ids in evicted])))
+    if not is_asked.any():
+        return
+    if cache._evictor.on_hand_out is not None:
+        cache._evictor.on_hand_out()
+    at = 0
+    for node, ids in evicted:
+        num_blocks = len(ids) // ID_BYTES
+        if is_asked[at : at + num_blocks].any():
+            _leave_node(cache, leave, node, ids)
+        at += num_blocks
+
+
+def _leave_node(cache: CacheState, leave: Leave, node: Node, ids: bytes) -> None:
+    tree = cast(NamespaceTree, node.tree)
+    start, stop = node.depth - len(ids) // ID_BYTES, cache._evictor.reported_depth(node)
     if tree.detached or tree.head_key or start >= stop:
         return
-    if evictor.on_hand_out is not None:
-        evictor.on_hand_out()
-    first = len(node.block_ids) - num_blocks * ID_BYTES
-    block_ids = unpack(node.block_ids[first : first + (stop - start) * ID_BYTES])
-    leave(tree.namespace, b"".join(tree.labels_to(node))[: stop * cache._block_bytes], start, block_ids)
+    key = b"".join(tree.labels_to(node))[: stop * cache._block_bytes]
+    leave(tree.namespace, key, start, unpack(ids[: (stop - start) * ID_BYTES]))
 
 
 def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:

@@ -6,7 +6,9 @@ import random
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
@@ -14,7 +16,8 @@ from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines import disk_level
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
-from radixkv.index.tokens import TOKEN_BYTES, encode
+from radixkv.index.tokens import encode
+from radixkv.storage.plan import BlockIds
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
 from tests.engines.test_engine_on_disk import eventually
 from tests.engines.test_loading_from_disk import SECRET
@@ -84,14 +87,14 @@ def test_a_long_prompt_evicts_in_slices(monkeypatch: pytest.MonkeyPatch) -> None
     owner.below.slice_blocks = 2
     owner.ask(prompt_of(1, 200))
     most, index = 0, owner.below.level.index
-    still_has = index.still_has
+    let_go = index.let_go
 
-    def watched(namespace: Namespace, key: bytes, start: int) -> bool:
+    def watched(blocks: BlockIds) -> NDArray[np.bool_]:
         nonlocal most
-        most = max(most, len(key) // (SIZE * TOKEN_BYTES) - start)
-        return still_has(namespace, key, start)
+        most = max(most, len(blocks))
+        return let_go(blocks)
 
-    monkeypatch.setattr(index, "still_has", watched)
+    monkeypatch.setattr(index, "let_go", watched)
     owner.ask(prompt_of(2, 200))
     assert 0 < most <= 2
     assert owner.ask(prompt_of(1, 200))[1] < 8

@@ -104,10 +104,10 @@ class Model:
 
     def leave(self, block: int) -> None:
         del self.device[block]
-        self.know(block)
-        self.entries.move_to_end(block)
         self.spare.pop(block, None)
-        if not self.entries[block]:
+        if not self.entries.get(block, False):
+            self.know(block)
+            self.entries.move_to_end(block)
             self.make_room(block)
             self.entries[block] = True
             self.copied(block)
