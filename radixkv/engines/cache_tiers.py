@@ -69,6 +69,7 @@ class CacheTiers(LowerTiers):
 
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
+        self._cleaner.used()
         with self.gate:
             mark = self.mark(tenant)  # before the part is taken: a later purge or clear changes it
             if self._is_shut or mark is None or tenant in self._unkept:

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
+from radixkv.engines.cleaner import Cleaner
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
@@ -52,7 +53,7 @@ from radixkv.storage.lossy_codec import LossyCodec
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
-    from radixkv.index.below import Expected, Loading, Part, Target
+    from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.slot_owners import Quota
@@ -170,17 +171,19 @@ class LowerTiers:
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
-        self._stop = threading.Event()
+        self._stop, self._has_work = threading.Event(), threading.Event()
+        self._cleaner = Cleaner(storage.num_blocks, self._has_work.set)
         self._thread: threading.Thread | None = None
         self._last_error: type[Exception] | None = None
         self._prefetch: Prefetch | None = None
-        self._give_all: Callable[[Callable[[], bool]], None] = lambda is_over: None
+        self._give_all: GiveAll = lambda is_over: None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
             self._prefetch = Prefetch(
                 disk,
                 lambda namespace: self.keeps(namespace) and self.has(namespace),
                 self.level.cache.generation,
+                self._has_work.set,
             )
 
     # --- rows, within the gate
@@ -238,6 +241,7 @@ class LowerTiers:
 
     def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
         """See ``RowBelow.save``."""
+        self._cleaner.used()
         namespace, stop = sequence.namespace, sequence.num_committed_tokens // self._size
         is_current = self._is_current(mark, namespace)
         if self._is_shut or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
@@ -448,9 +452,9 @@ class LowerTiers:
     def begin(self, target: Target) -> Loading | None:
         """Return None: the engine loads."""
 
-    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
+    def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
         """See ``Below``."""
-        self._give_all = give_all
+        self._give_all, self._cleaner.free_ahead = give_all, free_ahead
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -463,6 +467,7 @@ class LowerTiers:
 
     def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
         """See ``Below``. Never waits: outside of ``moving``, while the tiers are busy, it names all."""
+        self._cleaner.evicted(len(block_ids))
         with self._entered() as is_in:
             if is_in:
                 with self._guarded():
@@ -498,16 +503,18 @@ class LowerTiers:
     # --- the engine
 
     def start(self) -> None:
-        """Look after a disk in a thread, also while no request runs: stores, syncs, purges that failed."""
+        """Begin a thread that evicts ahead, and looks after a disk, also while no request runs."""
         prefetch = self._prefetch
-        if prefetch is None:
+        if prefetch is None and not self._cleaner.is_needed:
             return
 
         def run() -> None:
             while not self._stop.wait(_BUSY_TICK_S):
-                if not prefetch.is_busy:
-                    prefetch.has_come.wait(_TICK_S)
-                prefetch.has_come.clear()
+                if prefetch is None:
+                    self._has_work.wait()
+                elif not prefetch.is_busy:
+                    self._has_work.wait(_TICK_S)
+                self._has_work.clear()
                 self._tick_safely()
 
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
@@ -518,6 +525,8 @@ class LowerTiers:
         try:
             with self.gate:
                 self.tick()
+            if not self._is_shut:
+                self._cleaner.run()
             self._last_error = None
         except Exception as error:  # noqa: BLE001 whatever it is, the next tick may work
             with self._lock:
@@ -551,8 +560,7 @@ class LowerTiers:
         Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
         """
         self._stop.set()
-        if self._prefetch is not None:
-            self._prefetch.has_come.set()
+        self._has_work.set()
         if self._thread is not None:
             self._thread.join()
         with self.gate:

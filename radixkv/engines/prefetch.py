@@ -107,10 +107,17 @@ class _Line:
 
 
 class Prefetch:
-    """Brings what ``disk`` has of prompts for which ``keeps`` is true. ``generation``: of a tenant, in host memory."""
+    """Brings what ``disk`` has of prompts for which ``keeps`` is true.
+
+    ``generation``: of a tenant, in host memory. ``wake``: is called when a prompt has come.
+    """
 
     def __init__(
-        self, disk: DiskLevel, keeps: Callable[[Namespace], bool], generation: Callable[[str], int]
+        self,
+        disk: DiskLevel,
+        keeps: Callable[[Namespace], bool],
+        generation: Callable[[str], int],
+        wake: Callable[[], None],
     ) -> None:
         self._disk, self._keeps, self._generation = disk, keeps, generation
         self._numbers = count(1)
@@ -121,8 +128,7 @@ class Prefetch:
         self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None
-        self.has_come = threading.Event()
-        """Set when a prompt has come."""
+        self._wake = wake
 
     @property
     def is_busy(self) -> bool:
@@ -132,7 +138,7 @@ class Prefetch:
     def add(self, expected: Expected) -> None:
         """Remember an announced prompt. O(1), by any thread."""
         self._arrived.append(self._prompt(expected))
-        self.has_come.set()
+        self._wake()
 
     def ask(self, expected: Expected) -> None:
         """Remember an asked prompt, in place of its tenant's oldest if there are too many. O(1), by any thread."""
@@ -144,7 +150,7 @@ class Prefetch:
                     return
                 asked = self._asked[tenant] = deque(maxlen=MAX_ASKED)
             asked.append(prompt)
-        self.has_come.set()
+        self._wake()
 
     def go_on(self) -> None:
         """Take what came, and begin more. Within the gate. Never waits."""

@@ -30,7 +30,7 @@ from radixkv.errors import ConfigError
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
     from radixkv.engines.tier_settings import Disks
-    from radixkv.index.below import Expected, Loading, Part, Target
+    from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.private_folder import PrivateFolder
@@ -151,10 +151,10 @@ class TiersByDtype:
         if tiers is not None:
             tiers.keep(tenant, take)
 
-    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
+    def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
         """See ``Below``."""
         for each in self.tiers.values():
-            each.attached(give_all)
+            each.attached(give_all, free_ahead)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -166,7 +166,10 @@ class TiersByDtype:
 
     def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
         """See ``Below``."""
-        return np.logical_and.reduce([each.let_go(block_ids) for each in self.tiers.values()])
+        has_none = np.ones(len(block_ids), np.bool_)
+        for each in self.tiers.values():
+            has_none &= each.let_go(block_ids)
+        return has_none
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
         """See ``Below``."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
 
 T = TypeVar("T")
+GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
 FACTORY: Final = "radixkv.engines.tiers_by_dtype", "tiers_below"
 """The module and the function that make what lies below a cache with ``host_blocks`` or ``lossy_host_blocks``."""
@@ -154,8 +155,12 @@ class Below(Protocol):
     slice_blocks: int
     """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""
 
-    def attached(self, give_all: Callable[[Callable[[], bool]], None]) -> None:
-        """Take a function that passes all that is resident to ``leave``, until its argument is true. For the end."""
+    def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
+        """Take what may be asked of the cache, outside of the gate of ``moving``.
+
+        - ``give_all``: passes all that is resident to ``leave``, until its argument is true. For the end.
+        - ``free_ahead``: evicts until so many blocks are free, if tenants have as many beyond their guarantees.
+        """
 
     def moving(self) -> AbstractContextManager[None]:
         """Return a context in which blocks may be evicted, so that ``leave`` needs no wait. Enter it without the lock.

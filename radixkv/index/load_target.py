@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
-from radixkv.index.below import Below, Loading, Part
+from radixkv.index.below import Below, Loading, Part, moved
 from radixkv.index.blocks import unpack
 from radixkv.index.eviction import Evicted
 from radixkv.index.holders import LeaseState, SequenceState
@@ -132,7 +132,7 @@ def attach(cache: CacheState, below: Below | None) -> None:
     cache._below = below
     if below is not None:
         watch_evictions(cache, below.leave, below.let_go)
-        below.attached(partial(_give_all, cache, below))
+        below.attached(partial(_give_all, cache, below), partial(_free_ahead, cache, below))
 
 
 def _give_all(cache: CacheState, below: Below, is_over: Callable[[], bool]) -> None:
@@ -142,6 +142,26 @@ def _give_all(cache: CacheState, below: Below, is_over: Callable[[], bool]) -> N
             return
         with below.moving():
             below.leave(namespace, key, 0, block_ids)
+
+
+def _free_ahead(cache: CacheState, below: Below, num_blocks: int) -> None:
+    """Evict until so many blocks are free, in slices, and nothing that a tenant is guaranteed. Takes the lock."""
+    while moved(below, partial(_free_slice, cache, num_blocks)):
+        requests.let_others()
+
+
+def _free_slice(cache: CacheState, num_blocks: int) -> bool:
+    """Evict at most a slice. Returns whether more is to be evicted."""
+    with cache._lock, Mending(cache):
+        short = num_blocks - cache._pool.num_free
+        if short <= 0:
+            return False
+        over = [
+            min(each.evictable_blocks, max(each.used_blocks - each.guaranteed_blocks, 0))
+            for each in cache._tenants.values()
+        ]
+        wanted = min(short, sum(over), requests.slice_blocks(cache))
+        return wanted > 0 and cache._evictor.evict(wanted) == wanted < short
 
 
 def paths_of(cache: CacheState) -> list[tuple[Namespace, bytes, BlockIds]]:

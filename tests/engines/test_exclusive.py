@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from radixkv import CacheConfig, Namespace, Tenant
+from radixkv import CacheConfig, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines import disk_level

@@ -214,9 +214,9 @@ class _TieredReplay(Replay):
             if self.disk.chooses(namespace.tenant, key, start, stop):
                 self.disk.saved(namespace.tenant, _blocks(key, start, stop))
             return
-        entries = host.cache.match(namespace, key).block_ids[start:]
-        if len(entries) == stop - start and host.num_filled(entries) == len(entries):
-            host.demoted(entries)
+        known = host.cache.match(namespace, key).block_ids[start:]
+        if len(known) == stop - start and host.num_filled(known) == len(known):
+            host.demoted(known)
             return
         lease = host.hold(namespace, key)
         if lease is not None:

@@ -1,0 +1,104 @@
+"""A thread evicts ahead, so that requests find free blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, Tenant, audit
+from radixkv.audit.properties.material import LAYOUT
+from radixkv.engines.cleaner import AHEAD_PART, Cleaner
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.engines.tiered_cache import TieredCache
+from tests.engines.test_cache_tiers import NS, OTHER, SIZE
+from tests.engines.test_engine_on_disk import eventually
+
+NUM_BLOCKS = 4 * AHEAD_PART
+MOST = NUM_BLOCKS // AHEAD_PART
+
+
+@contextmanager
+def cleaned() -> Iterator[tuple[TieredCache, LowerTiers]]:
+    cache = TieredCache(CacheConfig(NUM_BLOCKS, SIZE, LAYOUT, host_blocks=2 * NUM_BLOCKS))
+    below = cache.lower
+    assert isinstance(below, LowerTiers)
+    try:
+        yield cache, below
+    finally:
+        cache.close()
+    assert below._thread is not None and not below._thread.is_alive()
+
+
+def ask(cache: TieredCache, number: int, namespace: Namespace = NS, blocks: int = 2) -> None:
+    with cache.open(namespace, range(1_000 * number, 1_000 * number + blocks * SIZE)) as sequence:
+        sequence.commit(blocks * SIZE)
+
+
+def test_requests_find_free_blocks_once_the_cache_is_full() -> None:
+    with cleaned() as (cache, below):
+        for number in range(NUM_BLOCKS // 2):
+            ask(cache, number)
+        assert cache.stats().free_blocks == 0 and below._cleaner.num_blocks == 0, "there was room"
+        for number in range(NUM_BLOCKS // 2, NUM_BLOCKS):
+            ask(cache, number)
+            if number > NUM_BLOCKS // 2 + 4:
+                assert eventually(lambda: cache.stats().free_blocks == MOST)
+        assert below._cleaner.num_blocks > NUM_BLOCKS - 16
+        with cache.open(NS, range(2 * SIZE)) as sequence:
+            assert sequence.loading is not None and sequence.loading.num_tokens == 2 * SIZE - SIZE
+        assert audit.check(cache).ok
+        below.level.index.check()
+
+
+def test_what_a_tenant_is_guaranteed_is_not_evicted_ahead() -> None:
+    with cleaned() as (cache, below):
+        cache.add_tenant(Tenant("a", guaranteed_blocks=NUM_BLOCKS // 2))
+        for number in range(NUM_BLOCKS // 4):
+            ask(cache, number)
+        for number in range(NUM_BLOCKS):
+            ask(cache, number, OTHER)
+        assert eventually(lambda: cache.stats().free_blocks == MOST)
+        below._cleaner._most = below._cleaner._wanted = NUM_BLOCKS
+        ask(cache, 0)
+        assert eventually(lambda: cache.stats().free_blocks == NUM_BLOCKS // 2)
+        time.sleep(0.3)
+        assert cache.stats().free_blocks == NUM_BLOCKS // 2
+        assert cache.match(NS, range(2 * SIZE)).num_tokens == 2 * SIZE
+
+
+def test_it_wants_less_when_no_request_evicts() -> None:
+    wanted: list[int] = []
+    cleaner = Cleaner(64 * AHEAD_PART, lambda: None)
+    cleaner.free_ahead = wanted.append
+    cleaner.used()
+    cleaner.run()
+    assert not wanted, "nothing was evicted yet"
+    cleaner.evicted(40)
+    cleaner.evicted(1_000)
+    for _ in range(100):
+        cleaner.used()
+        cleaner.run()
+    cleaner.run()
+    assert wanted[0] == 60 and wanted[-1] < 16 and len(wanted) == 100
+
+
+def test_an_error_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cleaned() as (cache, below):
+        failed = threading.Event()
+        free_ahead = below._cleaner.free_ahead
+
+        def fail(num_blocks: int) -> None:
+            if not failed.is_set():
+                failed.set()
+                raise MemoryError("planted")
+            free_ahead(num_blocks)
+
+        below._cleaner.free_ahead = fail
+        for number in range(NUM_BLOCKS):
+            ask(cache, number)
+        assert eventually(failed.is_set)
+        assert eventually(lambda: (ask(cache, 0), cache.stats().free_blocks == MOST)[1])
