@@ -163,8 +163,8 @@ class HostIndex:
 
     def reach(self, namespace: Namespace, key: bytes, start: int) -> int:
         """Return up to which block a key could be loaded from block ``start`` on; ``start`` for none. O(nodes)."""
-        entries = self.cache.match(namespace, key).block_ids[start:]
-        return start + self.num_filled(entries)
+        match = self.cache.match(namespace, key)
+        return start if match.num_blocks <= start else start + self.num_filled(match.block_ids[start:])
 
     def join(self, blocks: Ids, entries: Ids) -> None:
         """Take that these blocks of the cache above have the content of these entries, which the caller holds."""

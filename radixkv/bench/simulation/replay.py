@@ -87,13 +87,14 @@ class Replay:
         self._prompts = trace.num_prompt_blocks.tolist()
         self._tenants = trace.tenant.tolist()
         self._times = trace.times.tolist()
+        self._ends_at = (trace.times + trace.durations).tolist()
         self._running: dict[int, Sequence] = {}
         self._hits = np.zeros(len(trace), np.int64)
         self._refused = 0
 
     def run(self) -> Outcome:
         """Run the whole trace."""
-        ends_at = (self._trace.times + self._trace.durations).tolist()
+        ends_at = self._ends_at
         maintain_at = 0.0
         for number, ends in events(self._trace):
             self._clock.now = max(self._clock.now, ends_at[number] if ends else self._times[number])

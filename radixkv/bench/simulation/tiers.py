@@ -10,6 +10,9 @@ disk has the table of slots and the write budget of the disk tier. One record is
     budget     with one, the disk stores what ``radixkv.tiers.write_budget`` chooses when the host copies it
 
 Without a host, the disk stores what leaves the device. Loads and copies take no time here.
+
+A request for which the device has no room begins when enough others have ended: here these end early. So only a prompt
+that is larger than the device is refused.
 """
 
 from __future__ import annotations
@@ -171,6 +174,7 @@ class _TieredReplay(Replay):
 
     def about_to_open(self, number: int, namespace: Namespace, key: bytes) -> None:
         """Count what the tiers have behind what the device has, before the request evicts anything."""
+        self._make_way(len(key) // TOKEN_BYTES)
         self.disk.now = self._clock.now
         resident = self.cache.match(namespace, key).num_tokens
         reach = resident if self.host is None else self.host.reach(namespace, key, resident)
@@ -185,6 +189,12 @@ class _TieredReplay(Replay):
                 if is_chosen:
                     self.host.choose(entries)
                     self._store(namespace, key, 0, entries[self.host.slots_of(entries) != NO_SLOT])
+
+    def _make_way(self, num_blocks: int) -> None:
+        """End requests early, those that end first, until so many blocks fit beside what the others hold."""
+        room = self.cache.config.num_blocks - num_blocks
+        while self._running and sum([each.num_tokens for each in self._running.values()]) >= room:
+            self._end(min(self._running, key=self._ends_at.__getitem__))
 
     def committed(self, namespace: Namespace, key: bytes) -> None:
         """The host knows the blocks, and copies them while it has free slots."""

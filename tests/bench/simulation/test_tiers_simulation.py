@@ -191,3 +191,14 @@ def test_wrong_options_are_refused(tmp_path: Path, option: str, value: str, mess
     path.write_text('{"time": 0, "hashes": [1], "tokens": 16, "block_tokens": 16}')
     done = CliRunner().invoke(commands, ["simulate", str(path), "--host", "5", option, value])
     assert done.exit_code and message in str(done.exception)
+
+
+def test_a_request_without_room_begins_when_others_have_ended() -> None:
+    """Three at a time need more than the device has. None is refused, but one that is larger than the device."""
+    prompts = [[1, 2], [3, 4], [5, 6]] * 2 + [[91, 92, 93, 94, 95]]
+    requests = [
+        Request(float(at), "acme", ids, len(ids), 16 * len(ids), duration_s=100.0)
+        for at, ids in enumerate(prompts)
+    ]
+    found = replay_tiers(build(requests, 16), "lru", 4, 8, 0)
+    assert (found.device_hits + found.host_hits).tolist() == [0, 0, 0, 2, 2, 2, 0]
