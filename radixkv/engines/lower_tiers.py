@@ -237,7 +237,9 @@ class LowerTiers:
 
     def take_disk_tokens(self, request_id: str) -> int:
         """Return how many tokens the disk brought for a request since the last call."""
-        return 0 if self.level.disk is None else self.level.disk.take_brought(request_id) * self._size
+        return (
+            0 if self.level.disk is None else self.level.disk.promotions.take_brought(request_id) * self._size
+        )
 
     def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
         """See ``RowBelow.save``."""
@@ -283,7 +285,7 @@ class LowerTiers:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
         if self.level.disk is not None:
-            self.level.disk.computed_in(seconds, num_tokens)
+            self.level.disk.patience.computed_in(seconds, num_tokens)
 
     # --- purges and tenants, any thread
 
@@ -356,11 +358,11 @@ class LowerTiers:
 
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:
-            self.level.disk.owe(tenant)
+            self.level.disk.debts.owe(tenant)
 
     def owed(self) -> frozenset[str]:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
-        return frozenset() if self.level.disk is None else self.level.disk.owed
+        return frozenset() if self.level.disk is None else self.level.disk.debts.owed
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
@@ -539,10 +541,10 @@ class LowerTiers:
         """End what is over, and begin what is due. What a disk owes is repeated also while the tiers are off."""
         disk = self.level.disk
         if disk is not None:
-            disk.retry()
+            disk.debts.retry()
             knows = disk.tier.state == "awaiting-generations" and self._knows()  # asked before the store is
-            if disk.follows(self._store_id()) and knows:
-                disk.know_generations()
+            if disk.debts.follows(self._store_id()) and knows:
+                disk.debts.know_generations()
         if not self._is_off:
             with self._guarded():
                 if self._prefetch is not None:
@@ -576,7 +578,7 @@ class LowerTiers:
         named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
         message = (
             f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
-            f"tenants ({named}): {disk.problem(owed[0])}. Purge them again at the next start"
+            f"tenants ({named}): {disk.debts.problem(owed[0])}. Purge them again at the next start"
         )
         _log.error("%s", message)
         raise TierError(message)
@@ -632,11 +634,11 @@ class LowerTiers:
                 "loads": counts["disk_loads"],
                 "load_seconds": counts["disk_load_us"] / 1e6,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(not self._is_shut and disk.tier.state == "open" and not disk.is_resting),
-                "owed_purges": len(disk.owed),
+                "open": int(not self._is_shut and disk.tier.state == "open" and not disk.patience.is_resting),
+                "owed_purges": len(disk.debts.owed),
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
-                "budget_bytes": disk.budget_bytes,
+                "budget_bytes": disk.stores.budget_bytes,
             }
         return found
 
@@ -699,7 +701,7 @@ class LowerTiers:
         table = sequence.block_table[start:stop].tolist()
         key = key[: stop * self._size * TOKEN_BYTES]
         self.level.load_key(request_id, namespace, generation, key, start, table)
-        self._num_brought = 0 if self.disk is None else self.disk.num_brought(request_id)
+        self._num_brought = 0 if self.disk is None else self.disk.promotions.num_brought(request_id)
         num_good = self._run().failed.get(request_id, stop - start)
         return (start + num_good) * self._size
 
@@ -798,13 +800,13 @@ def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
     Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before.
     """
     those = [(each, each.disk) for each in tiers if each.disk is not None]
-    jobs, ends_at = [disk.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
+    jobs, ends_at = [disk.debts.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
     for (each, disk), job in zip(those, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
-        if tenant in disk.owed:
+        if tenant in disk.debts.owed:
             each.require_disk()
-            problem = disk.problem(tenant)
+            problem = disk.debts.problem(tenant)
             _log.error(
                 "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
             )

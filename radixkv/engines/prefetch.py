@@ -164,7 +164,7 @@ class Prefetch:
                 is_coming = self._is_coming(running)
             finally:
                 if not is_coming:  # after an error too: it isn't tried again
-                    self._disk.forget(running.request_id)
+                    self._disk.promotions.forget(running.request_id)
             if is_coming:
                 self._running = running
                 return
@@ -200,7 +200,7 @@ class Prefetch:
         expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
-        is_coming = self._disk.is_waiting(
+        is_coming = self._disk.promotions.is_waiting(
             prompt.request_id,
             namespace,
             self._generation(namespace.tenant),
@@ -208,7 +208,7 @@ class Prefetch:
             expected.resident_tokens,
             need="asked" if prompt.is_asked else "announced",
         )
-        has_part = self._disk.take_brought(prompt.request_id) > 0
+        has_part = self._disk.promotions.take_brought(prompt.request_id) > 0
         if is_coming and has_part and self._must_yield(prompt):
             self._waiting.setdefault(namespace.tenant, _Line()).give_back(prompt)
             return False

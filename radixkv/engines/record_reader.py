@@ -65,17 +65,17 @@ class RecordReader:
             if is_same and not (flight.job.is_done and not flight.job.wait(0)):
                 flight.num_users += 1
                 return flight
-        row = self.disk.take_row(where.place.tenant)
+        row = self.disk.rows.take(where.place.tenant)
         if row is None:
             return None
         job = None
         try:
-            job = self.disk.read(where.place, key, where.block, row)
+            job = self.disk.promotions.read(where.place, key, where.block, row)
         except BaseException:
-            self.disk.give_row(row)
+            self.disk.rows.give(row)
             raise
         if job is None:
-            self.disk.give_row(row)
+            self.disk.rows.give(row)
             return None
         flight = Flight(where, key, row, job, self._clock())
         self._flights.setdefault(where, []).append(flight)
@@ -94,7 +94,7 @@ class RecordReader:
         left.remove(flight)
         if not left:
             del self._flights[flight.where]
-        self.disk.give_row(flight.row)
+        self.disk.rows.give(flight.row)
 
     def sweep(self) -> None:
         """End what dropped loads left."""

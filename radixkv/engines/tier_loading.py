@@ -101,7 +101,7 @@ class TierLoading:
         self._polling = threading.Lock()
         if source.reader is None:
             return
-        self._ends_at += source.reader.disk.patience_s(0)
+        self._ends_at += source.reader.disk.patience.patience_s(0)
         weakref.finalize(self, source.reader.dropped.append, self._flights).atexit = False
 
     def __repr__(self) -> str:
@@ -236,28 +236,28 @@ class TierLoading:
 
     def _run_out(self, reader: RecordReader) -> None:
         """End it, unless its records were only just begun, because nobody polled before."""
-        now, least_s = self._clock(), reader.disk.patience_s(0)
+        now, least_s = self._clock(), reader.disk.patience.patience_s(0)
         is_slow = self._place is None or any(now - each.began_at >= least_s for each in self._flights)
         if self._flights and not is_slow:
             self._ends_at = now + least_s
             return
         if is_slow:
-            reader.disk.rested(is_slow=True)
-        reader.disk.load_ended(now - self._found_at)
+            reader.disk.patience.rest()
+        reader.disk.promotions.load_ended(now - self._found_at)
         self.end()
 
     def _find(self, reader: RecordReader) -> bool:
         """Find what the disk has behind host memory's part. False if that isn't known yet, or it is shut: then done."""
         if self._place is None:
             tenant = self._target.namespace.tenant
-            place = reader.disk.place_of(self._target.namespace)
+            place = reader.disk.promotions.place_of(self._target.namespace)
             self.is_done = place is None
-            if place is None or not reader.disk.is_known(tenant):
+            if place is None or not reader.disk.debts.is_known(tenant):
                 return False
-            num = reader.disk.located(self._target.namespace, self._target.key, self._host_stop)
+            num = reader.disk.promotions.located(self._target.namespace, self._target.key, self._host_stop)
             self._place, self._stop = place, self._host_stop + num
             self._next, self._found_at = self._stop, self._clock()
-            self._ends_at = self._found_at + reader.disk.patience_s(num * self._size)
+            self._ends_at = self._found_at + reader.disk.patience.patience_s(num * self._size)
         return True
 
     def _take_records(self, reader: RecordReader) -> None:
@@ -270,7 +270,7 @@ class TierLoading:
                 is_good = flight.job.wait(0)
                 if is_good and block >= low:
                     self._put(block, block + 1, self._source.row_copy(flight.row))
-                reader.disk.read_ended(is_good)
+                reader.disk.promotions.read_ended(is_good)
             finally:
                 reader.end(flight)
         assert self._place is not None
@@ -281,12 +281,12 @@ class TierLoading:
             self._flights.append(begun)
             self._next -= 1
         tenant = self._place.tenant
-        is_refused = self._next > low and not self._flights and reader.disk.num_rows_for(tenant) > 0
+        is_refused = self._next > low and not self._flights and reader.disk.rows.num_for(tenant) > 0
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
-            reader.disk.load_ended(self._clock() - self._found_at)
+            reader.disk.promotions.load_ended(self._clock() - self._found_at)
         if self.is_done and self._num_loaded:
-            reader.disk.rested(is_slow=False)
+            reader.disk.patience.was_fast()
 
     def _drop_claimed(self) -> None:
         """Give up records of claimed blocks. After the last block it is over."""
@@ -303,8 +303,8 @@ class TierLoading:
         if reader is not None and self._claimed_at is not None:
             now, num_tokens = self._clock(), self._claimed - self._measured
             if self._target.num_committed >= self._claimed:
-                reader.disk.computed_in(now - self._claimed_at, num_tokens)
-            self._ends_at = max(self._ends_at, now + reader.disk.patience_s(0))
+                reader.disk.patience.computed_in(now - self._claimed_at, num_tokens)
+            self._ends_at = max(self._ends_at, now + reader.disk.patience.patience_s(0))
         self._measured = self._target.num_committed
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:

@@ -231,7 +231,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _purge_below(self, tenant: str) -> None:
         if self.radixkv.disk is not None:
-            self.radixkv.disk.purge(tenant)
+            self.radixkv.disk.debts.purge(tenant)
 
     # --- the scheduler
 

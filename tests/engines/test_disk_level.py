@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock, monotonic
-from radixkv.engines.disk_level import LEAST_WAIT_S, REST_S, DiskLevel
+from radixkv.engines.disk_level import DiskLevel
+from radixkv.engines.disk_patience import LEAST_WAIT_S, REST_S
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
@@ -33,8 +34,8 @@ SLOTS = 256
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for the disk as long as a busy machine needs."""
-    for name in ("LEARNING_S", "LEAST_WAIT_S", "STORE_S"):
-        monkeypatch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
+    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
+        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 class DiskEngine(Engine):
@@ -74,21 +75,23 @@ class DiskEngine(Engine):
             bytes_per_s=bytes_per_s,
             clock=monotonic if bytes_per_s is None else self.clock,
         )
-        self.disk._seconds_a_token = 10.0  # a request waits for the disk as long as a busy machine needs
+        self.disk.patience._seconds_a_token = (
+            10.0  # a request waits for the disk as long as a busy machine needs
+        )
         self.level.disk = self.disk
 
     def run(self, max_steps: int = 60_000) -> None:
         """Run until all is done, the stores too."""
         super().run(max_steps)
         for _ in range(60_000):
-            if not (self.disk.num_running or self.disk._waiting or self.disk._is_resetting()):
+            if not (self.disk.num_running or self.disk.stores._waiting or self.disk.debts.is_resetting):
                 break
             self.step(0)
             while self.outputs:
                 self._take(*self.outputs.popleft())
-            for store in self.disk._stores:
+            for store in self.disk.stores._stores:
                 store.jobs[-1].poll(0.001) if store.jobs else None
-        assert not self.disk.num_running and not self.disk._waiting
+        assert not self.disk.num_running and not self.disk.stores._waiting
 
     def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
         """Run a request alone, and return how many tokens it computed."""
@@ -99,7 +102,7 @@ class DiskEngine(Engine):
 
     def stop(self) -> None:
         self.check()
-        assert sorted(self.disk._free_rows) == list(range(16)), "staging memory is given back"
+        assert sorted(self.disk.rows._free_rows) == list(range(16)), "staging memory is given back"
         self.disk.close()
 
 
@@ -128,8 +131,8 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
 def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path) -> None:
     """One prompt in five is asked again after it has left host memory; the budget has bytes for a third of all."""
     engine = DiskEngine(tmp_path / "disk", num_slots=24, bytes_per_s=1.0)
-    record_bytes = engine.disk._record_bytes
-    budget = engine.disk._budget = WriteBudget(4.0 * record_bytes, SLOTS)
+    record_bytes = engine.disk.stores._record_bytes
+    budget = engine.disk.stores._budget = WriteBudget(4.0 * record_bytes, SLOTS)
     computed = {True: [0, 0], False: [0, 0]}
     for number in range(240):
         engine.clock.advance(1.0)
@@ -146,13 +149,13 @@ def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path)
     written = engine.disk.tier.counts()["stored"]
     assert written <= 4 * 240 + 4 * 60 + 16 and counts["disk_unchosen_blocks"] > 240 * 4
     assert computed[True][0] < 0.4 * computed[True][1], computed
-    assert 0 <= engine.disk.budget_bytes <= budget.left_bytes() + 1
+    assert 0 <= engine.disk.stores.budget_bytes <= budget.left_bytes() + 1
     engine.stop()
 
 
 def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
-    budget = engine.disk._budget = WriteBudget(1e9, SLOTS)
+    budget = engine.disk.stores._budget = WriteBudget(1e9, SLOTS)
     assert budget.spend("anonymous", 2_000_000_000, engine.clock())
     engine.again("a", ids_of(41))
     assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
@@ -211,7 +214,7 @@ def test_a_prompt_longer_than_staging_memory_comes_in_parts(tmp_path: Path) -> N
 
 
 def test_it_waits_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.0)
     engine = DiskEngine(tmp_path / "disk", num_slots=128)
     for seed in range(3):
         engine.again(f"a{seed}", ids_of(41, seed))
@@ -250,7 +253,7 @@ def test_a_purge_reaches_the_disk_and_lasts(tmp_path: Path) -> None:
     engine.again("a", ids_of(41))
     tenant = engine.level.cache.namespaces()[0].tenant
     engine.level.cache.purge(tenant)
-    engine.disk.purge(tenant)
+    engine.disk.debts.purge(tenant)
     assert engine.again("b", ids_of(41, 1)) == 41
     assert engine.disk.tier.locate(engine.level.cache.namespaces()[0], _bytes(ids_of(41)), 0) == 0
     engine.stop()
@@ -281,7 +284,7 @@ def test_a_purge_that_the_disk_cannot_apply_holds_no_request_up(
         raise OSError("planted")
 
     monkeypatch.setattr(engine.disk.tier, "purge", failing)
-    monkeypatch.setattr("radixkv.engines.disk_level.LEARNING_S", 0.1)
+    monkeypatch.setattr("radixkv.engines.disk_debts.LEARNING_S", 0.1)
     engine.add("b", ids_of(41))
     for _ in range(2_000):
         engine.step()
@@ -324,7 +327,7 @@ def test_a_purge_during_a_promotion_leaves_nothing(tmp_path: Path) -> None:
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     engine.add("b", ids_of(41))
-    while not engine.disk._promotions:
+    while not engine.disk.promotions._promotions:
         engine._admit()
     engine.level.cache.purge(engine.level._requests["b"].namespace.tenant)
     engine.version += 1
@@ -339,7 +342,7 @@ def test_a_request_that_ends_during_its_promotion_gives_all_back(tmp_path: Path)
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     request = engine.add("b", ids_of(41))
-    while not engine.disk._promotions:
+    while not engine.disk.promotions._promotions:
         engine._admit()
     engine.end(request)
     engine.run()
@@ -366,14 +369,14 @@ def test_broken_records_are_computed(tmp_path: Path) -> None:
 def test_a_disk_that_never_answers_costs_one_request_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", LEAST_WAIT_S)
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", LEAST_WAIT_S)
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
     engine.again("b", ids_of(41, 1))
     engine.stop()
     released, files = threading.Event(), FaultyFiles()
     engine = DiskEngine(tmp_path / "disk", files=files)
-    engine.disk._seconds_a_token = 1e-3
+    engine.disk.patience._seconds_a_token = 1e-3
     files.before = lambda call: released.wait(30) and None
     assert engine.again("c", ids_of(41)) == 41
     counts = engine.disk.take_counts()
@@ -381,7 +384,7 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
     engine.add("d", ids_of(41, 1))
     engine._admit()
     assert engine.requests[0].status == "running", "nobody asks the disk now"
-    assert engine.disk._rests_until > engine.disk._clock() + REST_S / 2
+    assert engine.disk.patience._rests_until > engine.disk._clock() + REST_S / 2
     released.set()
     engine.run()
     engine.stop()

@@ -70,7 +70,11 @@ class SharedOwner(DiskOwner):
         """Whether nothing waits for the disk. Lets the tiers go on."""
         with self.below.gate:
             self.below.tick()
-            return not self.disk.num_running and not self.disk.num_waiting and not self.disk._leaving
+            return (
+                not self.disk.num_running
+                and not self.disk.stores.num_waiting
+                and not self.disk.stores._leaving
+            )
 
     def loaded(self, ids: list[int], tenant: str) -> int:
         """Wait for all of a prompt that lies below. Returns its tokens."""

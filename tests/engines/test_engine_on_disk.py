@@ -33,8 +33,8 @@ PROMPT = prompt_of(41)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for the disk as long as a busy machine needs."""
-    for name in ("LEARNING_S", "LEAST_WAIT_S", "STORE_S"):
-        monkeypatch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
+    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
+        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 @contextmanager
@@ -177,12 +177,12 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
 
         def late(self: LowerTiers, what: Any) -> int:
             with engine._gate:
-                disk._pays_at = 0.0
-                disk._pay_if_due()
+                disk.debts._pays_at = 0.0
+                disk.debts._pay_if_due()
             assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
-            assert eventually(lambda: not disk.owed)
+            assert eventually(lambda: not disk.debts.owed)
             with engine._gate:
-                disk.note_saved(name, 0, encode(PROMPT), 0, 10)
+                disk.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
             assert eventually(lambda: disk.tier.counts()["sealed"] == 10)
             found: int = original(self, what)
             return found
@@ -261,7 +261,7 @@ def test_another_store_of_the_fleets_purges_empties_the_disk(tmp_path: Path) -> 
 def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
     answer, files, stores = filled(tmp_path / "disk"), FaultyFiles(), ["a" * 32]
     with on_disk(tmp_path / "disk", files=files, awaits=True) as engine:
         assert isinstance(engine.cache, TieredCache)
@@ -279,7 +279,7 @@ def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
 def test_what_is_owed_is_repeated_while_the_tiers_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
     filled(tmp_path / "disk")
     files = FaultyFiles()
     with on_disk(tmp_path / "disk", files=files) as engine:
@@ -305,7 +305,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
 def test_an_error_in_the_tiers_thread_does_not_end_it(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
     answer, files, errors = filled(tmp_path / "disk"), FaultyFiles(), [RuntimeError("a failure")]
 
     def knows() -> bool:
@@ -419,7 +419,7 @@ class HangingDisk:
 def test_a_disk_that_never_answers_holds_nobody_up(
     tmp_path: Path, calls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
     monkeypatch.setattr("radixkv.engines.disk_level.CLOSING_S", 0.2)
     monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
     answer = filled(tmp_path / "disk")

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from radixkv import CacheConfig, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
-from radixkv.engines import disk_level
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.tokens import encode
@@ -194,13 +193,13 @@ def settled(owner: Owner) -> bool:
     assert disk is not None
     with owner.below.gate:
         owner.below.tick()
-        return not (disk._leaving or disk._waiting or disk._stores)
+        return not (disk.stores._leaving or disk.stores._waiting or disk.stores._stores)
 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEARNING_S", "LEAST_WAIT_S"):
-        monkeypatch.setattr(disk_level, name, 60.0)
+    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S"):
+        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: None) -> None:
@@ -209,7 +208,7 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: No
     try:
         disk = owner.below.disk
         assert disk is not None
-        disk._most_leaving = 12
+        disk.stores._most_leaving = 12
         num = (disk.tier.num_slots + 80) // 10
         numbers = list(range(num))
         for number in numbers:

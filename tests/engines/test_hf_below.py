@@ -116,7 +116,7 @@ def test_the_engine_computes_from_the_front_while_the_disk_reads_from_the_back(
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
         below = engine.cache.lower
         with below.gate:  # type: ignore[attr-defined]
-            assert eventually(lambda: below.disk is not None and below.disk.is_known("a"))
+            assert eventually(lambda: below.disk is not None and below.disk.debts.is_known("a"))
         reads.is_armed = True
         claim = TierLoading.claim
 
@@ -150,7 +150,7 @@ def test_a_generation_says_what_came_from_where(tmp_path: Path) -> None:
 
 def test_a_disk_that_hangs_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = filled(tmp_path / "disk")
-    monkeypatch.setattr("radixkv.engines.disk_level.LEAST_WAIT_S", 0.1)
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.1)
     reads = Reads()
     with tiered(disk=options(tmp_path / "disk", reads)) as engine:
         reads.is_armed = True

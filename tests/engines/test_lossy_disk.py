@@ -173,6 +173,6 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
         cache.purge("a")
         assert WAIT_S <= time.monotonic() - began_at < 2 * WAIT_S
         assert cache.unforgotten("a")
-        assert {dtype for dtype, disk in disks.items() if disk is not None and disk.owed} == set(hangs)
+        assert {dtype for dtype, disk in disks.items() if disk is not None and disk.debts.owed} == set(hangs)
         released.set()
         assert eventually(lambda: not cache.unforgotten("a"))

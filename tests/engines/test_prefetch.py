@@ -91,11 +91,11 @@ def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.M
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
-        num_rows = owner.disk.num_free_rows
+        num_rows = owner.disk.rows.num_free
         reads.is_armed = True
         owner.cache.announce(OTHER, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        assert owner.disk.num_free_rows == num_rows
+        assert owner.disk.rows.num_free == num_rows
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert loading.num_tokens == 40
@@ -148,7 +148,7 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
 
 def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waited: requests may still ask the disk."""
-    monkeypatch.setattr("radixkv.engines.disk_level.AHEAD_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_promotions.AHEAD_S", 0.05)
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
@@ -157,7 +157,7 @@ def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: owner.disk.num_running == 1)
         assert eventually(lambda: not held.is_busy)
-        assert owner.disk.place_of(NS) is not None
+        assert owner.disk.promotions.place_of(NS) is not None
         reads.open()
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from radixkv.engines import lower_tiers
-from radixkv.engines.disk_level import DiskLevel
+from radixkv.engines.disk_promotions import DiskPromotions
+from radixkv.engines.disk_stores import DiskStores
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.lower_tiers import MOST_ERRORS, REST_S
@@ -36,11 +37,11 @@ CALLS: list[tuple[Any, str]] = [
     (SecondLevel, "reported"),
     (SecondLevel, "_begin_save"),
     (SecondLevel, "_end_save"),
-    (DiskLevel, "_store"),
-    (DiskLevel, "_begin_stores"),
-    (DiskLevel, "read"),
-    (DiskLevel, "located"),
-    (DiskLevel, "_fill_slots"),
+    (DiskStores, "_store"),
+    (DiskStores, "_begin_stores"),
+    (DiskPromotions, "read"),
+    (DiskPromotions, "located"),
+    (DiskPromotions, "_fill_slots"),
     (RecordReader, "begin"),
 ]
 
@@ -208,17 +209,17 @@ def test_a_prompt_that_fails_to_come_ahead_is_not_tried_again(
         for namespace in owner.below.namespaces(None):
             owner.below.level.cache.clear(namespace)
         owner.evict()
-        original = DiskLevel.is_waiting
+        original = DiskPromotions.is_waiting
 
-        def fail(self: DiskLevel, request_id: str, *given: Any, **named: Any) -> bool:
+        def fail(self: DiskPromotions, request_id: str, *given: Any, **named: Any) -> bool:
             original(self, request_id, *given, **named)
             raise MemoryError("planted")
 
-        monkeypatch.setattr(DiskLevel, "is_waiting", fail)
+        monkeypatch.setattr(DiskPromotions, "is_waiting", fail)
         owner.cache.announce(NS, PROMPT)
         assert eventually(lambda: owner.below.counts()["host"]["errors"] == 1)
         assert eventually(owner.is_idle)
         assert not eventually(lambda: owner.below.counts()["host"]["errors"] > 1, 1.0)
-        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk._promotions
+        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk.promotions._promotions
     finally:
         owner.cache.close()

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock
-from radixkv.engines import disk_level, tier_loading
-from radixkv.engines.disk_level import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES, SHARED_S
+from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading
+from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
+from radixkv.engines.staging_rows import SHARED_S
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
@@ -28,7 +29,7 @@ __all__ = ["folder"]
 @pytest.fixture(autouse=True)
 def learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine has time to learn of purges."""
-    monkeypatch.setattr(disk_level, "LEARNING_S", 60.0)
+    monkeypatch.setattr(disk_debts, "LEARNING_S", 60.0)
 
 
 def others_load(owner: DiskOwner) -> int:
@@ -50,10 +51,10 @@ def test_a_load_that_nobody_polls_gives_its_memory_back(
         owner.known()
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert owner.disk.num_used_rows
+            assert owner.disk.rows.num_used
             assert eventually(owner.is_idle), "though the sequence is open"
             assert loading.is_done and loading.num_loaded_tokens == 0
-            monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+            monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
             assert others_load(owner) == 40
             assert loading.claim(100) == 41
             owner.compute(sequence, 41)
@@ -68,14 +69,14 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
         reads.is_armed = True
-        monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+        monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             stop = loading.claim(8)
             assert isinstance(loading, tier_loading.TierLoading)
             loading._ends_at = 0.0
             time.sleep(1.0)
-            assert not loading.is_done and owner.disk.num_used_rows
+            assert not loading.is_done and owner.disk.rows.num_used
             owner.compute(sequence, stop)
             assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
             assert eventually(owner.is_idle)
@@ -84,7 +85,7 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
 
 def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that computes everything and goes on for minutes holds no staging memory."""
-    monkeypatch.setattr(disk_level, "LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
@@ -92,7 +93,7 @@ def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pyte
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             owner.compute(sequence, 20)
-            assert eventually(lambda: owner.disk.num_used_rows == 5)
+            assert eventually(lambda: owner.disk.rows.num_used == 5)
             assert not loading.is_done
             owner.compute(sequence, 41)
             assert eventually(owner.is_idle) and loading.is_done
@@ -102,22 +103,22 @@ def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pyte
 def test_tenants_share_staging_memory(folder: Path) -> None:
     with on_disk(folder) as owner:
         disk, clock = owner.disk, ManualClock()
-        disk._clock = clock
+        disk.rows._clock = clock
 
         def takes(tenant: str) -> list[int]:
             rows = list[int]()
-            while (row := disk.take_row(tenant)) is not None:
+            while (row := disk.rows.take(tenant)) is not None:
                 rows.append(row)
             return rows
 
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert disk.num_free_rows == 16
+            assert disk.rows.num_free == 16
             mine = takes("a")
             assert len(mine) == 12, "a quarter is for those that come"
             theirs = takes("b")
             assert len(theirs) == 4
             for row in mine[:8]:
-                disk.give_row(row)
+                disk.rows.give(row)
             mine = mine[8:]
             theirs += takes("b")
             assert len(theirs) == 6 and len(takes("c")) == 4
@@ -125,13 +126,13 @@ def test_tenants_share_staging_memory(folder: Path) -> None:
             assert len(mine) == 4, "its share of three"
             clock.advance(SHARED_S + 1)
             mine += takes("a")
-            assert len(mine) == 6 and disk.num_free_rows == 0
+            assert len(mine) == 6 and disk.rows.num_free == 0
             for row in range(16):
-                disk.give_row(row)
-            assert not disk._num_held
+                disk.rows.give(row)
+            assert not disk.rows._num_held
             assert len(takes("a")) == 12
-            for row in sorted(set(range(16)) - set(disk._free_rows)):
-                disk.give_row(row)
+            for row in sorted(set(range(16)) - set(disk.rows._free_rows)):
+                disk.rows.give(row)
 
 
 def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
@@ -143,11 +144,11 @@ def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", files=(files := FaultyFiles()))
     files.before = lambda call: released.wait(30) and None
     engine.add("b", ids_of(121))
-    assert eventually(lambda: engine.step(0) is None and bool(engine.disk._promotions))
-    assert engine.disk.num_free_rows == 4
+    assert eventually(lambda: engine.step(0) is None and bool(engine.disk.promotions._promotions))
+    assert engine.disk.rows.num_free == 4
     released.set()
     engine.run()
-    assert engine.disk.num_free_rows == 16
+    assert engine.disk.rows.num_free == 16
     engine.stop()
 
 
@@ -178,7 +179,7 @@ def prompt(number: int) -> list[int]:
 
 
 def test_a_hanging_disk_leaves_host_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_level, "STORE_S", 0.1)
+    monkeypatch.setattr(disk_stores, "STORE_S", 0.1)
     files = Hanging()
     with on_disk(tmp_path / "disk", files=files, host_blocks=32) as owner:
         owner.ask(prompt(0))
@@ -200,7 +201,7 @@ def test_a_hanging_disk_leaves_host_memory_to_others(tmp_path: Path, monkeypatch
 def test_a_store_needs_its_slot_until_it_is_encrypted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_level, "STORE_S", 1e9)
+    monkeypatch.setattr(disk_stores, "STORE_S", 1e9)
     files = Hanging()
     with on_disk(tmp_path / "disk", files=files) as owner:
         owner.known()
@@ -220,16 +221,16 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
     with on_disk(tmp_path / "disk", host_blocks=32) as owner:
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
-        monkeypatch.setattr(type(owner.disk), "_stores_later", property(lambda self: True))
-        owner.disk._most_leaving = 4
+        monkeypatch.setattr(type(owner.disk.stores), "_stores_later", property(lambda self: True))
+        owner.disk.stores._most_leaving = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.level.cache.evict(4)
-            assert len(owner.disk._leaving) and int(uses.sum()) == 4
+            assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
             tier._opens_at = tier._clock() + 60
             owner.below.tick()
-            assert not owner.disk._leaving and not uses.any() and not owner.disk._num_leaving
+            assert not owner.disk.stores._leaving and not uses.any() and not owner.disk.stores._num_leaving
             tier._opens_at = None
 
 
@@ -251,22 +252,22 @@ def test_a_few_slow_computations_dont_lengthen_patience(folder: Path) -> None:
     with on_disk(folder) as owner:
         disk = owner.disk
         for _ in range(NUM_SAMPLES):
-            disk.computed_in(16 * 1e-3, 16)
-        before = disk.patience_s(1_500)
+            disk.patience.computed_in(16 * 1e-3, 16)
+        before = disk.patience.patience_s(1_500)
         assert before == pytest.approx(0.75)
         for seconds in (8.0, 1e9, float("inf"), float("nan"), -1.0, 15.9 * MOST_SECONDS_A_TOKEN):
-            disk.computed_in(seconds, 16)
+            disk.patience.computed_in(seconds, 16)
         for _ in range(NUM_SAMPLES // 2 - 1):
-            disk.computed_in(1.5, 16)
-        assert disk.patience_s(1_500) == pytest.approx(before)
+            disk.patience.computed_in(1.5, 16)
+        assert disk.patience.patience_s(1_500) == pytest.approx(before)
 
 
 def test_patience_is_bounded(folder: Path) -> None:
     with on_disk(folder) as owner:
         for _ in range(10 * NUM_SAMPLES):
-            owner.disk.computed_in(1.5, 16)
-        assert owner.disk.patience_s(10**9) == MOST_WAIT_S
-        assert owner.disk.patience_s(0) == disk_level.LEAST_WAIT_S
+            owner.disk.patience.computed_in(1.5, 16)
+        assert owner.disk.patience.patience_s(10**9) == MOST_WAIT_S
+        assert owner.disk.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
 
 
 # --- long copies from host memory

@@ -27,8 +27,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     secret.chmod(0o600)
     disk = {"disk": str(folder / "kv"), "disk-size": "64MiB", "fleet-secret": str(secret)}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name in ("LEARNING_S", "LEAST_WAIT_S"):
-            patch.setattr(f"radixkv.engines.disk_level.{name}", 60.0)
+        for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S"):
+            patch.setattr(f"radixkv.engines.{name}", 60.0)
         yield stack.enter_context(service_in_thread(**{"host-memory": "16MiB", **disk}))
 
 
@@ -58,7 +58,7 @@ def evict(live: Running) -> None:
     """Evict all from the cache, and from host memory once the disk has it."""
     disk, cache = tiers(live).disk, live.service.engine.cache
     assert disk is not None and isinstance(cache, PrefixCache)
-    eventually(lambda: not disk.num_waiting and not disk.num_running and not disk.owed)
+    eventually(lambda: not disk.stores.num_waiting and not disk.num_running and not disk.debts.owed)
     for each in (cache, tiers(live).level.cache):
         each.evict(1_000_000)
         assert each.resident_blocks == 0

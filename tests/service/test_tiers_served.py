@@ -234,7 +234,7 @@ def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
 
 
 def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with with_files(options, files) as live:
         _, cached = ask(live.acme)
@@ -270,7 +270,7 @@ def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch:
 def test_a_purge_waits_for_the_disk_of_another_replica(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_level.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     fleet = {"redis": redis_server.url, "lease-s": "4"}
     secret = {"fleet-secret": options["fleet-secret"]}

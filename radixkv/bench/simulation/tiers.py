@@ -26,7 +26,7 @@ from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
 from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
-from radixkv.engines.disk_level import LEAVING_PART
+from radixkv.engines.disk_stores import LEAVING_PART
 from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable

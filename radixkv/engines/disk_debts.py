@@ -1,0 +1,235 @@
+"""What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
+
+    owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
+    is_known      the folder has applied a tenant's purges in the cache and in the fleet
+    reset         all records are forgotten, in a thread
+    follows       the folder knows from which store the fleet's purges come
+
+Only a thread of its own waits for the disk.
+
+**Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
+version gets a random number, so nothing of it is found after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from radixkv.clock import Clock
+from radixkv.config import MAX_WEIGHTS, Namespace
+from radixkv.errors import TierError
+from radixkv.index.cache import PrefixCache
+from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.io_threads import IOThreads, Job
+
+LEARNING_S: Final = 0.1
+"""The longest time for which a request waits until the folder has applied its tenant's purges."""
+PAY_AGAIN_S: Final = 5.0
+"""Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
+_MAX_KNOWN: Final = 65_536
+_FAILED: Final = Job(lambda job, memory: False)
+_FAILED.end(False)
+
+_log = logging.getLogger(__name__)
+
+
+class DiskDebts:
+    """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
+
+    def __init__(
+        self, tier: DiskTier, cache: PrefixCache, fleet_generation: Callable[[str], int], clock: Clock
+    ) -> None:
+        self._tier, self._cache, self._clock = tier, cache, clock
+        self._fleet_generation = fleet_generation
+        self._known: dict[str, tuple[int, int]] = {}
+        """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
+        self._learning: dict[str, tuple[Job, float]] = {}
+        self._owed: dict[str, int] = {}
+        """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
+        self._num_owed, self._owing = 0, threading.Lock()
+        self._pays_at = self._meets_at = clock()
+        self._problems: dict[str, str] = {}
+        """Why tenants are still owed."""
+        self._meeting: Job | None = None
+        self._admin = IOThreads(1, 1)
+        self._must_reset = False
+        self._resetting: Job | None = None
+        self._weights = {0: 0}
+
+    # --- questions
+
+    def is_owed(self, tenant: str) -> bool:
+        """Whether a tenant's records may still be on the disk, though it was purged or cleared. O(1)."""
+        return tenant in self._owed
+
+    def is_open_for(self, tenant: str) -> bool:
+        """Whether the disk may be asked for a tenant's records now."""
+        return not self.is_owed(tenant) and self._tier.state == "open" and not self.is_resetting
+
+    def known(self, tenant: str) -> tuple[int, int] | None:
+        """Return the generations of a tenant that the folder knows, of the cache and of the salts."""
+        return self._known.get(tenant)
+
+    def waits_until(self, tenant: str) -> float:
+        """Return until when a request waits for what ``is_known`` began."""
+        return self._learning[tenant][1]
+
+    def is_known(self, tenant: str) -> bool:
+        """Whether the folder has applied the tenant's purges. If not, a thread begins to, again if it failed.
+
+        The time until which a request waits for it is that of the first try.
+        """
+        generations = self._cache.generation(tenant), self._fleet_generation(tenant)
+        if self._known.get(tenant) == generations:
+            self._learning.pop(tenant, None)
+            return True
+        job, ends_at = self._learning.get(tenant, (_FAILED, self._clock() + LEARNING_S))
+        if job.is_done:
+            learning = self._admin.submit(lambda job, memory: self._learn(tenant, generations), is_load=True)
+            self._learning[tenant] = learning or _FAILED, ends_at
+        return False
+
+    @property
+    def is_resetting(self) -> bool:
+        """Whether all records are to be forgotten, and aren't yet."""
+        return self._must_reset or self._resetting is not None
+
+    def on_disk(self, namespace: Namespace) -> Namespace:
+        """Return the namespace of the records: later versions of the weights are of this process alone."""
+        if namespace.weights not in self._weights:
+            self._weights[namespace.weights] = 1 + secrets.randbelow(MAX_WEIGHTS)
+        return namespace._replace(weights=self._weights[namespace.weights])
+
+    # --- purges
+
+    def purge(self, tenant: str) -> None:
+        """Destroy the keys of a tenant's records. Waits for the disk: by any thread but the scheduler's.
+
+        Raises TierError or OSError: then repeat it. The tenant's records are not served meanwhile.
+        """
+        self._known.pop(tenant, None)
+        self._tier.purge(tenant)
+
+    def owe(self, tenant: str) -> None:
+        """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""
+        with self._owing:
+            self._num_owed += 1
+            self._owed[tenant] = self._num_owed
+
+    def pay(self, tenant: str, timeout_s: float) -> bool:
+        """Destroy the keys of a tenant that ``owe`` named. Returns whether that was done in this time; else it is
+        repeated until it is."""
+        job = self.begin_to_pay(tenant)
+        if job is not None:
+            job.poll(timeout_s)
+        return tenant not in self._owed
+
+    def begin_to_pay(self, tenant: str) -> Job | None:
+        """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
+        return self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
+
+    @property
+    def owed(self) -> frozenset[str]:
+        """Tenants whose records may still be on the disk, though they were purged or cleared. None is served."""
+        with self._owing:
+            return frozenset(self._owed)
+
+    def problem(self, tenant: str) -> str:
+        """Return why an owed tenant isn't paid yet."""
+        return self._problems.get(tenant, "the disk doesn't answer")
+
+    # --- all records
+
+    def retry(self) -> None:
+        """Begin again what failed, if it is time: a reset, and what is owed. Never waits."""
+        self._reset_if_due()
+        self._pay_if_due()
+
+    def follows(self, store_id: str) -> bool:
+        """Whether the folder knows that the fleet's purges come from this store; empty: from none. Never waits.
+
+        If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``).
+        """
+        if not store_id or self._tier.store_id == store_id:
+            return True
+        is_meeting = self._meeting is not None and not self._meeting.is_done
+        if not is_meeting and self._clock() >= self._meets_at:
+            self._meets_at = self._clock() + PAY_AGAIN_S
+            self._meeting = self._admin.submit(lambda job, memory: self._met(store_id), is_load=True)
+        return False
+
+    def reset(self) -> None:
+        """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
+        self._must_reset = True
+        self._reset_if_due()
+
+    def know_generations(self) -> None:
+        """Serve from now on: all purges of the fleet are known, by ``fleet_generation``."""
+        self._tier.apply_generations({})
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread. Returns whether it ended within the time."""
+        return self._admin.close(timeout_s)
+
+    # --- inside
+
+    def _met(self, store_id: str) -> bool:
+        try:
+            self._tier.meet_store(store_id)
+        except (OSError, TierError) as error:
+            _log.error("the disk can't forget what it knew from another store, and stays closed: %s", error)
+            return False
+        return True
+
+    def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
+        """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
+        before = self._known.get(tenant, (0, generations[1]))
+        if before[0] < generations[0]:
+            self._tier.purge(tenant)
+        if generations[1]:
+            self._tier.apply_generations({tenant: generations[1]})
+        if len(self._known) >= _MAX_KNOWN:
+            self._known = {}
+        self._known[tenant] = generations
+        return True
+
+    def _paid(self, tenant: str) -> bool:
+        """Destroy the keys of a tenant, in a thread. Returns whether that is done."""
+        asked, generation = self._owed.get(tenant), self._cache.generation(tenant)
+        if asked is None:
+            return True
+        try:
+            self._tier.purge(tenant)
+        except (OSError, TierError) as error:
+            if self._problems.get(tenant) != str(error):
+                _log.error("the disk can't forget tenant %r, which is tried again: %s", tenant, error)
+            self._problems[tenant] = str(error)
+            return False
+        self._problems.pop(tenant, None)
+        known = self._known.get(tenant)
+        if known is not None:
+            self._known[tenant] = generation, known[1]
+        with self._owing:
+            if self._owed.get(tenant) == asked:
+                del self._owed[tenant]
+        return True
+
+    def _pay_if_due(self) -> None:
+        """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
+        if self._owed and self._clock() >= self._pays_at:
+            self._pays_at = self._clock() + PAY_AGAIN_S
+            for tenant in self.owed:
+                self.pay(tenant, 0.0)
+
+    def _reset_if_due(self) -> None:
+        """Begin a reset that is due, and end one that is over. One that failed is repeated."""
+        if self._resetting is not None and self._resetting.is_done:
+            self._must_reset |= not self._resetting.wait(0)
+            self._resetting = None
+        if self._must_reset and self._resetting is None:
+            self._resetting = self._admin.submit(lambda job, memory: self._tier.purge_all(), is_load=True)
+            self._must_reset = self._resetting is None

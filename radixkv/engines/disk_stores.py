@@ -1,0 +1,389 @@
+"""What of host memory a disk gets, and when: what waits, what leaves, what is being stored.
+
+**A write budget**, if there is one, chooses among saved blocks (``write_budget``). It is asked when blocks are saved,
+and again when a later prompt finds them in memory.
+
+**Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
+was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
+host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do.
+What leaves beyond that is not stored. A block that is being stored needs its slot until a thread has encrypted it, and
+gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
+it can write, and never holds up host memory, even if it hangs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from radixkv.clock import Clock
+from radixkv.config import Namespace
+from radixkv.engines.disk_debts import DiskDebts
+from radixkv.engines.host_blocks import Slots
+from radixkv.engines.host_index import HostIndex
+from radixkv.engines.staging_rows import HostMemory
+from radixkv.index.load_target import paths_of
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.io_threads import Job
+from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
+
+STORE_S: Final = 5.0
+"""The longest time for which a block that is being stored needs its slot."""
+LEAVING_PART: Final = 64
+"""Over a full disk, one of so many slots of host memory is free or waits to be stored."""
+MAX_WAITING_STORES: Final = 4_096
+"""Saved ranges that may wait for the disk. The oldest are dropped."""
+MAX_STORES: Final = 64
+"""Blocks that are stored at once; at most an eighth of the slots, at least one."""
+
+
+class _Saved(NamedTuple):
+    """Blocks ``[first, stop)`` of a prompt that are in slots, and not yet on the disk."""
+
+    namespace: Namespace
+    generation: int
+    key: bytes
+    first: int
+    stop: int
+
+
+class _Leaving(NamedTuple):
+    """Slots of blocks of a prompt from ``first`` on, which host memory has evicted.
+
+    ``known``: the generations that the folder knew. ``since``: its purges of the tenant.
+    """
+
+    namespace: Namespace
+    key: bytes
+    first: int
+    slots: Slots
+    known: tuple[int, int]
+    since: int
+
+
+@dataclass(slots=True)
+class _Store:
+    """Blocks that are being stored. ``slots``: in use until the threads have their bytes; none then.
+
+    ``has_left``: whether host memory has evicted them.
+    """
+
+    slots: Slots
+    has_left: bool
+    began_at: float
+    jobs: list[Job] = field(default_factory=list)
+
+
+class DiskStores:
+    """Stores the blocks of ``index`` by ``tier``. See DiskLevel for the rest."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        index: HostIndex,
+        memory: HostMemory,
+        debts: DiskDebts,
+        serves: Callable[[str], bool],
+        bytes_per_s: float | None,
+        clock: Clock,
+    ) -> None:
+        self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
+        self._debts, self._serves, self._clock = debts, serves, clock
+        self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
+        self._waiting: deque[_Saved] = deque()
+        self._stores: list[_Store] = []
+        self._leaving: deque[_Leaving] = deque()
+        self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
+        self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
+        self._is_closing = False
+        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
+        self.budget_bytes = 0
+        """What the budget had left when it was last asked."""
+        self._counts = {"disk_unstored_blocks": 0, "disk_unchosen_blocks": 0}
+        index.watch(self._leave, lambda: index.num_slots // LEAVING_PART if self._stores_later else 0)
+
+    @property
+    def num_running(self) -> int:
+        """Stores that haven't ended."""
+        return len(self._stores)
+
+    @property
+    def num_waiting(self) -> int:
+        """Saved prompts that wait to be stored."""
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is stored, waits to be, or leaves."""
+        return not (self._waiting or self._stores or self._leaving)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a write budget chooses what is stored."""
+        return self._budget is not None
+
+    def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
+        """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
+        if not self._serves(namespace.tenant) or self._stores_later:
+            return
+        self._wait_to_store(_Saved(namespace, generation, key, first, stop))
+        self._begin_stores()
+
+    def choose(
+        self,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        first: int,
+        entries: Slots,
+        *,
+        is_used: bool = False,
+    ) -> None:
+        """Let the budget choose blocks of a prompt from ``first`` on, with these entries, when they become known.
+
+        What is chosen is stored when host memory has its bytes. O(a hash of the key).
+        """
+        if self._budget is None or not len(entries):
+            return
+        stop = len(key) // (self._size * TOKEN_BYTES)
+        kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
+        points = self._points(namespace, generation, key, first, first + len(entries))
+        num_bytes = len(entries) * self._record_bytes
+        if self._budget.offered(namespace.tenant, kind, points, len(entries), num_bytes, self._clock()):
+            self._index.choose(entries)
+        else:
+            self._counts["disk_unchosen_blocks"] += len(entries)
+
+    def step(self) -> None:
+        """End stores that are over, and begin more."""
+        self._end_stores()
+        self._begin_stores()
+
+    def forget_waiting(self) -> None:
+        """Store nothing of what waits."""
+        self._waiting.clear()
+
+    def begin_to_close(self) -> None:
+        """Let all that host memory has wait to be stored."""
+        self._is_closing = True
+        self._waiting.extend(self._unsaved())
+
+    def finish(self, ends_at: float) -> None:
+        """Store what waits until then."""
+        while (self._waiting or self._stores or self._leaving) and self._clock() < ends_at:
+            if self._tier.state != "open":
+                return
+            for store in self._stores:
+                for job in store.jobs:
+                    job.poll(ends_at - self._clock())
+            self._end_stores()
+            self._begin_stores()
+
+    def close(self) -> None:
+        """Free all slots, after the tier was closed."""
+        for store in self._stores:
+            self._free_slots(store)
+        self._stores = []
+        self._give_up_leaving()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return taken
+
+    # --- the write budget
+
+    def tell_budget(self, namespace: Namespace, generation: int, key: bytes, first: int) -> None:
+        """Tell the budget that a prompt needs the blocks behind ``first``, and offer those before it, which it found in
+        memory.
+
+        O(a hash of the key), if there is a budget.
+        """
+        if self._budget is None:
+            return
+        num_blocks = len(key) // (self._size * TOKEN_BYTES)
+        self._budget.asked(namespace.tenant, self._points(namespace, generation, key, first, num_blocks))
+        if first and not self._tier.locate(self._debts.on_disk(namespace), key, first - 1, 1):
+            entries = self._cache.match(namespace, key).block_ids[:first].astype(np.int64)
+            self.choose(namespace, generation, key, 0, entries, is_used=True)
+            for start, stop in self._index.chosen(entries):
+                self._wait_to_store(_Saved(namespace, generation, key, start, stop))
+
+    def heard(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
+        """Tell the budget that a prompt needed blocks ``[first, stop)``, which the disk had."""
+        if self._budget is not None:
+            self._budget.asked(namespace.tenant, self._points(namespace, generation, key, first, stop))
+
+    def _points(
+        self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int
+    ) -> list[Point]:
+        """Return the points of a prompt in blocks ``(first, stop]``. O(a hash of the key)."""
+        digest = xxh3_128(repr((namespace, generation)).encode())
+        view, before, found = memoryview(key), 0, list[Point]()
+        for at, num_blocks in point_positions(first, stop):
+            end = at * self._size * TOKEN_BYTES
+            digest.update(view[before:end])
+            before = end
+            found.append(Point(digest.digest(), num_blocks))
+        return found
+
+    # --- inside
+
+    def _unsaved(self) -> Iterator[_Saved]:
+        """Return all that host memory has, and that the budget has chosen if there is one."""
+        for namespace, key, entries in paths_of(self._cache):
+            if not self._serves(namespace.tenant):
+                continue
+            generation = self._cache.generation(namespace.tenant)
+            for first, stop in self._index.filled_ranges(entries):
+                its = entries[first:stop]
+                for start, end in self._index.chosen(its) if self.has_budget else [(0, len(its))]:
+                    yield _Saved(namespace, generation, key, first + start, first + end)
+
+    def _end_stores(self) -> None:
+        """Count stores that have ended. Free the slots of those whose bytes were taken, or should have been."""
+        running, now = [], self._clock()
+        for store in self._stores:
+            if now - store.began_at >= STORE_S or not any(job.needs_memory for job in store.jobs):
+                self._free_slots(store)
+            if all(job.is_done for job in store.jobs):
+                self._counts["disk_unstored_blocks"] += sum(not job.wait(0) for job in store.jobs)
+            else:
+                running.append(store)
+        self._stores = running
+
+    def _free_slots(self, store: _Store) -> None:
+        """Free the slots of a store, once. A job that hasn't taken its bytes never does."""
+        for job in store.jobs:
+            if job.needs_memory:
+                job.cancel()
+        slots, store.slots = store.slots, store.slots[:0]
+        self._index.unuse(slots)
+        if store.has_left:
+            self._num_leaving -= len(slots)
+
+    def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
+        """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
+        tenant = namespace.tenant
+        known = self._debts.known(tenant)
+        is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)
+        if is_shut or known is None or self._debts.is_resetting or self._tier.state != "open":
+            return
+        kept = slots[: self._most_leaving - self._num_leaving]
+        self._counts["disk_unstored_blocks"] += len(slots) - len(kept)
+        if len(kept):
+            leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
+            self._index.use(kept)
+            self._num_leaving += len(kept)
+            self._leaving.append(leaving)
+
+    @property
+    def _stores_later(self) -> bool:
+        """Whether blocks are stored when they leave host memory, and not before."""
+        return self._budget is None and self._tier.is_full and not self._is_closing
+
+    def _store_leaving(self, most: int) -> int:
+        """Begin to store up to ``most`` blocks that have left host memory. Returns how many."""
+        num = 0
+        while self._leaving and num < most:
+            leaving = self._leaving.popleft()
+            tenant = leaving.namespace.tenant
+            if (
+                self._debts.is_resetting
+                or not self._debts.is_known(tenant)
+                or self._debts.known(tenant) != leaving.known
+            ):
+                self._give_up(leaving)
+                continue
+            now, later = leaving.slots[: most - num], leaving.slots[most - num :]
+            if len(later):
+                self._leaving.appendleft(leaving._replace(first=leaving.first + len(now), slots=later))
+            on_disk, store = self._debts.on_disk(leaving.namespace), _Store(now, True, self._clock())
+            self._stores.append(store)
+            there = self._tier.locate(on_disk, leaving.key, leaving.first, len(now))
+            for at, slot in enumerate(now[there:].tolist(), leaving.first + there):
+                content = self._memory.slot_bytes(slot)
+                job = self._tier.store(on_disk, leaving.key, at, content, since=leaving.since)
+                if job is not None:
+                    store.jobs.append(job)
+            num += len(now)
+        return num
+
+    def _give_up(self, leaving: _Leaving) -> None:
+        self._counts["disk_unstored_blocks"] += len(leaving.slots)
+        self._free_slots(_Store(leaving.slots, True, 0.0))
+
+    def _give_up_leaving(self) -> None:
+        """Free the slots of all that has left host memory and isn't being stored."""
+        while self._leaving:
+            self._give_up(self._leaving.popleft())
+
+    def _wait_to_store(self, saved: _Saved) -> None:
+        if len(self._waiting) >= MAX_WAITING_STORES:
+            dropped = self._waiting.popleft()
+            self._counts["disk_unstored_blocks"] += dropped.stop - dropped.first
+        self._waiting.append(saved)
+
+    def _begin_stores(self) -> None:
+        most = self._most_stores
+        num_running = sum(len(store.slots) for store in self._stores)
+        if self._leaving and self._tier.state != "open":
+            self._give_up_leaving()
+        elif self._leaving:
+            num_running += self._store_leaving(most - num_running)
+        while self._waiting and num_running < most and self._tier.state == "open":
+            saved = self._waiting.popleft()
+            if (
+                self._debts.is_resetting
+                or not self._is_current(saved)
+                or self._debts.is_owed(saved.namespace.tenant)
+            ):
+                self._counts["disk_unstored_blocks"] += saved.stop - saved.first
+                continue
+            if not self._debts.is_known(saved.namespace.tenant):
+                self._waiting.appendleft(saved)
+                return
+            stop = min(saved.stop, saved.first + most - num_running)
+            num_stores = self._store(saved._replace(stop=stop))
+            num_running += max(num_stores, 0)
+            if num_stores < 0:
+                self._counts["disk_unchosen_blocks"] += saved.stop - saved.first
+            elif stop < saved.stop:
+                self._waiting.appendleft(saved._replace(first=stop))
+
+    def _store(self, saved: _Saved) -> int:
+        """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left."""
+        on_disk = self._debts.on_disk(saved.namespace)
+        since = self._tier.num_purges(saved.namespace.tenant)
+        if not self._is_current(saved) or self._debts.is_owed(saved.namespace.tenant):
+            return 0
+        key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
+        there = self._tier.locate(on_disk, key, saved.first)
+        entries = self._cache.match(saved.namespace, key).block_ids[saved.first + there : saved.stop]
+        slots = self._index.filled_slots(entries)
+        blocks = range(saved.first + there, saved.first + there + len(slots))
+        if self._budget is not None and blocks:
+            num_bytes = len(blocks) * self._record_bytes
+            is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
+            self.budget_bytes = int(self._budget.left_bytes())
+            if not is_affordable:
+                return -1
+        store = _Store(slots, False, self._clock())
+        self._index.use(slots)
+        self._stores.append(store)
+        for block, slot in zip(blocks, slots.tolist(), strict=True):
+            content = self._memory.slot_bytes(slot)
+            job = self._tier.store(on_disk, key, block, content, since=since)
+            if job is None:
+                break
+            store.jobs.append(job)
+        return len(store.jobs)
+
+    def _is_current(self, saved: _Saved) -> bool:
+        return self._cache.generation(saved.namespace.tenant) == saved.generation
