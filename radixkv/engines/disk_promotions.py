@@ -32,6 +32,7 @@ from radixkv.index.engine_blocks import own_room
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.durations import Durations
 from radixkv.tiers.io_threads import Job
 
 Need: TypeAlias = Literal["waits", "announced", "asked"]
@@ -81,7 +82,7 @@ class DiskPromotions:
         self._queued: dict[str, float] = {}
         """Until when a request waits for others' promotions, before its own begins."""
         self._brought: Counter[str] = Counter()
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts, self.load_durations = dict.fromkeys(_COUNTS, 0), Durations()
 
     def is_waiting(
         self,
@@ -219,6 +220,7 @@ class DiskPromotions:
         """Count a request's load, and how long it took."""
         self._counts["disk_loads"] += 1
         self._counts["disk_load_us"] += int(seconds * 1e6)
+        self.load_durations.add(seconds)
 
     # --- inside
 

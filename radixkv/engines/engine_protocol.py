@@ -28,6 +28,7 @@ from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
+from radixkv.tiers.durations import Durations
 
 Ability: TypeAlias = Literal["beams", "pins", "prefill", "publish", "samples"]
 """What an engine may lack: beam search, pins, prefill without generation, bases, several samples of one prompt."""
@@ -311,12 +312,30 @@ class Noting(Protocol):
         """Tell the policy more of the last request of a prompt. Must not wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class TierDetails:
+    """What happened in a tier, by reasons and by durations. All grow, also while they are read.
+
+    - ``missed``: loads of records that found nothing, by reason. ``unstored``: the same of stores.
+    - ``loads``: how long requests' loads took, from begin to end, also those that found nothing.
+    - ``operations``: how long the tier's medium took, by operation.
+    """
+
+    loads: Durations
+    missed: Mapping[str, int] = field(default_factory=dict)
+    unstored: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[str, Durations] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Tiered(Protocol):
     """A cache with tiers below it. Others are left alone."""
 
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier: see ``LowerTiers.counts``. Empty if there is none. From any thread."""
+
+    def tier_details(self) -> Mapping[str, TierDetails]:
+        """Return details by tier, of the same tiers as ``tier_counts``. From any thread."""
 
     def follow_generations(
         self, generation: Callable[[str], int], knows: Callable[[], bool], store_id: Callable[[], str]

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.cleaner import Cleaner
+from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
@@ -50,6 +51,7 @@ from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
+from radixkv.tiers.durations import Durations
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
@@ -165,7 +167,7 @@ class LowerTiers:
         self._is_off = self._is_closed = False
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
         self._rests_until = clock()
-        self._counts: Counter[str] = Counter()
+        self._counts, self._load_durations = Counter[str](), Durations()
         self._num_brought = 0
         """Of the blocks that are being loaded, those that the disk brought for the same request."""
         self._fleet_generation: Callable[[str], int] = lambda tenant: 0
@@ -611,8 +613,8 @@ class LowerTiers:
                 "hit_blocks": counts["hit_blocks"],
                 "read_bytes": counts["loaded_bytes"],
                 "written_bytes": counts["saved_bytes"],
-                "loads": counts["host_loads"],
-                "load_seconds": counts["load_us"] / 1e6,
+                "loads": self._load_durations.count,
+                "load_seconds": self._load_durations.seconds,
                 "errors": counts["failed_blocks"] + counts["unsaved_blocks"] + counts["errors"],
                 "open": int(not self._is_shut),
                 "owed_purges": 0,
@@ -631,8 +633,8 @@ class LowerTiers:
                 "hit_blocks": counts["disk_loaded_blocks"],
                 "read_bytes": tier.get("read_bytes", 0),
                 "written_bytes": tier.get("written_bytes", 0),
-                "loads": counts["disk_loads"],
-                "load_seconds": counts["disk_load_us"] / 1e6,
+                "loads": disk.promotions.load_durations.count,
+                "load_seconds": disk.promotions.load_durations.seconds,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
                 "open": int(not self._is_shut and disk.tier.state == "open" and not disk.patience.is_resting),
                 "owed_purges": len(disk.debts.owed),
@@ -640,6 +642,14 @@ class LowerTiers:
                 "lost_blocks": counts["disk_unstored_blocks"],
                 "budget_bytes": disk.stores.budget_bytes,
             }
+        return found
+
+    def details(self) -> Mapping[str, TierDetails]:
+        """Return details of the tiers in ``counts``. Any thread."""
+        found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
+        if disk is not None:
+            tier, loads = disk.tier, disk.promotions.load_durations
+            found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
         return found
 
     # --- inside
@@ -734,8 +744,7 @@ class LowerTiers:
             yield
         finally:
             with self._lock:
-                self._counts["host_loads"] += 1
-                self._counts["load_us"] += int((self._clock() - began_at) * 1e6)
+                self._load_durations.add(self._clock() - began_at)
 
     def _is_current(self, mark: int | None, namespace: Namespace) -> bool:
         """Whether nothing was purged or cleared since the mark, and the weights are the same."""

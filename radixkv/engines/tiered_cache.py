@@ -15,6 +15,7 @@ from radixkv.index.validation import require_namespace
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
+    from radixkv.engines.engine_protocol import TierDetails
     from radixkv.engines.lower_tiers import LowerTiers
     from radixkv.engines.tiers_by_dtype import TiersByDtype
 
@@ -122,3 +123,7 @@ class TieredCache(PrefixCache):
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier: see ``LowerTiers.counts``."""
         return {} if self._lower is None else self._lower.counts()
+
+    def tier_details(self) -> Mapping[str, TierDetails]:
+        """Return details by tier: see ``Tiered``."""
+        return {} if self._lower is None else self._lower.details()

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,14 @@ from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
+    from radixkv.engines.engine_protocol import TierDetails
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.private_folder import PrivateFolder
 
+_Read = TypeVar("_Read")
 DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
 
 
@@ -283,8 +285,15 @@ class TiersByDtype:
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """See LowerTiers. Those of lossy tiers have their dtype behind the name: ``host_int8``."""
-        found = dict[str, Mapping[str, float]]()
-        for dtype, tiers in self.tiers.items():
-            end = "" if dtype == "exact" else f"_{dtype}"
-            found |= {f"{name}{end}": counts for name, counts in tiers.counts().items()}
-        return found
+        return self._by_tier(LowerTiers.counts)
+
+    def details(self) -> Mapping[str, TierDetails]:
+        """See LowerTiers, and ``counts`` for the names."""
+        return self._by_tier(LowerTiers.details)
+
+    def _by_tier(self, read: Callable[[LowerTiers], Mapping[str, _Read]]) -> Mapping[str, _Read]:
+        return {
+            name if dtype == "exact" else f"{name}_{dtype}": each
+            for dtype, tiers in self.tiers.items()
+            for name, each in read(tiers).items()
+        }

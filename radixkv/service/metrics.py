@@ -14,16 +14,18 @@ require_extra("radixkv.service.metrics", "http")
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
     from radixkv.engines import Engine, EngineCache
+    from radixkv.tiers.durations import Durations
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -74,13 +76,20 @@ _TIER_TEXTS = {
     "owed_purges": ("Tenants that were purged, and whose records the tier couldn't destroy yet", True),
     "budget_bytes": ("What the write budget of the tier had left when it was last asked", True),
     "hit_blocks": ("Blocks that came back from the tier instead of being computed", False),
-    "loads": ("Requests' loads from the tier, also those that found nothing", False),
-    "load_seconds": ("Seconds that loads from the tier took", False),
     "read_bytes": ("Bytes read from the tier", False),
     "written_bytes": ("Bytes written to the tier", False),
     "unchosen_blocks": ("Blocks that the tier's write budget left out", False),
     "lost_blocks": ("Blocks that left the tier above and found no room or no time here", False),
     "errors": ("Reads and writes of the tier that failed, and records that were refused", False),
+}
+
+_REASON_TEXTS = {
+    "missed": "Records that were found in the tier, and couldn't be loaded",
+    "unstored": "Records that were to be stored in the tier, and weren't",
+}
+_DURATION_TEXTS = {
+    "load": "Seconds that requests' loads from the tier took, also those that found nothing",
+    "operation": "Seconds that operations of the tier's disk took: reads and writes of a record, and syncs",
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -201,6 +210,20 @@ class _TierCollector(Collector):
             for tier, counts in tiers.items():
                 family.add_metric([tier], counts[name])
             yield family
+        details = self._cache.tier_details()
+        yield _durations("load", [([tier], each.loads) for tier, each in details.items()], ["tier"])
+        operations = [
+            ([tier, name], durations)
+            for tier, each in details.items()
+            for name, durations in each.operations.items()
+        ]
+        yield _durations("operation", operations, ["tier", "operation"])
+        for name, text in _REASON_TEXTS.items():
+            family = CounterMetricFamily(f"radixkv_tier_{name}_records", text, labels=["tier", "reason"])
+            for tier, each in details.items():
+                for reason, count in getattr(each, name).items():
+                    family.add_metric([tier, reason], count)
+            yield family
 
 
 class _PreemptionCollector(Collector):
@@ -232,6 +255,14 @@ class _FleetCollector(Collector):
         del health["reason"]
         for name, value in health.items():
             yield GaugeMetricFamily(f"radixkv_replica_{name}", f"{name} of the coordinator", value=value)
+
+
+def _durations(name: str, samples: Iterable[tuple[list[str], Durations]], labels: list[str]) -> Metric:
+    family = HistogramMetricFamily(f"radixkv_tier_{name}_seconds", _DURATION_TEXTS[name], labels=labels)
+    for label_values, durations in samples:
+        buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in durations.buckets()]
+        family.add_metric(label_values, buckets, durations.seconds)
+    return family
 
 
 def _family(full_name: str, name: str, labels: list[str], samples: list[tuple[list[str], int]]) -> Metric:

@@ -8,6 +8,7 @@
       slab              the file of all records
       io_threads        threads for I/O that may never return
       files             the system calls, replaced by tests
+    durations         how long loads and operations took
     write_budget      which prompts are worth the bytes, if these are bounded
     inspection        check, repair and forget a folder
 

@@ -43,6 +43,7 @@ from xxhash import xxh3_128
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.errors import ArgumentError, ConfigError, TierError
+from radixkv.tiers.durations import Durations
 from radixkv.tiers.files import Files, round_up
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.io_threads import IOThreads, Job, Work
@@ -54,6 +55,15 @@ from radixkv.tiers.slots import SlotTable
 MOST_ERRORS: Final = 8
 MAX_THREADS: Final = 64
 _NONCE_BYTES: Final = 12
+
+MISSED: Final = (
+    "absent", "refused", "mismatched", "stale", "abandoned", "read_errors", "closed", "too_busy"
+)  # fmt: skip
+"""Why a load found nothing: see ``DiskTier.missed``."""
+UNSTORED: Final = ("no_slot", "stale", "abandoned", "write_errors", "damaged", "closed", "too_busy")
+"""Why a store kept nothing: see ``DiskTier.unstored``."""
+OPERATIONS: Final = ("read", "write", "sync")
+"""What ``DiskTier.durations`` measures."""
 
 TierState = Literal["open", "awaiting-generations", "degraded", "fenced", "closed"]
 
@@ -165,6 +175,7 @@ class DiskTier:
             self._slab = Slab(self._folder, direct=settings.direct)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
             self._counts: Counter[str] = Counter()
+            self._missed, self._unstored = Counter[str](), Counter[str]()
             self._purges: Counter[str] = Counter()
             self._restore()
         except BaseException:
@@ -184,6 +195,9 @@ class DiskTier:
         self._synced_at = clock()
         self._sync_job: Job | None = None
         self._has_failed_sync = False
+        self.durations = {name: Durations() for name in OPERATIONS}
+        """How long operations of the disk took, also those that failed: the read of a record, the write of one with
+        its header, and a sync. One that hangs counts when it returns."""
 
     def __enter__(self) -> DiskTier:
         return self
@@ -227,15 +241,34 @@ class DiskTier:
     def counts(self) -> dict[str, int]:
         """Return what happened since the opening, by name. Every refused or failed record is in one of them.
 
-        ``loaded``, ``stored``, ``evicted``, ``read_bytes``, ``written_bytes``; misses by reason: ``absent``,
-        ``refused`` (didn't open), ``mismatched`` (another identity at the locator), ``stale`` (purged meanwhile),
-        ``abandoned``, ``read_errors``, ``closed``, ``too_busy``; not stored: ``no_slot``, ``write_errors``, ``damaged``
-        (the tenant's generation can't be read).
+        ``loaded``, ``stored``, ``evicted``, ``read_bytes``, ``written_bytes``; the sums of ``missed`` and ``unstored``.
         """
         with self._lock:
             sealed, free = len(self._table), self._table.num_free
-        found = {**self._counts, "sealed": sealed, "free": free, "hung_threads": self._io.num_hung}
+            found = self._counts.copy()
+            found.update(self._missed)
+            found.update(self._unstored)
+        found.update(sealed=sealed, free=free, hung_threads=self._io.num_hung)
         return dict(sorted(found.items()))
+
+    def missed(self) -> dict[str, int]:
+        """Return how many loads found nothing, by each reason of ``MISSED``.
+
+        ``absent`` (gone since it was located), ``refused`` (didn't open), ``mismatched`` (another identity at the
+        locator), ``stale`` (purged meanwhile), ``abandoned`` (the caller no longer waited), ``read_errors``,
+        ``closed`` and ``too_busy`` (not begun).
+        """
+        with self._lock:
+            return {reason: self._missed[reason] for reason in MISSED}
+
+    def unstored(self) -> dict[str, int]:
+        """Return how many records were not stored, by each reason of ``UNSTORED``.
+
+        ``no_slot`` (all are in use, or others' by guarantee), ``damaged`` (the tenant's generation can't be read),
+        ``write_errors``; the others as in ``missed``.
+        """
+        with self._lock:
+            return {reason: self._unstored[reason] for reason in UNSTORED}
 
     def locate(self, namespace: Namespace, key: bytes, first: int, most: int | None = None) -> int:
         """Return how many segments of a prompt in a row, from segment ``first`` on, are on this disk.
@@ -281,14 +314,12 @@ class DiskTier:
         if target.readonly or not 1 <= len(target) <= self.settings.record_bytes:
             allowed = f"writable memory of 1 to {self.settings.record_bytes} bytes"
             raise ArgumentError("into", len(target), allowed)
-        if not self._is_open():
-            return None
         prefix = memoryview(key)[: stop * TOKEN_BYTES]  # not a copy: a caller may be an engine's step
 
         def work(job: Job, memory: memoryview) -> bool:
             return self._load(job, memory, namespace, prefix, segment, target)
 
-        return self._submit(work, is_load=is_awaited)
+        return self._submit(work, self._missed, is_load=is_awaited)
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
@@ -309,15 +340,13 @@ class DiskTier:
         source = payload.cast("B") if payload.format != "B" or payload.ndim != 1 else payload
         if not 1 <= len(source) <= self.settings.record_bytes:
             raise ArgumentError("payload", len(source), f"1 to {self.settings.record_bytes} bytes")
-        if not self._is_open():
-            return None
         prefix = memoryview(key)[: stop * TOKEN_BYTES]  # not a copy: a caller may be an engine's step
         before = self.num_purges(namespace.tenant) if since is None else since
 
         def work(job: Job, memory: memoryview) -> bool:
             return self._store(job, memory, namespace, prefix, segment, source, before)
 
-        return self._submit(work, is_load=False)
+        return self._submit(work, self._unstored, is_load=False)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
@@ -386,6 +415,7 @@ class DiskTier:
         """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""
         with self._lock:
             sealed = self._sequence
+        began_at = self._clock()
         try:
             if not self._folder.is_ours():
                 self._is_fenced = True
@@ -397,6 +427,9 @@ class DiskTier:
             self._count(sync_errors=1)
             self._failed(error)
             raise
+        finally:
+            with self._lock:
+                self.durations["sync"].add(self._clock() - began_at)
         self._sealed_at_sync, self._synced_at = sealed, self._clock()
 
     def _rewrite_headers(self) -> None:
@@ -442,24 +475,30 @@ class DiskTier:
         keys = self._folder.keys(namespace.tenant)
         found = None if keys is None else self._leased(self._locator(keys, namespace, prefix))
         if keys is None or found is None:
-            return self._missed("absent")
+            return self._miss("absent")
         slot, header = found
+        seconds: float | None = None
         try:
             identity = self._identity(keys, namespace, prefix, segment, len(into))
             if header.payload_bytes != len(into) or not compare_digest(identity, header.identity):
-                return self._missed("mismatched")
+                return self._miss("mismatched")
+            began_at = self._clock()
             try:
                 self._slab.read_slot(slot, memory, header.payload_bytes)
             except OSError as error:
                 self._failed(error)
-                return self._missed("read_errors")
+                return self._miss("read_errors")
+            finally:
+                seconds = self._clock() - began_at
             self._worked()
             if not job.claim():
-                return self._missed("abandoned")
+                return self._miss("abandoned")
             return self._opened(keys, namespace.tenant, slot, header, memory, identity, into)
         finally:
             with self._lock:
                 self._table.release(slot)
+                if seconds is not None:
+                    self.durations["read"].add(seconds)
 
     def _opened(
         self,
@@ -482,10 +521,10 @@ class DiskTier:
             _zero(into)
             self._drop(slot, header)
             log.warning("a record of the disk tier was refused: its bytes are not those that were sealed")
-            return self._missed("refused")
+            return self._miss("refused")
         if not self._is_current(keys, tenant):
             _zero(into)
-            return self._missed("stale")
+            return self._miss("stale")
         self._count(loaded=1, read_bytes=size)
         return True
 
@@ -502,12 +541,12 @@ class DiskTier:
         try:
             keys = self._folder.make_keys(namespace.tenant)
         except TierError:
-            return self._missed("damaged")
+            return self._leave_out("damaged")
         except OSError as error:
             self._failed(error)
-            return self._missed("write_errors")
+            return self._leave_out("write_errors")
         if self.num_purges(namespace.tenant) != num_purges:  # these may be the keys after the purge
-            return self._missed("stale")
+            return self._leave_out("stale")
         locator = self._locator(keys, namespace, prefix)
         with self._lock:
             if (there := self._table.find(locator)) is not None:
@@ -519,58 +558,55 @@ class DiskTier:
             self._sequence += slot is not None
             sequence = self._sequence
         if slot is None:
-            return self._missed("no_slot")
+            return self._leave_out("no_slot")
         try:
-            problem = self._filled(
-                job, memory, namespace, prefix, segment, payload, keys, slot, locator, sequence
-            )
+            identity = self._identity(keys, namespace, prefix, segment, len(payload))
+            header = Header(len(payload), sequence, locator, keys.key_id, self._part, b"", b"", identity)
+            sealed = self._sealed(job, memory, payload, keys, header)
+            began_at = self._clock()
+            is_written = sealed is not None and self._written(slot, memory, sealed)
         except BaseException:
             self._give_up(slot)
             raise
-        if problem is not None:
+        if sealed is None:
             self._give_up(slot)
-            return self._missed(problem)
+            return self._leave_out("abandoned")
         with self._lock:
-            if not self._is_current(keys, namespace.tenant):
+            self.durations["write"].add(self._clock() - began_at)
+            if not is_written:
+                self._table.give_up(slot)
+            elif not self._is_current(keys, namespace.tenant):
                 self._table.drop(slot)
-            is_there = self._table.seal(slot)
+            is_there = is_written and self._table.seal(slot)
         if not is_there:
-            return self._missed("stale")
+            return self._leave_out("stale" if is_written else "write_errors")
         self._count(stored=1, written_bytes=len(payload))
         return True
 
-    def _filled(
-        self,
-        job: Job,
-        memory: memoryview,
-        namespace: Namespace,
-        prefix: memoryview,
-        segment: int,
-        payload: memoryview,
-        keys: TenantKeys,
-        slot: int,
-        locator: bytes,
-        sequence: int,
-    ) -> str | None:
-        """Encrypt and write a record: clear the old header, then the payload, then its header. Return the problem."""
+    def _sealed(
+        self, job: Job, memory: memoryview, payload: memoryview, keys: TenantKeys, header: Header
+    ) -> Header | None:
+        """Encrypt a payload into ``memory``. Return its header, now with nonce and tag; None if it is abandoned."""
         if not job.claim():
-            return "abandoned"
-        size, nonce = len(payload), secrets.token_bytes(_NONCE_BYTES)
-        identity = self._identity(keys, namespace, prefix, segment, size)
-        header = Header(size, sequence, locator, keys.key_id, self._part, nonce, b"", identity)
-        sealed = memory[: size + TAG_BYTES]
-        keys.data_key(self._part).encrypt_into(nonce, payload, header.associated(identity), sealed)
+            return None
+        header = header._replace(nonce=secrets.token_bytes(_NONCE_BYTES))
+        sealed = memory[: len(payload) + TAG_BYTES]
+        associated = header.associated(header.identity)
+        keys.data_key(header.part).encrypt_into(header.nonce, payload, associated, sealed)
         job.unclaim()
-        header = header._replace(tag=bytes(sealed[size:]))
+        return header._replace(tag=bytes(sealed[len(payload) :]))
+
+    def _written(self, slot: int, memory: memoryview, header: Header) -> bool:
+        """Clear the old header, then write the payload, then its header. Return whether the disk took all."""
         try:
             self._put_header(slot, None)
-            self._slab.write_slot(slot, memory, size)
+            self._slab.write_slot(slot, memory, header.payload_bytes)
             self._put_header(slot, header)
         except OSError as error:
             self._failed(error)
-            return "write_errors"
+            return False
         self._worked()
-        return None
+        return True
 
     # --- parts
 
@@ -727,20 +763,24 @@ class DiskTier:
 
         self._sync_job = self._io.submit(work, is_load=is_load)
 
-    def _is_open(self) -> bool:
-        if self.state == "open":
-            return True
-        self._count(closed=1)
-        return False
-
-    def _submit(self, work: Work, *, is_load: bool) -> Job | None:
-        job = self._io.submit(work, is_load=is_load)
+    def _submit(self, work: Work, reasons: Counter[str], *, is_load: bool) -> Job | None:
+        """Begin a job, unless the tier is closed or too busy. What comes to nothing counts in ``reasons``."""
+        is_open = self.state == "open"
+        unwanted = partial(self._count_in, reasons, "abandoned")
+        job = self._io.submit(work, is_load=is_load, unwanted=unwanted) if is_open else None
         if job is None:
-            self._count(too_busy=1)
+            self._count_in(reasons, "too_busy" if is_open else "closed")
         return job
 
-    def _missed(self, reason: str) -> bool:
-        self._count(**{reason: 1})
+    def _miss(self, reason: str) -> bool:
+        return self._count_in(self._missed, reason)
+
+    def _leave_out(self, reason: str) -> bool:
+        return self._count_in(self._unstored, reason)
+
+    def _count_in(self, reasons: Counter[str], reason: str) -> bool:
+        with self._lock:
+            reasons[reason] += 1
         return False
 
     def _failed(self, error: OSError) -> None:

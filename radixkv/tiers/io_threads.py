@@ -29,10 +29,18 @@ log = logging.getLogger("radixkv.tiers")
 class Job:
     """One operation. ``wait`` returns its result."""
 
-    __slots__ = ("_changed", "_has_memory_back", "_is_abandoned", "_is_claimed", "_result", "_work")
+    __slots__ = (
+        "_changed",
+        "_has_memory_back",
+        "_is_abandoned",
+        "_is_claimed",
+        "_result",
+        "_unwanted",
+        "_work",
+    )
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, unwanted: Callable[[], object] | None = None) -> None:
+        self._work, self._unwanted = work, unwanted
         self._changed = threading.Condition(threading.Lock())
         self._is_abandoned = self._is_claimed = self._has_memory_back = False
         self._result: bool | None = None
@@ -91,12 +99,15 @@ class Job:
         self.wait(0)
 
     def run(self, memory: memoryview) -> None:
-        """Do the work, unless it is abandoned."""
+        """Do the work. If it was abandoned before, call ``unwanted`` instead."""
         with self._changed:
             is_wanted = not self._is_abandoned
         result = False
         try:
-            result = is_wanted and self._work(self, memory)
+            if is_wanted:
+                result = self._work(self, memory)
+            elif self._unwanted is not None:
+                self._unwanted()
         except Exception:
             log.exception("an operation of a tier failed")
         finally:
@@ -150,13 +161,18 @@ class IOThreads:
         """Whether every thread hangs."""
         return self.num_hung >= self._num_threads
 
-    def submit(self, work: Work, *, is_load: bool) -> Job | None:
-        """Queue a job. None if the queue is full, all threads hang, or this is closed. O(threads)."""
+    def submit(
+        self, work: Work, *, is_load: bool, unwanted: Callable[[], object] | None = None
+    ) -> Job | None:
+        """Queue a job. None if the queue is full, all threads hang, or this is closed. O(threads).
+
+        ``unwanted``: called in place of the work if the job was abandoned before it began.
+        """
         with self._changed:
             is_full = len(self._loads) + len(self._stores) >= self._max_queued
             if self._is_closing or is_full or self._num_hung() >= self._num_threads:
                 return None
-            job = Job(work)
+            job = Job(work, unwanted)
             (self._loads if is_load else self._stores).append(job)
             idle = len(self._threads) - len(self._began)
             if len(self._threads) < self._num_threads and idle < len(self._loads) + len(self._stores):

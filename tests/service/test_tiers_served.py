@@ -23,6 +23,7 @@ from radixkv.errors import ConfigError, TierError
 from radixkv.index.cache import PrefixCache
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
+from radixkv.tiers.disk_tier import MISSED
 from radixkv.tiers.files import Files
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
@@ -64,8 +65,11 @@ def billed(acme: httpx.Client, kind: str = "completion") -> tuple[int, int]:
     return sum(row["read_host_tokens"] for row in rows), sum(row["read_disk_tokens"] for row in rows)
 
 
-def metric(operator: httpx.Client, name: str, tier: str) -> float:
-    found = re.search(rf'^radixkv_tier_{name}{{tier="{tier}"}} (\S+)$', operator.get("/metrics").text, re.M)
+def metric(operator: httpx.Client, name: str, tier: str, **labels: str) -> float:
+    named = ",".join(f'{label}="{value}"' for label, value in sorted({"tier": tier, **labels}.items()))
+    found = re.search(
+        rf"^radixkv_tier_{name}{{{re.escape(named)}}} (\S+)$", operator.get("/metrics").text, re.M
+    )
     assert found is not None, name
     return float(found[1])
 
@@ -87,7 +91,7 @@ def test_host_memory_below_a_service() -> None:
         assert metric(live.operator, "hit_blocks_total", "host") == cached // 16
         assert metric(live.operator, "open", "host") == 1
         assert metric(live.operator, "errors_total", "host") == 0
-        assert metric(live.operator, "loads_total", "host") > 0
+        assert metric(live.operator, "load_seconds_count", "host") > 0
         tiers = live.operator.get("/v1/stats").json()["tiers"]
         assert list(tiers) == ["host"] and tiers["host"]["hit_blocks"] == cached // 16
         shown = CliRunner().invoke(commands, ["stats", "--url", live.url, "--key", KEYS["operator"]]).stdout
@@ -190,8 +194,12 @@ def test_a_disk_survives_the_process(tmp_path: Path) -> None:
         assert again == first and cached > 100
         assert metric(operator, "hit_blocks_total", "disk") == (cached + disk_tokens) // 16
         assert metric(operator, "hit_blocks_total", "host") == 0, "a block counts where it was found"
-        assert metric(operator, "loads_total", "disk") > 0
-        assert metric(operator, "load_seconds_total", "disk") > 0
+        num_loads = metric(operator, "load_seconds_count", "disk")
+        assert num_loads == metric(operator, "load_seconds_bucket", "disk", le="+Inf") > 0
+        assert metric(operator, "load_seconds_bucket", "disk", le="0.0001") < num_loads
+        assert metric(operator, "load_seconds_sum", "disk") > 0
+        num_reads = metric(operator, "operation_seconds_count", "disk", operation="read")
+        assert num_reads >= (cached + disk_tokens) // 16
         assert ask(globex) == (first, 0)
         eventually(lambda: metric(operator, "resident_blocks", "disk") > cached // 16)
         operator.post("/v1/tenants/acme/purge").raise_for_status()
@@ -224,6 +232,28 @@ def with_files(options: dict[str, str], files: Files) -> Iterator[Running]:
             yield found
         finally:
             found.close()
+
+
+def test_what_the_disk_lacks_is_counted_by_reason(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with with_files(tier_options(tmp_path), files) as live:
+        operator = live.operator
+        reasons = re.findall(r'^radixkv_tier_missed_records_total{reason="(\w+)",tier="disk"} 0.0$',
+                             operator.get("/metrics").text, re.M)  # fmt: skip
+        assert sorted(reasons) == sorted(MISSED), "each is there before it happens"
+        files.before = failing("write", times=3)
+        ask(live.acme)
+        eventually(lambda: metric(operator, "unstored_records_total", "disk", reason="write_errors") > 0)
+        eventually(lambda: metric(operator, "operation_seconds_count", "disk", operation="write") > 0)
+        eventually(lambda: metric(operator, "operation_seconds_count", "disk", operation="sync") > 0)
+        assert metric(operator, "missed_records_total", "disk", reason="read_errors") == 0
+    with with_files(tier_options(tmp_path), files := FaultyFiles()) as live:
+        files.before = failing("read", times=1)
+        ask(live.acme)
+        assert metric(live.operator, "missed_records_total", "disk", reason="read_errors") == 1
+        assert metric(live.operator, "operation_seconds_count", "disk", operation="read") > 1
+        assert metric(live.operator, "unstored_records_total", "disk", reason="write_errors") == 0
+        assert 'reason="absent",tier="host"' not in live.operator.get("/metrics").text
 
 
 def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:

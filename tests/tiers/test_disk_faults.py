@@ -16,7 +16,7 @@ import pytest
 
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
-from radixkv.tiers.disk_tier import MOST_ERRORS, DiskTier
+from radixkv.tiers.disk_tier import MISSED, MOST_ERRORS, UNSTORED, DiskTier
 from radixkv.tiers.io_threads import IOThreads, Job
 from tests.tiers.support import (
     ACME,
@@ -232,8 +232,58 @@ def test_an_io_that_never_returns_costs_its_threads_and_nothing_else(tmp_path: P
     hang.end()
     assert eventually(lambda: tier.state == "open") and right_or_missing(tier, ACME, prompt(2))
     assert into == b"mine" * 150, "an abandoned load never touches its caller's memory"
-    assert eventually(lambda: counted(tier, {"abandoned": 2}))
+    assert eventually(lambda: tier.missed()["abandoned"] == 3), (
+        "also the load that was abandoned in the queue"
+    )
+    assert tier.missed()["too_busy"] == 0 and tier.missed()["closed"] == 1
     tier._table.check()
+    tier.close()
+
+
+def test_misses_and_stores_that_failed_are_counted_by_reason(tmp_path: Path) -> None:
+    """A reason that both have counts for the one that it was."""
+    files = FaultyFiles()
+    with tier_in(tmp_path / "t", files=files) as tier:
+        assert store(tier, ACME, prompt(1)) and load(tier, ACME, prompt(2)) is None
+        files.before = failing("read", times=1)
+        assert load(tier, ACME, prompt(1)) is None
+        files.before = failing("write", times=1)
+        assert not store(tier, ACME, prompt(2))
+        assert tier.store(ACME, prompt(3), 0, memoryview(b"kv"), since=7) is not None
+        assert eventually(lambda: tier.unstored()["stale"] == 1)
+        assert right_or_missing(tier, ACME, prompt(1))
+    assert load(tier, ACME, prompt(1)) is None and not store(tier, ACME, prompt(1))
+    assert not store(tier, ACME, prompt(1)), "closed"
+    none = dict.fromkeys(MISSED, 0)
+    assert tier.missed() == {**none, "absent": 1, "read_errors": 1, "closed": 1}
+    assert tier.unstored() == {**dict.fromkeys(UNSTORED, 0), "write_errors": 1, "stale": 1, "closed": 2}
+    assert counted(tier, {"absent": 1, "read_errors": 1, "write_errors": 1, "stale": 1, "closed": 3})
+
+
+def test_operations_of_the_disk_are_timed(tmp_path: Path) -> None:
+    """One that fails too. What makes no system call isn't one."""
+    clock, slow = ManualClock(), {"read": 0.02, "write": 2.0, "sync": 0.3}
+    files = FaultyFiles(lambda call: clock.advance(slow.get(call, 0.0)))
+    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
+    before = {name: each.count for name, each in tier.durations.items()}
+    assert before == {"read": 0, "write": 0, "sync": 0}
+    assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+    assert load(tier, ACME, prompt(2)) is None and store(tier, ACME, prompt(1)), "already there"
+    tier.sync()
+    found = {name: (each.count, round(each.seconds, 6)) for name, each in tier.durations.items()}
+    assert found == {"read": (1, 0.02), "write": (1, 4.0), "sync": (1, 0.32)}, (
+        "a payload and its header; a lock"
+    )
+    assert next(bound for bound, count in tier.durations["read"].buckets() if count) == 0.025
+
+    def broken(call: str) -> None:
+        clock.advance(slow.get(call, 0.0))
+        if call == "read":
+            raise OSError(errno.EIO, "broken")
+
+    files.before = broken
+    assert load(tier, ACME, prompt(1)) is None
+    assert tier.durations["read"].count == 2 and tier.missed()["read_errors"] == 1
     tier.close()
 
 
@@ -307,8 +357,11 @@ def test_an_abandoned_job_is_not_begun() -> None:
     threads = IOThreads(1, 4096)
     go_on = threading.Event()
     ran: list[int] = []
+    unwanted: list[int] = []
     blocking = threads.submit(lambda _job, _memory: go_on.wait(WAIT_S), is_load=True)
-    waiting = threads.submit(lambda _job, _memory: ran.append(1) is None, is_load=True)
+    waiting = threads.submit(
+        lambda _job, _memory: ran.append(1) is None, is_load=True, unwanted=lambda: unwanted.append(1)
+    )
     assert blocking is not None and waiting is not None and not waiting.wait(0)
     go_on.set()
-    assert blocking.wait(WAIT_S) and threads.close() and not ran
+    assert blocking.wait(WAIT_S) and threads.close() and not ran and unwanted == [1]

@@ -86,7 +86,7 @@ def test_a_salt_lost_one_level_down(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_load_counted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskTier, "_missed", lambda *_: True)
+    monkeypatch.setattr(DiskTier, "_miss", lambda *_: True)
     with pytest.raises(AssertionError, match="WRONG KV"):
         check_flipped_bits(tmp_path / "bad")
 
