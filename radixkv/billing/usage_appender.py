@@ -42,12 +42,18 @@ class Position(NamedTuple):
 class UsageAppender:
     """Appends to the log in a folder. For one thread, except ``synced``. ``close`` it.
 
-    ``key``: None for the one in the folder. Raises ConfigError for a folder that isn't ours, isn't private or is in
-    use, and OSError.
+    ``key``: None for the one in the folder. ``previous``: keys under which its end may be proven.
+    Raises ConfigError for a folder that isn't ours, isn't private or is in use, and OSError.
     """
 
     def __init__(
-        self, path: Path | str, key: bytes | None, max_bytes: int, files: Files | None = None
+        self,
+        path: Path | str,
+        key: bytes | None,
+        max_bytes: int,
+        files: Files | None = None,
+        *,
+        previous: Sequence[bytes] = (),
     ) -> None:
         self._folder = PrivateFolder(path, files, CONTENTS)
         self._files, self._max_bytes = self._folder.files, max_bytes
@@ -59,7 +65,7 @@ class UsageAppender:
         try:
             self._key = key_in(self._folder) if key is None else key
             self._key_name = key_id(self._key).hex()
-            self._number, self._link, self._missing = self._found()
+            self._number, self._link, self._missing = self._found([self._key, *previous])
             self._waited_for = self._link
         except BaseException:
             self._folder.close()
@@ -160,7 +166,7 @@ class UsageAppender:
 
     # --- continuing what is there
 
-    def _found(self) -> tuple[int, Link, int]:
+    def _found(self, keys: Iterable[bytes]) -> tuple[int, Link, int]:
         """Return the number of the next file, the end of the chain, and how many of its lines are missing."""
         with reading(self._folder.path) as reader:
             found, head = reader.log_files(), reader.head()
@@ -172,7 +178,7 @@ class UsageAppender:
         number = found[-1].number + 1
         if head is None:
             return number, link, 1
-        return number, link, max(head.link.n - link.n, 0) if head.is_proven(self._key) else 0
+        return number, link, max(head.link.n - link.n, 0) if any(map(head.is_proven, keys)) else 0
 
     def _state(self, link: Link) -> None:
         """Write ``head``. A log has one from its beginning. Raises OSError."""

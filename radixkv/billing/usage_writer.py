@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -56,7 +56,7 @@ class WriterState:
 class UsageWriter:
     """Writes records to a folder. Thread-safe. ``close`` it. Raises ConfigError and OSError when it is made.
 
-    ``key``: of the chain; None for the one in the folder. ``max_bytes``: of a file.
+    ``key``: of the chain; None for the one in the folder. ``previous``: see UsageAppender. ``max_bytes``: of a file.
     """
 
     def __init__(
@@ -65,11 +65,12 @@ class UsageWriter:
         key: bytes | None,
         max_bytes: int,
         *,
+        previous: Sequence[bytes] = (),
         files: Files | None = None,
         wall: Callable[[], float] = time.time,
         clock: Clock = monotonic,
     ) -> None:
-        self._appender = UsageAppender(path, key, max_bytes, files)
+        self._appender = UsageAppender(path, key, max_bytes, files, previous=previous)
         self._wall, self._clock = wall, clock
         self._changed = threading.Condition()
         self._pending, self._problem, self._is_behind = Pending(), "", False

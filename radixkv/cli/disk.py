@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from radixkv.cli.output import examples, json_option, needs_extra, print_json, progress_bar
+from radixkv.cli.secret_files import secrets_in
 
 if TYPE_CHECKING:
     from radixkv.tiers.inspection import Inspection
@@ -131,8 +132,7 @@ def forget(
         size = inspection.forget(folder)
         click.echo(f"forgot all records in {folder}: {size / 1e6:,.1f} MB")
     else:
-        secrets = _secrets(fleet_secret or "", previous)
-        num_records = inspection.forget_tenant(folder, secrets, tenant)
+        num_records = inspection.forget_tenant(folder, secrets_in(fleet_secret, previous), tenant)
         click.echo(f"forgot {num_records} records of {whose} in {folder}")
 
 
@@ -144,20 +144,11 @@ def _require_one_disk(folder: str) -> None:
         raise ConfigError("FOLDER", folder, f"one of the folders in it: {' or '.join(map(str, found))}")
 
 
-def _secrets(fleet_secret: str, previous: tuple[str, ...]) -> list[bytes]:
-    from radixkv.signing import read_secret
-
-    return [
-        read_secret("--fleet-secret", fleet_secret),
-        *(read_secret("--previous", each) for each in previous),
-    ]
-
-
 def _inspected(folder: str, fleet_secret: str, previous: tuple[str, ...], *, repair: bool) -> Inspection:
     from radixkv.tiers import inspection
 
     _require_one_disk(folder)
-    secrets = _secrets(fleet_secret, previous)
+    secrets = secrets_in(fleet_secret, previous)
     with progress_bar(1_000, "reading") as advance:
         return inspection.inspect(
             folder, secrets, repair=repair, progress=lambda done, of: advance(1_000 * done // of)

@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from radixkv.cli.output import NewFile, examples, json_option, print_json, socket_options, table
+from radixkv.cli.secret_files import secrets_in
 from radixkv.engines.control_client import ControlClient
 from radixkv.errors import ConfigError
-from radixkv.signing import PURPOSES, KeySet, read_secret
+from radixkv.signing import PURPOSES, KeySet
 
 
 @click.command(
@@ -41,9 +42,7 @@ def derive_keys(fleet_secret: str, previous: tuple[str, ...], purposes: tuple[st
     To rotate the secret, derive with --previous for every engine and gateway. When all of them have the new file, and
     no request with an old salt runs, derive again without --previous.
     """
-    secrets = [read_secret("--fleet-secret", fleet_secret)]
-    secrets += [read_secret("--previous", each) for each in previous]
-    keys = KeySet.derive(secrets, purposes or PURPOSES)
+    keys = KeySet.derive(secrets_in(fleet_secret, previous), purposes or PURPOSES)
     keys.write(output)
     click.echo(f"keys of {', '.join(keys.purposes)} in {output}", err=True)
 

@@ -74,11 +74,10 @@ def verify(folder: str, fleet_secret: str | None, previous: tuple[str, ...], as_
     """
     from radixkv.billing import usage_check
     from radixkv.billing.usage_folder import key_from
-    from radixkv.signing import read_secret
+    from radixkv.cli.secret_files import secrets_in
 
-    secrets = [read_secret("--fleet-secret", fleet_secret)] if fleet_secret is not None else []
-    secrets += [read_secret("--previous", each) for each in previous]
-    found = usage_check.verify(folder, [key_from(secret) for secret in secrets])
+    keys = [key_from(secret) for secret in secrets_in(fleet_secret, previous)]
+    found = usage_check.verify(folder, keys)
     _show_check(found, as_json)
     raise click.exceptions.Exit(1 if found.verdict in ("truncated", "tampered") else 0)
 

@@ -81,8 +81,10 @@ def displayed(setting: Setting, text: str) -> str:
     """
     if setting.kind == "url":
         return without_password(text)
-    is_path = text.startswith(("/", "./", "../")) or not text or Path(text).exists()
-    return text if is_path or setting.kind != "secret file" else "…"
+    are_paths = all(
+        each.startswith(("/", "./", "../")) or not each or Path(each).exists() for each in text.split(",")
+    )
+    return text if are_paths or setting.kind != "secret file" else "…"
 
 
 def _integer(name: str, text: str, default: int, low: int, high: int, *, reloads: bool = False) -> Setting:
@@ -237,6 +239,12 @@ SERVE: Final = (
         "File with the secret that all replicas share; required with --redis.",
         "secret file",
         unset="random",
+    ),
+    Setting(
+        "previous-secrets",
+        "Files with previous fleet secrets, between commas: disks and the usage log know them still.",
+        "secret file",
+        unset="none",
     ),
     Setting(
         "advertise",

@@ -679,7 +679,7 @@ class LowerTiers:
                     awaits_generations=disk.awaits_generations,
                     scheme=settings.dtype,
                 ),
-                [disk.secret],
+                [disk.secret, *disk.previous_secrets],
                 files=disk.files,
             )
         self.level.disk = level = DiskLevel(

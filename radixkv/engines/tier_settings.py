@@ -31,6 +31,7 @@ class DiskOptions:
 
     - ``awaits_generations``: serve nothing before the fleet's purges are known. Some may have been missed.
     - ``files``: its system calls, in place of the usual ones.
+    - ``previous_secrets``: previous secrets of the fleet. A folder under one of them is sealed under ``secret`` again.
     - ``bytes_per_s``: the most that is written on average; None for no bound. It is spent on what returns most often.
 
     Raises ConfigError for a ``bytes_per_s`` that isn't a finite number above 0.
@@ -42,6 +43,7 @@ class DiskOptions:
     awaits_generations: bool = False
     files: Files | None = None
     bytes_per_s: float | None = None
+    previous_secrets: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         rate: object = self.bytes_per_s

@@ -114,7 +114,8 @@ def _meter(settings: UsageSettings, model: str, tenants: Collection[str], tenant
         if settings.folder.exists():
             for each in sums(settings.folder, time.time() - KEEP_S, partial(log.warning, "usage log: %s")):
                 kept.add(each)
-        writer = UsageWriter(settings.folder, key, settings.file_bytes)
+        previous = [key_from(each) for each in settings.previous_secrets]
+        writer = UsageWriter(settings.folder, key, settings.file_bytes, previous=previous)
     except ConfigError as error:
         raise ConfigError("--usage", error.value, error.allowed) from None
     except OSError as error:

@@ -23,9 +23,9 @@ from pathlib import Path
 import pydantic_core
 
 from radixkv.clock import Clock, monotonic
+from radixkv.configuration.private_files import warn_unless_private
 from radixkv.errors import RadixKVError
 from radixkv.service.auth import Key, Keyring, Principal
-from radixkv.service.private import warn_unless_private
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.signing import write_private
 

@@ -25,13 +25,13 @@ from urllib.parse import quote, urlsplit
 
 from radixkv.config import Scrub, resolve
 from radixkv.configuration.definitions import COMMANDS, defaults, displayed, without_password
+from radixkv.configuration.private_files import warn_unless_private
 from radixkv.coordination.routing.costs import COSTS
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
 from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, rate_of
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
-from radixkv.service.private import warn_unless_private
 from radixkv.signing import MIN_SECRET_BYTES
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
@@ -63,11 +63,15 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class UsageSettings:
-    """The folder of the usage log, most bytes of a file, and the secret of its chain; None: the folder has the key."""
+    """The folder of the usage log, most bytes of a file, and the secret of its chain; None: the folder has the key.
+
+    ``previous_secrets``: what the chain may end with.
+    """
 
     folder: Path
     file_bytes: int
     secret: bytes | None
+    previous_secrets: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,8 @@ class ServeSettings:
             fleet_secret=(secret := reader.secret()),
             advertise=reader.base_url("advertise"),
             record=reader.new_path("record"),
-            usage=reader.usage(secret),
-            tiers=reader.tiers(secret),
+            usage=reader.usage(secret, previous := reader.previous_secrets()),
+            tiers=reader.tiers(secret, previous),
             events=reader.events(),
             tls=reader.tls(),
             limits=reader.limits(),
@@ -283,7 +287,7 @@ class _Reader:
             raise self.refuse(setting, "a file in an existing directory")
         return path
 
-    def usage(self, secret: bytes) -> UsageSettings | None:
+    def usage(self, secret: bytes, previous: tuple[bytes, ...]) -> UsageSettings | None:
         """``secret``: the fleet's, which signs the log unless it was drawn for this process."""
         text, file_bytes = self.text("usage"), self.integer("usage-file-bytes")
         if text is None:
@@ -291,15 +295,17 @@ class _Reader:
         path = Path(text)
         if not text or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
             raise self.refuse("usage", "a folder, or the path of a new one in an existing directory")
-        return UsageSettings(path, file_bytes, None if self.text("fleet-secret") is None else secret)
+        return UsageSettings(
+            path, file_bytes, None if self.text("fleet-secret") is None else secret, previous
+        )
 
-    def tiers(self, secret: bytes) -> TierSettings | None:
+    def tiers(self, secret: bytes, previous: tuple[bytes, ...]) -> TierSettings | None:
         """``secret``: the fleet's, under which the disks' keys are sealed."""
         self._require_parts_of_disks()
         exact, lossy = self._memory("host-memory"), self._memory("lossy-host-memory")
         if not exact and not lossy:
             return None
-        disk, lossy_disk = self._disk("disk", secret), self._disk("lossy-disk", secret)
+        disk, lossy_disk = (self._disk(name, secret, previous) for name in ("disk", "lossy-disk"))
         if disk is not None and lossy_disk is not None:
             one, other = (Path(os.path.realpath(each.folder)) for each in (disk, lossy_disk))
             if one.is_relative_to(other) or other.is_relative_to(one):
@@ -338,7 +344,7 @@ class _Reader:
             raise self.refuse(setting, "at least two blocks")
         return num_bytes
 
-    def _disk(self, setting: str, secret: bytes) -> DiskOptions | None:
+    def _disk(self, setting: str, secret: bytes, previous: tuple[bytes, ...]) -> DiskOptions | None:
         text, size = self.text(setting), self.text(f"{setting}-size")
         if text is None or size is None:
             return None
@@ -349,7 +355,8 @@ class _Reader:
         num_bytes = self._amount(bytes_of, f"{setting}-size", size)
         if not num_bytes:
             raise self.refuse(f"{setting}-size", "at least one record")
-        return DiskOptions(path, num_bytes, secret, awaits_generations=self.text("redis") is not None)
+        awaits = self.text("redis") is not None
+        return DiskOptions(path, num_bytes, secret, awaits, previous_secrets=previous)
 
     def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
         try:
@@ -459,12 +466,28 @@ class _Reader:
                     "fleet-secret", "a file with the secret that all replicas share, because --redis is set"
                 )
             return secrets.token_bytes(32)
-        warn_unless_private(path, self.name("fleet-secret"))
+        return self._secret_in(path, "fleet-secret")
+
+    def previous_secrets(self) -> tuple[bytes, ...]:
+        """Return the fleet's previous secrets, the latest first."""
+        text = self.text("previous-secrets")
+        if text is None:
+            return ()
+        if self.text("fleet-secret") is None:
+            raise self.refuse("fleet-secret", f"a value, because {self.name('previous-secrets')} is set")
+        paths = [Path(each) for each in text.split(",")]
+        if not all(each.name and each.exists() for each in paths):
+            raise self.refuse("previous-secrets", "existing files, between commas")
+        return tuple(self._secret_in(each, "previous-secrets") for each in paths)
+
+    def _secret_in(self, path: Path, setting: str) -> bytes:
+        """Return the secret in a file that exists. Warns if other users can access it."""
+        warn_unless_private(path, self.name(setting))
         if not path.is_file():
-            raise self.refuse("fleet-secret", "a regular file")
+            raise self.refuse(setting, f"a regular file, not {path}")
         secret = path.read_bytes().strip()
         if len(secret) < MIN_SECRET_BYTES:
-            raise self.refuse("fleet-secret", f"a file that holds at least {MIN_SECRET_BYTES} bytes")
+            raise self.refuse(setting, f"a file that holds at least {MIN_SECRET_BYTES} bytes, not {path}")
         return secret
 
 

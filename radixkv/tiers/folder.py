@@ -449,3 +449,4 @@ class TierFolder(PrivateFolder):
         """After a rotation: seal ``master`` under the current secret."""
         if not self._is_current:
             self.finish()
+            log.info("%s is sealed under the current secret now: it needs no previous one", self.path)

@@ -33,10 +33,15 @@ def record(number: int = 0, tenant: str = "acme", **others: Any) -> UsageRecord:
 
 @contextmanager
 def appending(
-    folder: Path, key: bytes | None = KEY, *, max_bytes: int = 2**20, files: Files | None = None
+    folder: Path,
+    key: bytes | None = KEY,
+    *,
+    max_bytes: int = 2**20,
+    files: Files | None = None,
+    previous: Sequence[bytes] = (),
 ) -> Iterator[UsageAppender]:
     """An appender, closed afterwards."""
-    appender = UsageAppender(folder, key, max_bytes, files)
+    appender = UsageAppender(folder, key, max_bytes, files, previous=previous)
     try:
         yield appender
     finally:

@@ -124,6 +124,18 @@ def test_a_cut_off_end_is_truncation_not_tampering(tmp_path: Path, kept: int) ->
     assert check.verdict == "truncated" and check.num_missing == 7 - kept, "the next process writes it down"
 
 
+@pytest.mark.parametrize("knows_previous", [True, False])
+def test_lines_that_are_missing_at_a_rotation_are_written_down(tmp_path: Path, knows_previous: bool) -> None:
+    """The process with the new key proves the end with the previous one. Without it, it can't know."""
+    written(tmp_path / "log", range(4))
+    (path,) = log_files(tmp_path / "log")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    written(tmp_path / "log", [9], key=OTHER, previous=[KEY] if knows_previous else [])
+    check = verify(tmp_path / "log", [OTHER, KEY])
+    assert check.num_missing == (4 if knows_previous else 0)
+    assert (check.verdict == "truncated") == knows_previous
+
+
 def test_removed_files_are_found_except_the_oldest(tmp_path: Path) -> None:
     for number in range(4):
         written(tmp_path / "log", [number])

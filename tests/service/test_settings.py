@@ -10,6 +10,7 @@ import trustme
 
 from radixkv.cli import main as cli
 from radixkv.clock import ManualClock
+from radixkv.engines.lossy_folder import disks_in
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
 from radixkv.service.key_store import KeyStore
@@ -135,6 +136,72 @@ def test_a_secret_that_others_can_read_is_warned_of(
     assert len(warnings) == (mode & 0o077 != 0)
     assert all(str(path) in each and f"mode {mode:04o}" in each for each in warnings)
     assert not any("secret that is" in each or "a-key-of" in each for each in warnings)
+
+
+def secret_files(folder: Path, *letters: str) -> list[Path]:
+    """Private files with secrets of these letters."""
+    found = [folder / f"{letter}.secret" for letter in letters]
+    for path, letter in zip(found, letters, strict=True):
+        path.write_text(letter * 32 + "\n")
+        path.chmod(0o600)
+    return found
+
+
+def test_disks_and_the_usage_log_get_previous_secrets(tmp_path: Path) -> None:
+    new, old, oldest = secret_files(tmp_path, "n", "o", "p")
+    sizes = {
+        "disk-size": "1GiB",
+        "lossy-disk-size": "1GiB",
+        "host-memory": "1GiB",
+        "lossy-host-memory": "1GiB",
+    }
+    folders = {name: str(tmp_path / name) for name in ("disk", "lossy-disk", "usage")}
+    settings = ServeSettings.parse(
+        {**sizes, **folders, "fleet-secret": str(new), "previous-secrets": f"{old},{oldest}"}
+    )
+    previous = (b"o" * 32, b"p" * 32)
+    tiers, usage = settings.tiers, settings.usage
+    assert tiers is not None and tiers.disk is not None and tiers.lossy_disk is not None and usage is not None
+    assert settings.fleet_secret == tiers.disk.secret == usage.secret == b"n" * 32
+    assert (
+        tiers.disk.previous_secrets == tiers.lossy_disk.previous_secrets == usage.previous_secrets == previous
+    )
+    assert {each.previous_secrets for each in disks_in(tiers.lossy_disk).values()} == {previous}
+
+
+def test_previous_secrets_that_can_not_be_used_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new, old = secret_files(tmp_path, "n", "o")
+    (tmp_path / "short").write_text("short")
+    for given, named in (
+        (
+            {"previous-secrets": str(old)},
+            "--fleet-secret is not set; allowed: a value, because --previous-secrets",
+        ),
+        (
+            {"fleet-secret": str(new), "previous-secrets": ""},
+            "--previous-secrets='' is not allowed; allowed: existing files",
+        ),
+        ({"fleet-secret": str(new), "previous-secrets": f"{old},"}, "existing files, between commas"),
+        ({"fleet-secret": str(new), "previous-secrets": f"{old},/nowhere"}, "existing files, between commas"),
+        ({"fleet-secret": str(new), "previous-secrets": f"{tmp_path}"}, f"regular file, not {tmp_path}"),
+        ({"fleet-secret": str(new), "previous-secrets": f"{old},{tmp_path}/short"}, f"not {tmp_path}/short"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ServeSettings.parse(given)
+        assert named in str(caught.value), str(caught.value)
+        assert "o" * 32 not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse(
+            {"fleet-secret": str(new), "previous-secrets": f"{old},c2VjcmV0IG9mIHRoZSBmbGVldA=="}
+        )
+    assert "c2Vj" not in str(caught.value), "it may be the secret itself"
+    caplog.clear()
+    old.chmod(0o644)
+    ServeSettings.parse({"fleet-secret": str(new), "previous-secrets": f"{new},{old}"})
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith(f"--previous-secrets {old}") and "mode 0644" in warning
 
 
 def test_a_keys_file_that_becomes_readable_is_warned_of(

@@ -256,6 +256,25 @@ def test_what_the_disk_lacks_is_counted_by_reason(tmp_path: Path) -> None:
         assert 'reason="absent",tier="host"' not in live.operator.get("/metrics").text
 
 
+def test_a_rotated_secret_opens_the_disk_with_the_previous_one(tmp_path: Path) -> None:
+    options = tier_options(tmp_path)
+    new = tmp_path / "new.secret"
+    new.write_text("n" * 40)
+    new.chmod(0o600)
+    with service_in_thread(**options) as live:
+        first, _ = ask(live.acme)
+    rotated = {**options, "fleet-secret": str(new)}
+    with pytest.raises(ConfigError, match="fleet_secret doesn't open"), service_in_thread(**rotated):
+        pass
+    with service_in_thread(**rotated, **{"previous-secrets": options["fleet-secret"]}) as live:
+        again, cached = ask(live.acme)
+        assert again == first and cached > 100 and metric(live.operator, "hit_blocks_total", "disk") > 0
+    with service_in_thread(**rotated) as live:
+        assert ask(live.acme)[1] == cached, "it is sealed under the new secret alone"
+    with pytest.raises(ConfigError, match="fleet_secret doesn't open"), service_in_thread(**options):
+        pass
+
+
 def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
     """Run ``radixkv purge acme``. Returns the exit code and what it printed."""
     options = ["--url", url, "--key", KEYS["operator"], "--timeout", str(timeout_s)]

@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
         assert store(tier, GLOBEX, prompt(0))
         slots_at, slot_bytes = tier._slab.slots_at, tier._slab.slot_bytes
     (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
     assert (slots_at, slot_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
     return tmp_path / "t"
 
@@ -153,3 +154,18 @@ def test_forget_asks_first(folder: Path) -> None:
     assert code == 1 and "Forget the records of all tenants" in said and (folder / "slab").exists()
     code, said = run("forget", str(folder), answer="y\n")
     assert code == 0 and not (folder / "slab").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "repair", "forget"])
+def test_a_secret_that_others_can_read_is_warned_of(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    old = tmp_path / "old"
+    old.write_bytes(b"a secret from before, of the fleet")
+    old.chmod(0o640)
+    others = ("--tenant", "acme", "--yes") if command == "forget" else ()
+    arguments = (command, str(folder), "--fleet-secret", str(tmp_path / "secret"), *others)
+    assert run(*arguments)[0] == 0 and not caplog.records
+    assert run(*arguments, "--previous", str(old))[0] == 0
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith(f"--previous {old}: ") and "mode 0640" in warning and "chmod 600" in warning

@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-log = logging.getLogger("radixkv.service")
+log = logging.getLogger("radixkv.configuration")
 
 
 def warn_unless_private(path: Path, what: str) -> None:
