@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from radixkv.tiers.private_folder import PrivateFolder
 
 _SIZES: Final = ("disk_bytes", "disk_size")
-"""Settings of a disk's size in errors: of what it must hold, and of what its file system has."""
+"""Settings of a disk's size in errors: of the tier, and of a disk below an engine."""
 
 
 def disks_in(whole: DiskOptions) -> Disks:

@@ -127,8 +127,8 @@ class TiersByDtype:
         try:
             for dtype in dtypes:
                 self.tiers[dtype] = make(dtype)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close(is_refused=isinstance(error, ConfigError))
             raise
         for dtype, tiers in self.tiers.items():
             tiers.serves = partial(self._is_of, dtype)
@@ -263,9 +263,12 @@ class TiersByDtype:
 
     def close(self) -> None:
         """See LowerTiers."""
+        self._close()
+
+    def _close(self, **refused: bool) -> None:
         with ExitStack() as stack:
             if self._folder is not None:
-                stack.callback(self._folder.close)  # after the disks in it
+                stack.callback(self._folder.close, **refused)  # after the disks in it
             for each in self.tiers.values():
                 stack.callback(each.close)
 

@@ -48,7 +48,16 @@ from radixkv.tiers.files import Files, round_up
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.io_threads import IOThreads, Job, Work
 from radixkv.tiers.record_identity import FINGERPRINT_BYTES, SCHEMES, TOKEN_BYTES, segment_identity
-from radixkv.tiers.slab import HEADER_BYTES, TAG_BYTES, Header, Slab, buffer_bytes, is_sealed
+from radixkv.tiers.slab import (
+    HEADER_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_SLOTS,
+    TAG_BYTES,
+    Header,
+    Slab,
+    buffer_bytes,
+    is_sealed,
+)
 from radixkv.tiers.slot_owners import Quota
 from radixkv.tiers.slots import SlotTable
 
@@ -109,7 +118,7 @@ class DiskSettings:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("disk_bytes", 1, 2**62),
-            ("record_bytes", 1, 2**31),
+            ("record_bytes", 1, MAX_RECORD_BYTES),
             ("segment_tokens", 1, 2**20),
             ("num_threads", 1, MAX_THREADS),
         ):
@@ -132,19 +141,18 @@ class DiskSettings:
         for tenant, size in self.partitions.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ConfigError("partitions", {tenant: size}, "a number of slots >= 0 for each tenant")
-        if self.num_slots < 1:
-            raise ConfigError(
-                "disk_bytes", self.disk_bytes, f"at least {self._bytes_of_one} bytes, one record"
-            )
+        if not 1 <= self.num_slots <= MAX_SLOTS:
+            least, most = self._bytes_of(1), self._bytes_of(MAX_SLOTS)
+            allowed = f"at least {least:,} bytes, one record; at most {most:,} bytes"
+            raise ConfigError("disk_bytes", self.disk_bytes, allowed)
 
     @property
     def num_slots(self) -> int:
         """Records that fit."""
         return (self.disk_bytes - 2 * 4096) // (round_up(self.record_bytes) + HEADER_BYTES)
 
-    @property
-    def _bytes_of_one(self) -> int:
-        return 2 * 4096 + round_up(self.record_bytes) + HEADER_BYTES
+    def _bytes_of(self, num_slots: int) -> int:
+        return 2 * 4096 + num_slots * (round_up(self.record_bytes) + HEADER_BYTES)
 
 
 class DiskTier:
@@ -178,8 +186,8 @@ class DiskTier:
             self._missed, self._unstored = Counter[str](), Counter[str]()
             self._purges: Counter[str] = Counter()
             self._restore()
-        except BaseException:
-            self._folder.close()
+        except BaseException as error:
+            self._folder.close(is_refused=isinstance(error, ConfigError))
             raise
         self._lock = threading.Lock()
         self._writing_headers = threading.Lock()

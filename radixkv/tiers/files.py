@@ -68,6 +68,14 @@ class Files:
         """Make a folder of mode 0700."""
         os.mkdir(name, 0o700, dir_fd=folder)
 
+    def remove_folder(self, name: str, folder: int | None) -> None:
+        """Remove an empty folder."""
+        os.rmdir(name, dir_fd=folder)
+
+    def set_mode(self, descriptor: int, mode: int) -> None:
+        """Set who may access a file or a folder."""
+        os.fchmod(descriptor, mode)
+
     def rename(self, old: str, new: str, folder: int) -> None:
         """Replace ``new`` by ``old``, atomically."""
         os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)

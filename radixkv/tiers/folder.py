@@ -36,7 +36,16 @@ from radixkv.config import Namespace
 from radixkv.errors import ConfigError, TierError, require_extra
 from radixkv.signing import checked_secret, derived, mac
 from radixkv.tiers.files import Files
-from radixkv.tiers.private_folder import GENERATIONS, ID_BYTES, KEYS, MASTER, STORE, PrivateFolder
+from radixkv.tiers.private_folder import (
+    GENERATIONS,
+    GONE,
+    ID_BYTES,
+    KEYS,
+    MASTER,
+    STORE,
+    PrivateFolder,
+    is_tag,
+)
 
 require_extra("radixkv.tiers.folder", "tiers")
 
@@ -47,8 +56,6 @@ _Read = TypeVar("_Read")
 _KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
-GONE: Final = ".gone"
-"""Behind the name of a key that a purge destroys."""
 _FORMAT: Final = b"radixkv tier 1\0\0"
 _GENERATIONS: Final = struct.Struct("<QQ")
 _ROOT: Final = struct.Struct(f"<{ID_BYTES}sQ{_KEY_BYTES}s")
@@ -56,11 +63,6 @@ _MOST_PARTS: Final = 64
 _MOST_TAGS: Final = 65_536
 
 log = logging.getLogger("radixkv.tiers")
-
-
-def is_tag(name: str) -> bool:
-    """Whether a name is one of a tenant or a key: 32 hex digits."""
-    return len(name) == 2 * ID_BYTES and all(each in "0123456789abcdef" for each in name)
 
 
 class TenantKeys:
@@ -132,8 +134,8 @@ class TierFolder(PrivateFolder):
     to open only what is there. ``is_new``: the slab must be made, because there was none of this geometry.
     ``may_make``: it may be made if it is missing or damaged.
 
-    Raises ConfigError for a folder that isn't ours, is not private, is in use, or was sealed under other secrets, and
-    OSError if the disk fails.
+    Raises ConfigError for a folder that isn't ours, is not private, is in use, has foreign files, or was sealed under
+    other secrets, and changes nothing then. Raises OSError if the disk fails.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class TierFolder(PrivateFolder):
         self._is_current = True
         if num_slots is None and not Path(path).is_dir():
             raise ConfigError("folder", str(path), "a folder that a disk tier has used; there is none")
-        super().__init__(path, files)
+        super().__init__(path, files, signs=False)
         try:
             master = self._master()
             self.may_make = num_slots is not None
@@ -164,6 +166,9 @@ class TierFolder(PrivateFolder):
             )
             if self.is_new and (num_slots is None or record_bytes is None):
                 raise ConfigError("folder", self.path, "a folder that a disk tier has used")
+            for name in (GENERATIONS, KEYS):
+                self.require_tags(name)
+            self.sign()  # before anything is changed
             self._in_generations = self.subfolder(GENERATIONS)
             self._in_keys = self.subfolder(KEYS)
             if master is None or self.is_new:
@@ -176,12 +181,15 @@ class TierFolder(PrivateFolder):
                 self._seal_again()
             self.store: str | None = None
             """The id of the store that ``remember_store`` was told last; None before, empty if its file is damaged."""
+            self.make_private(self.folder)
+            self.make_private(self._in_generations, f"{GENERATIONS}/")
+            self.make_private(self._in_keys, f"{KEYS}/")
             if master is not None:
                 self._read_tenants()
                 self._finish_purges()
                 self.store = self._read_store()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(is_refused=isinstance(error, ConfigError))
             raise
 
     def finish(self) -> None:

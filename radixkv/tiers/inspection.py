@@ -128,7 +128,10 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
     """
     if not Path(path).is_dir():
         raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
-    with closing(PrivateFolder(path, files)) as folder:
+    with closing(PrivateFolder(path, files, signs=False)) as folder:
+        for name in (KEYS, GENERATIONS):
+            folder.require_tags(name)
+        folder.sign()
         failed = folder.destroy_all(folder.folder, [MASTER])
         for name in (KEYS, GENERATIONS):
             inner = folder.subfolder(name)

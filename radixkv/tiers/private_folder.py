@@ -2,13 +2,15 @@
 
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
-ours: those of a disk tier, of a usage log, or the folders of lossy disks.
+ours: those of a disk tier, of a usage log, or the folders of lossy disks. A foreign name inside a disk tier's ``keys``
+or ``generations`` is refused too. Files of ours that others could access get mode 0600 again.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -30,13 +32,20 @@ GENERATIONS: Final = "generations"
 KEYS: Final = "keys"
 OURS: Final = {LOCK, MASTER, SLAB, STORE, GENERATIONS, KEYS}
 NEW: Final = ".new"
-
-
+GONE: Final = ".gone"
+"""Behind the name of a key that a purge destroys."""
 ID_BYTES: Final = 16
 _NO_FILE: Final = (errno.ELOOP, errno.ENXIO)
 """Errors of opening what is no regular file: a symbolic link, a FIFO, a socket, a device."""
 MAX_SMALL_BYTES: Final = 4096
 """The most bytes of a small file."""
+
+log = logging.getLogger("radixkv.tiers")
+
+
+def is_tag(name: str) -> bool:
+    """Whether a name is one of a tenant or a key: 32 hex digits."""
+    return len(name) == 2 * ID_BYTES and all(each in "0123456789abcdef" for each in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +64,107 @@ LOSSY_DISKS: Final = Contents("a lossy disk", {LOCK, *LOSSY_DTYPES}.__contains__
 class PrivateFolder:
     """An opened and locked folder. ``close`` gives it back.
 
+    ``signs``: False to call ``sign`` later. Until then nothing in the folder changes, except that a new one gets its
+    ``lock``.
+
     Raises ConfigError for a folder that isn't ours, isn't private, or is in use, and OSError if the disk fails.
     """
 
-    def __init__(self, path: Path | str, files: Files | None = None, contents: Contents = DISK_TIER) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        files: Files | None = None,
+        contents: Contents = DISK_TIER,
+        *,
+        signs: bool = True,
+    ) -> None:
         self.path = str(path).rstrip("/") or str(path)[:1]  # a slash at the end would follow a link
         self.files, self._contents = files or Files(), contents
         self._descriptors: list[int] = []
+        self.opening, self._is_made, self._is_fresh = b"", False, False
         try:
             self.folder = self._open_folder()
             self._lock_descriptor = self._locked()
-            self.opening = self._sign_opening()
+            has_lock_alone = set(self.files.names(self.folder)) == {LOCK}
+            self._is_fresh = has_lock_alone and not os.fstat(self._lock_descriptor).st_size
+            if signs:
+                self.sign()
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Give the folder back. Idempotent."""
+    def sign(self) -> None:
+        """Write a random id, by which this process notices another one that opened the folder after it."""
+        self.opening = secrets.token_bytes(ID_BYTES)
+        write_exactly(self.files, self._lock_descriptor, memoryview(self.opening), 0)
+
+    def close(self, *, is_refused: bool = False) -> None:
+        """Give the folder back. Idempotent. ``is_refused``: if it was empty or missing before, make it so again."""
+        if is_refused and self._is_fresh and self._descriptors:
+            with suppress(OSError):
+                self._unmake()
         while self._descriptors:
             self.files.close(self._descriptors.pop())
 
+    def _unmake(self) -> None:
+        """Remove what is ours, and the folder if it was made here; nothing if another process has signed."""
+        if os.fstat(self._lock_descriptor).st_size != len(self.opening) or not self.is_ours():
+            return
+        self._remove_ours(self.folder)
+        if self._is_made:
+            self.files.remove_folder(self.path, None)
+
+    def _remove_ours(self, folder: int) -> None:
+        """Remove what is ours in a folder, also in its folders, as far as the disk lets us. The lock comes last."""
+        for name in sorted(self.files.names(folder), key=LOCK.__eq__):
+            if name.removesuffix(NEW) not in OURS.union(LOSSY_DTYPES):
+                continue
+            with suppress(OSError):
+                if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    self.files.remove(name, folder)
+                    continue
+                inner = self.files.open(name, os.O_RDONLY | os.O_DIRECTORY, folder)
+                try:
+                    self._remove_ours(inner)
+                finally:
+                    self.files.close(inner)
+                self.files.remove_folder(name, folder)
+
+    def require_tags(self, name: str) -> None:
+        """Raise ConfigError if a folder in this one has other names than those of tags. OSError if it is none."""
+        try:
+            descriptor = self.files.open(name, os.O_RDONLY | os.O_DIRECTORY, self.folder)
+        except FileNotFoundError:
+            return
+        try:
+            names = self.files.names(descriptor)
+        finally:
+            self.files.close(descriptor)
+        if others := sorted(each for each in names if not is_tag(each.removesuffix(NEW).removesuffix(GONE))):
+            allowed = f"a folder with {self._contents.owner}'s files alone; it has {f'{name}/{others[0]}'!r}"
+            raise ConfigError("folder", self.path, allowed)
+
+    def make_private(self, folder: int, inside: str = "") -> None:
+        """Take others' rights to the files in a folder away, and warn of each. O(files). Raises OSError.
+
+        ``inside``: the folder's path in this one, for the warnings.
+        """
+        for name in self.files.names(folder):
+            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            is_folder = stat.S_ISDIR(mode)
+            if not mode & 0o077 or not (is_folder or stat.S_ISREG(mode)):
+                continue
+            descriptor = self.files.open(name, os.O_RDONLY, folder)
+            try:
+                self.files.set_mode(descriptor, 0o700 if is_folder else 0o600)
+            finally:
+                self.files.close(descriptor)
+            text = "%s/%s%s had mode %04o, with rights for others; they were taken away"
+            log.warning(text, self.path, inside, name, stat.S_IMODE(mode))
+
     def is_ours(self) -> bool:
         """Whether no other process opened the folder since, as one may where flock does nothing. Raises OSError."""
-        content = memoryview(bytearray(ID_BYTES))
+        content = memoryview(bytearray(len(self.opening)))
         read_exactly(self.files, self._lock_descriptor, content, 0)
         return bytes(content) == self.opening
 
@@ -181,6 +268,7 @@ class PrivateFolder:
         try:
             with suppress(FileExistsError):
                 self.files.make_folder(self.path, None)
+                self._is_made = True
             descriptor = self.files.open(self.path, flags, None)
         except OSError as error:
             allowed = f"a folder that can be made or opened, and is no symbolic link ({error.strerror})"
@@ -215,10 +303,6 @@ class PrivateFolder:
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
                 raise
             raise ConfigError("folder", self.path, "a folder that no other process uses") from None
+        if not os.fstat(descriptor).st_nlink:  # another process, which was refused, has just removed it
+            raise ConfigError("folder", self.path, "a folder that no other process uses")
         return descriptor
-
-    def _sign_opening(self) -> bytes:
-        """Write a random id, by which this process notices another one that opened the folder after it."""
-        opening = secrets.token_bytes(ID_BYTES)
-        write_exactly(self.files, self._lock_descriptor, memoryview(opening), 0)
-        return opening

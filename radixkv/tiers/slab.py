@@ -140,11 +140,14 @@ class Slab:
     def __init__(self, folder: TierFolder, *, direct: bool = True) -> None:
         self._files: Files = folder.files
         self.num_slots, self.record_bytes = folder.master.num_slots, folder.master.record_bytes
-        if not 1 <= self.num_slots <= MAX_SLOTS or not 1 <= self.record_bytes <= MAX_RECORD_BYTES:
-            raise ConfigError("disk_size", self.num_slots, f"room for 1 to {MAX_SLOTS} records")
         self.slot_bytes = round_up(self.record_bytes)
         self.slots_at = PAGE_BYTES + round_up(self.num_slots * HEADER_BYTES)
         self.num_bytes = self.slots_at + self.num_slots * self.slot_bytes
+        try:
+            self._table = memoryview(bytearray(self.slots_at - PAGE_BYTES))
+        except MemoryError:
+            allowed = f"a size whose headers fit in memory, {HEADER_BYTES} bytes a record"
+            raise ConfigError("disk_bytes", self.num_bytes, allowed) from None
         if folder.is_new or (folder.may_make and not self._fits(folder)):
             self._make(folder)
         elif not self._fits(folder):
@@ -152,7 +155,6 @@ class Slab:
             raise ConfigError("folder", folder.path, allowed)
         self._descriptor = folder.open_file(SLAB, os.O_RDWR)
         self._direct = self._open_direct(folder) if direct else self._descriptor
-        self._table = memoryview(bytearray(self.slots_at - PAGE_BYTES))
         self.headers: Headers = np.frombuffer(self._table, HEADER, self.num_slots)
         if folder.is_new:
             folder.finish()
@@ -228,15 +230,17 @@ class Slab:
             )
         new = SLAB + ".new"
         with folder.new_file(folder.folder, new) as descriptor:
-            if self._files.free_bytes(folder.folder) < self.num_bytes:
-                raise ConfigError("disk_size", self.num_bytes, f"a size for which {folder.path} has space")
+            free = self._files.free_bytes(folder.folder)
+            if free < self.num_bytes:
+                allowed = f"a size for which {folder.path} has space: {free:,} bytes are free"
+                raise ConfigError("disk_bytes", self.num_bytes, allowed)
             try:
                 self._files.allocate(descriptor, self.num_bytes)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                     raise
                 allowed = f"a size for which {folder.path} has space ({error.strerror})"
-                raise ConfigError("disk_size", self.num_bytes, allowed) from None
+                raise ConfigError("disk_bytes", self.num_bytes, allowed) from None
             head = _GEOMETRY.pack(_SLAB_MAGIC, self.num_slots, self.record_bytes)
             write_exactly(self._files, descriptor, memoryview(head), 0)
             self._files.sync(descriptor)

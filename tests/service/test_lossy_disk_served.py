@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.engines.tiers_by_dtype import TiersByDtype, tiers_of
 from radixkv.errors import ConfigError
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.files import PAGE_BYTES, round_up
+from radixkv.tiers.files import PAGE_BYTES, Files, round_up
 from radixkv.tiers.private_folder import PrivateFolder
 from radixkv.tiers.slab import HEADER_BYTES
 from tests.redis_server import RedisServer
@@ -35,6 +36,7 @@ from tests.service.running import (
     service_in_thread,
 )
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
+from tests.tiers.support import failing
 
 SECRET = "s" * 40
 
@@ -545,6 +547,22 @@ def test_an_engine_with_tiers_of_its_own_refuses_them_by_name(
     loaded = find_engine("vllm")(EngineSettings(place, "", 100, 64, 16, tiers=settings))
     with pytest.raises(ConfigError, match=f"^{named} is not allowed; allowed: none with the engine vllm"):
         loaded.start(None)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_half_for_which_there_is_no_space_leaves_no_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Also if the other half was made before. The disk of exact tenants, which came first, is whole."""
+    no_space, allocate = failing("allocate", errno.ENOSPC, after=after), Files.allocate
+
+    def short(self: Files, descriptor: int, num_bytes: int) -> None:
+        no_space("allocate")
+        allocate(self, descriptor, num_bytes)
+
+    monkeypatch.setattr(Files, "allocate", short)
+    refused(place, r"lossy_disk_size=.*two halves.*has space")
+    assert not (place / "lossy").exists() and (place / "kv" / "master").exists()
 
 
 def test_the_folder_is_given_back_if_a_tier_cannot_be_made(place: Path) -> None:

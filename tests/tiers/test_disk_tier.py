@@ -324,7 +324,7 @@ def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
     [
         ({"record_bytes": 0}, "record_bytes=0 is not allowed; allowed: an integer from 1 to"),
         ({"num_threads": 65}, "num_threads=65 is not allowed; allowed: an integer from 1 to 64"),
-        ({"disk_bytes": 9000}, "disk_bytes=9000 is not allowed; allowed: at least 12416 bytes"),
+        ({"disk_bytes": 9000}, "disk_bytes=9000 is not allowed; allowed: at least 12,416 bytes, one record"),
         ({"fingerprint": b"short"}, "fingerprint=5 is not allowed; allowed: 32 bytes"),
         (
             {"fingerprint": "x" * 32},

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import ConfigError, TierError
+from radixkv.tiers import inspection
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.folder import TierFolder
 from radixkv.tiers.private_folder import KEYS
@@ -31,6 +32,7 @@ from tests.tiers.support import (
     load,
     prompt,
     right_or_missing,
+    settings,
     store,
     tier_in,
 )
@@ -152,7 +154,7 @@ def test_an_unfinished_folder_is_made_again(tmp_path: Path) -> None:
 
 def test_no_space_for_the_slab_is_a_clear_refusal(tmp_path: Path) -> None:
     files = FaultyFiles(failing("allocate", errno.ENOSPC))
-    refused(tmp_path / "t", "disk_size=.* a size for which .* has space", files=files)
+    refused(tmp_path / "t", "disk_bytes=.* a size for which .* has space", files=files)
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1))
 
@@ -523,14 +525,165 @@ def test_a_record_under_a_key_of_another_generation_is_refused(tmp_path: Path) -
         assert right_or_missing(tier, ACME, prompt(1))
 
 
-def test_unknown_names_in_the_folders_of_keys_are_left_alone(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t"):
-        pass
-    (tmp_path / "t" / KEYS / "notes").write_text("mine")
-    (tmp_path / "t" / "generations" / ("0" * 32)).mkdir()
+def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """All there is in a folder, by path: its mode and its bytes."""
+    return {
+        str(each.relative_to(folder)): (each.stat().st_mode, b"" if each.is_dir() else each.read_bytes())
+        for each in (folder, *folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("inner", [KEYS, "generations"])
+@pytest.mark.parametrize("name", ["notes", "0" * 31, "0" * 32 + "~", "A" * 32, ".new", ".gone", "lock"])
+def test_foreign_names_in_the_folders_of_keys_are_refused_and_left_alone(
+    tmp_path: Path, inner: str, name: str
+) -> None:
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1))
+    (folder / inner / name).write_text("mine")
+    before = state_of(folder)
+    refused(folder, f"a disk tier's files alone; it has '{inner}/{name}'")
+    for act in (inspection.forget, lambda path: inspection.inspect(path, [SECRET], repair=True)):
+        with pytest.raises(ConfigError, match=f"it has '{inner}/{name}'"):
+            act(folder)
+    assert state_of(folder) == before
+    (folder / inner / name).unlink()
+    with tier_in(folder) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_what_a_crash_leaves_in_the_folders_of_keys_is_not_foreign(tmp_path: Path) -> None:
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1))
-    assert (tmp_path / "t" / KEYS / "notes").read_text() == "mine"
+    (tmp_path / "t" / KEYS / ("0" * 32 + ".new")).write_text("half")
+    (tmp_path / "t" / KEYS / ("0" * 32 + ".gone")).write_text("destroyed")
+    (tmp_path / "t" / "generations" / ("0" * 32)).mkdir()
+    with tier_in(tmp_path / "t") as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_files_that_others_could_read_become_private_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        tier.purge("globex")
+    (key,), (generation,) = ((folder / name).iterdir() for name in (KEYS, "generations"))
+    private = {path: mode for path, (mode, _) in state_of(folder).items()}
+    for path in (key, generation, folder / "master", folder / "slab"):
+        path.chmod(0o644)
+    (folder / KEYS).chmod(0o755)
+    with tier_in(folder) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+    assert {path: mode for path, (mode, _) in state_of(folder).items()} == private
+    warned = [each.getMessage() for each in caplog.records]
+    assert len(warned) == 5 and f"{key} had mode 0644" in " ".join(warned)
+    assert f"{folder}/keys had mode 0755" in " ".join(warned)
+
+
+# --- a refusal changes nothing
+
+
+@pytest.mark.parametrize("deed", ["open", "resize", "check", "repair", "forget"])
+def test_a_wrong_secret_changes_nothing(tmp_path: Path, deed: str) -> None:
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        tier.purge("globex")
+    shutil.rmtree(folder / "generations")  # it isn't made again either
+    (folder / "master").chmod(0o644)
+    before = state_of(folder)
+    deeds = {
+        "open": lambda: DiskTier(settings(folder), [NEW]),
+        "resize": lambda: DiskTier(settings(folder, record_bytes=601), [NEW]),
+        "check": lambda: inspection.inspect(folder, [NEW]),
+        "repair": lambda: inspection.inspect(folder, [NEW], repair=True),
+        "forget": lambda: inspection.forget_tenant(folder, [NEW], "acme"),
+    }
+    with pytest.raises(ConfigError, match="fleet_secret doesn't open"):
+        deeds[deed]()
+    assert state_of(folder) == before
+
+
+REFUSED_SIZES = {
+    "less than a record": {"disk_bytes": 4096},
+    "more than slots": {"disk_bytes": 2**62},
+    "more than the disk": {"disk_bytes": 2**50, "record_bytes": 2**30},
+    "more than it takes": {"files": FaultyFiles(failing("allocate", errno.ENOSPC))},
+    "more than its quota": {"files": FaultyFiles(failing("allocate", errno.EDQUOT))},
+}
+
+
+@pytest.mark.parametrize("size", REFUSED_SIZES)
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_refused_size_leaves_a_new_folder_as_it_was(tmp_path: Path, size: str, has_folder: bool) -> None:
+    if has_folder:
+        (tmp_path / "t").mkdir(mode=0o700)
+    before = state_of(tmp_path)
+    refused(tmp_path / "t", "disk_bytes=", **REFUSED_SIZES[size])
+    assert state_of(tmp_path) == before
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+
+
+def test_a_refused_size_keeps_the_records_that_are_there(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    before = state_of(tmp_path)
+    refused(tmp_path / "t", "disk_bytes=.*bytes are free", disk_bytes=2**50, record_bytes=2**30)
+    after = state_of(tmp_path)
+    assert before.pop("t/lock") != after.pop("t/lock") and after == before, "the lock has the last opening"
+    with tier_in(tmp_path / "t") as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_a_slab_whose_headers_do_not_fit_in_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scarce(num_bytes: int) -> bytearray:
+        raise MemoryError
+
+    monkeypatch.setattr("radixkv.tiers.slab.bytearray", scarce, raising=False)
+    refused(tmp_path / "t", "disk_bytes=.*headers fit in memory, 128 bytes a record")
+    assert not (tmp_path / "t").exists()
+
+
+def test_looking_at_an_empty_folder_leaves_it_empty(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="a folder that a disk tier has used"):
+        inspection.inspect(tmp_path / "t", [SECRET])
+    assert not list((tmp_path / "t").iterdir())
+
+
+def test_a_refusal_removes_nothing_of_a_process_that_came_first(tmp_path: Path) -> None:
+    """Both found the folder empty, where flock does nothing, or the lock was removed between open and flock."""
+    first, folder = FaultyFiles(), tmp_path / "t"
+    opened: list[DiskTier] = []
+
+    def overtaken(call: str) -> None:
+        if call == "allocate" and not opened:
+            opened.append(DiskTier(settings(folder), [SECRET]))
+            assert store(opened[0], ACME, prompt(1))
+            raise OSError(errno.ENOSPC, "full")
+
+    first.before = overtaken
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("radixkv.tiers.private_folder.fcntl.flock", lambda *_: None)
+        refused(folder, "has space", files=first)
+    opened[0].close()
+    with tier_in(folder) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_a_lock_that_was_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "radixkv.tiers.private_folder.fcntl.flock", lambda *_: (tmp_path / "t" / "lock").unlink()
+    )
+    refused(tmp_path / "t", "a folder that no other process uses")
 
 
 def test_a_folder_that_was_never_used_is_not_made_to_look_at_it(tmp_path: Path) -> None:
