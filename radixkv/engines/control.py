@@ -117,6 +117,7 @@ class ControlServer:
     - ``is_idle``: whether the engine makes no steps now. Called by other threads.
     - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
     - ``purge_below``: called with the tenant, after the cache has forgotten it: to purge the tiers below.
+    - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
     - ``weights``: the version of the weights now. Called by other threads.
 
     Raises ConfigError for a directory that isn't the user's alone or is in use, and for keys that can't be used.
@@ -133,6 +134,7 @@ class ControlServer:
         is_idle: Callable[[], bool] = lambda: False,
         on_purge: Callable[[], None] = lambda: None,
         purge_below: Callable[[str], None] = lambda tenant: None,
+        follow_below: Callable[[str], None] = lambda tenant: None,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
     ) -> None:
@@ -149,7 +151,7 @@ class ControlServer:
         self._meeting: list[socket.socket] = []  # connections in the handshake, the oldest first
         self._next_command_at = 0.0
         self._auditing = threading.Lock()
-        self._tenants = tenants = TenantCommands(cache, salts)
+        self._tenants = tenants = TenantCommands(cache, salts, follow_below)
         self._commands: dict[str, tuple[Callable[[Fields, bytes], Answer], frozenset[str], bool]] = {
             "stats": (self._stats, frozenset(), True),
             "tenants": (tenants.counts, frozenset({"after", "limit", "tenant"}), True),
@@ -388,7 +390,8 @@ class ControlServer:
         self._on_purge()
         try:
             removed = self._tenants.remove(fields, ids)
-            self._purge_below(text_of(fields, "tenant"))
+            for name in removed["tenants"]:
+                self._purge_below(name)
             return removed
         finally:
             self._on_purge()

@@ -6,7 +6,7 @@ keys that the engine accepts. Commands that change settings do so for each id, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from hashlib import sha256
@@ -31,10 +31,15 @@ SETTINGS: Final = frozenset(each.name for each in dataclass_fields(Tenant)) - {"
 
 
 class TenantCommands:
-    """The commands about the tenants of one cache."""
+    """The commands about the tenants of one cache. ``follow``: called with each whose settings have changed."""
 
-    def __init__(self, cache: PrefixCache, salts: SaltReader | None) -> None:
-        self._cache, self._salts = cache, salts
+    def __init__(
+        self,
+        cache: PrefixCache,
+        salts: SaltReader | None,
+        follow: Callable[[str], None] = lambda tenant: None,
+    ) -> None:
+        self._cache, self._salts, self._follow = cache, salts, follow
 
     def names(self, fields: Fields) -> list[str]:
         """Return the cache's names of the tenant in a command. Raises ArgumentError, ConfigError."""
@@ -79,6 +84,8 @@ class TenantCommands:
                 else:
                     self._cache.add_tenant(old)
             raise
+        for name in names:
+            self._follow(name)
         return {"tenants": names}
 
     def remove(self, fields: Fields, ids: bytes) -> Answer:
@@ -86,6 +93,7 @@ class TenantCommands:
         names = self.names(fields)
         for name in names:
             self._cache.remove_tenant(name)
+            self._follow(name)
         return {"tenants": names}
 
     def pins(self, fields: Fields, ids: bytes) -> Answer:

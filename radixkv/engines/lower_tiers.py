@@ -55,10 +55,10 @@ from radixkv.tiers.durations import Durations
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
+    from radixkv.engines.disk_shares import DiskShares
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
-    from radixkv.tiers.slot_owners import Quota
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
@@ -159,8 +159,7 @@ class LowerTiers:
         self._unkept: set[str] = set()
         self._strict: set[str] = set()
         self._added: set[str] = set()
-        self._unmet: dict[str, Quota] = {}
-        """Quotas whose guarantee the disk refused."""
+        self._shares: DiskShares | None = None
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
@@ -417,30 +416,9 @@ class LowerTiers:
     def _share_disk(
         self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
     ) -> None:
-        """Give a tenant a part of the disk: as much of it as these blocks are of the cache.
-
-        Two tenants' changes may come in another order than to the cache. Then a guarantee may not fit yet. The next
-        change gives it.
-        """
-        if self.level.disk is None:
-            return
-        from radixkv.tiers.slot_owners import Quota
-
-        tier = self.level.disk.tier
-        least, limit = (blocks * tier.num_slots // self._num_blocks for blocks in (guaranteed, most or 0))
-        quota = Quota(least, None if most is None else max(limit, least, 1), weight)
-        self._unmet.pop(tenant, None)
-        try:
-            tier.set_quota(tenant, quota)
-        except ArgumentError as error:
-            _log.warning("tenant %r is guaranteed no part of the disk: %s", tenant, error)
-            tier.set_quota(tenant, replace(quota, guaranteed=0))
-            self._unmet[tenant] = quota
-            return
-        for each, unmet in list(self._unmet.items()):
-            with suppress(ArgumentError):
-                tier.set_quota(each, unmet)
-                del self._unmet[each]
+        """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
+        if self._shares is not None:
+            self._shares.set(tenant, guaranteed, most, weight)
 
     # --- the cache
 
@@ -658,6 +636,7 @@ class LowerTiers:
         self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
     ) -> DiskLevel:
         from radixkv.engines.disk_level import DiskLevel
+        from radixkv.engines.disk_shares import DiskShares
         from radixkv.tiers.disk_tier import DiskSettings, DiskTier
         from radixkv.tiers.record_identity import fingerprint_of
 
@@ -682,6 +661,7 @@ class LowerTiers:
                 [disk.secret, *disk.previous_secrets],
                 files=disk.files,
             )
+        self._shares = DiskShares(tier, self._num_blocks)
         self.level.disk = level = DiskLevel(
             tier,
             self.level.index,

@@ -14,8 +14,9 @@ come back after an eviction or a restart (``disk_level``). This needs one worker
 
 vLLM's ``reset_prefix_cache(reset_connector=True)`` and new weights (``vllm_weights``) forget everything here, and begin
 another version of the weights.
-A purge by the control channel reaches this level only. vLLM's own cache is keyed by salts, so salts of a newer
-generation find nothing of an older one there.
+Settings of tenants that the control channel sets count in blocks of host memory, and in proportion on the disk
+(``level_tenants``). A purge by the control channel reaches this level only. vLLM's own cache is keyed by salts, so
+salts of a newer generation find nothing of an older one there.
 
 Refused at the start, by name: another version of vLLM, several groups of KV blocks, anything but full attention or MLA,
 context parallelism, and the policy that a failed load fails its request.
@@ -44,6 +45,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from radixkv.engines import vllm_weights
 from radixkv.engines.control import ControlServer
 from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
+from radixkv.engines.level_tenants import LevelTenants
 from radixkv.engines.request_keys import facts_of
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
@@ -170,6 +172,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 scrub=settings.scrub,
                 num_workers=vllm_config.parallel_config.world_size,
             )
+            self._tenants = LevelTenants(self.radixkv)
             if settings.disk is not None:
                 self._attach_disk(vllm_config, settings, salts, block_bytes)
             vllm_weights.watch(self.radixkv.reset)
@@ -181,6 +184,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                     salts=salts,
                     weights=lambda: self.radixkv.weights,
                     purge_below=self._purge_below,
+                    follow_below=self._tenants.follow,
                 ).__enter__()
 
     @property
@@ -202,6 +206,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Open the disk tier. Raises ConfigError."""
         from radixkv.engines.disk_level import DiskLevel
+        from radixkv.engines.disk_shares import DiskShares
         from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 
         memory = _MEMORY.pop(self._kv_transfer_config.engine_id, None)
@@ -219,6 +224,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 ),
                 [read_secret("fleet_secret", settings.fleet_secret)],
             )
+        self._tenants.shares = DiskShares(tier, self._num_slots)
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
         self.radixkv.disk = DiskLevel(
             tier,
@@ -226,6 +232,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             memory,
             self.radixkv.fill,
             fleet_generation=fleet_generation,
+            serves=self._tenants.serves,
             bytes_per_s=settings.disk_bytes_per_s,
         )
 
@@ -259,6 +266,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 self.radixkv.save(request_id, request._all_token_ids, num_computed, blocks)
         if self._control is not None:
             self._control.run_pending()
+        self._tenants.begin_step()
         return RadixMetadata(self.radixkv.take_work(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -17,6 +17,8 @@ import pytest
 from radixkv.clock import ManualClock, monotonic
 from radixkv.engines.disk_level import DiskLevel
 from radixkv.engines.disk_patience import LEAST_WAIT_S, REST_S
+from radixkv.engines.disk_shares import DiskShares
+from radixkv.engines.level_tenants import LevelTenants
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
@@ -66,12 +68,16 @@ class DiskEngine(Engine):
             sync_s=0.01,
         )
         generation = (lambda tenant: 0) if salts is None else salts.generation
+        self.tenants = LevelTenants(self.level)
+        tier = DiskTier(settings, [SECRET], files=files)
+        self.tenants.shares = DiskShares(tier, num_slots)
         self.disk = DiskLevel(
-            DiskTier(settings, [SECRET], files=files),
+            tier,
             self.level.index,
             self.workers[0],
             self.level.fill,
             fleet_generation=generation,
+            serves=self.tenants.serves,
             bytes_per_s=bytes_per_s,
             clock=monotonic if bytes_per_s is None else self.clock,
         )
@@ -79,6 +85,10 @@ class DiskEngine(Engine):
             10.0  # a request waits for the disk as long as a busy machine needs
         )
         self.level.disk = self.disk
+
+    def step(self, budget: int = 24) -> None:
+        self.tenants.begin_step()
+        super().step(budget)
 
     def run(self, max_steps: int = 60_000) -> None:
         """Run until all is done, the stores too."""

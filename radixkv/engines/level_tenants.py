@@ -1,0 +1,55 @@
+"""What tenants may have behind an engine that knows none: settings of a control channel, for all of a second level.
+
+    set_tenant     guarantee, limit, weight and mode, in blocks of host memory
+    host memory    its index is the cache that gets them (``control_tenants``); strict tenants get slots of their own
+    disk           as much of it as the blocks are of host memory; nothing of strict tenants
+
+Settings don't outlive the process: who sends them sends them again after a start. Until then tenants have no quotas.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixkv.engines.disk_shares import DiskShares
+    from radixkv.engines.second_level import SecondLevel
+
+
+class LevelTenants:
+    """Lets a second level follow the settings of its index's tenants. ``shares``: of its disk, if it has one."""
+
+    def __init__(self, level: SecondLevel) -> None:
+        self._level, self._lock = level, threading.Lock()
+        self.shares: DiskShares | None = None
+        self._strict: set[str] = set()
+        self._to_own: dict[str, int] = {}
+
+    def serves(self, tenant: str) -> bool:
+        """Whether a tenant's blocks may be on the disk, where others could tell a strict one's traffic. Any thread."""
+        return tenant not in self._strict
+
+    def follow(self, tenant: str) -> None:
+        """Follow the settings that a tenant has now; None of them takes its quotas back. Any thread."""
+        with self._lock:
+            settings = self._level.cache.tenant(tenant)
+            is_strict = settings is not None and settings.mode == "strict"
+            (self._strict.add if is_strict else self._strict.discard)(tenant)
+            self._to_own[tenant] = settings.guaranteed_blocks if settings is not None and is_strict else 0
+            if self.shares is None:
+                return
+            if settings is None or is_strict:
+                self.shares.set(tenant)
+            else:
+                self.shares.set(tenant, settings.guaranteed_blocks, settings.max_blocks, settings.weight)
+
+    def begin_step(self) -> None:
+        """Give strict tenants their slots, and take them back. The engine's thread calls it. O(1) without a change."""
+        if not self._to_own:
+            return
+        with self._lock:
+            changes, self._to_own = self._to_own, {}
+        for tenant, num_slots in changes.items():
+            if self._level.index.own_slots(tenant) != num_slots:
+                self._level.index.set_strict(tenant, num_slots)
