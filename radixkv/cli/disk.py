@@ -28,6 +28,10 @@ _ROWS = (
 )
 
 
+_MOST_SHOWN = 10
+"""Tenants with a line of their own. ``--json`` has all."""
+
+
 def _secret_options(*, required: bool) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
         text = "File with the fleet's secret."
@@ -76,6 +80,8 @@ def disk() -> None:
 @needs_extra("tiers")
 def check(folder: str, fleet_secret: str, previous: tuple[str, ...], as_json: bool) -> None:
     """Read and decrypt every record in FOLDER. Changes no record. The exit code is 1 if something is damaged.
+
+    Shows the tenants with the most records too, by their names in FOLDER: keyed digests.
 
     Damaged records do no harm: a tier that reads one counts it as a miss. A crash leaves some, of the last seconds.
     """
@@ -159,6 +165,13 @@ def _show(found: Inspection, as_json: bool) -> None:
     if as_json:
         print_json({**found._asdict(), "is_good": found.is_good})
         return
-    size = f"{found.num_slots:,} slots for records of {found.record_bytes:,} bytes"
+    size = (
+        f"{found.num_slots:,} slots for records of {found.record_bytes:,} bytes, "
+        f"last written {found.written_s:,.0f} s ago"
+    )
     lines = [f"{getattr(found, name):>10,}  {text}" for name, text in _ROWS]
+    counts = list(found.records_of.items())
+    lines += [f"{count:>10,}  records of tenant {tag}" for tag, count in counts[:_MOST_SHOWN]]
+    if rest := counts[_MOST_SHOWN:]:
+        lines.append(f"{sum(count for _, count in rest):>10,}  records of {len(rest):,} other tenants")
     click.echo("\n".join([size, *lines, "good" if found.is_good else "damaged"]))

@@ -9,6 +9,8 @@ Opening a folder finishes what a crash interrupted: keys of purged generations a
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -36,6 +38,8 @@ class Inspection(NamedTuple):
     - ``num_orphaned``: records whose key was destroyed, as at a purge.
     - ``num_unreadable``: slots that the disk doesn't read.
     - ``num_tenants``: tenants with a key. ``num_damaged_tenants``: generations and keys that can't be read.
+    - ``records_of``: records that open of each tenant that has any, by its tag in the folder, the most first.
+    - ``written_s``: seconds since the slab was last written. A tier syncs it within ``DiskSettings.sync_s`` then.
     """
 
     num_slots: int
@@ -48,6 +52,8 @@ class Inspection(NamedTuple):
     num_unreadable: int
     num_tenants: int
     num_damaged_tenants: int
+    records_of: dict[str, int]
+    written_s: float
 
     @property
     def is_good(self) -> bool:
@@ -73,8 +79,10 @@ def inspect(
     with closing(TierFolder(path, secrets, files=files)) as folder:
         num_damaged_tenants = folder.num_damaged()
         slab = Slab(folder)
+        written_at = os.stat(SLAB, dir_fd=folder.folder, follow_symlinks=False).st_mtime
         whole = is_sealed(slab.headers, slab.record_bytes)
         found = _States(slab, {keys.key_id: keys for keys in folder.all_keys()})
+        owners = folder.owners()
         sealed = np.flatnonzero(whole).tolist()
         for done, slot in enumerate(sealed, 1):
             found.look_at(slot)
@@ -84,7 +92,7 @@ def inspect(
         result = Inspection(
             slab.num_slots,
             slab.record_bytes,
-            found.num_good,
+            found.good_under.total(),
             int((slab.headers["magic"] == 0).sum()),
             len(found.damaged),
             len(torn),
@@ -92,6 +100,8 @@ def inspect(
             len(found.unreadable),
             len(found.keys),
             num_damaged_tenants,
+            {owners[key_id].hex(): count for key_id, count in found.good_under.most_common()},
+            max(time.time() - written_at, 0.0),
         )
         if repair:
             _clear(slab, [*found.damaged, *found.orphaned, *found.unreadable, *torn.tolist()])
@@ -152,7 +162,8 @@ class _States:
 
     def __init__(self, slab: Slab, keys: dict[bytes, TenantKeys]) -> None:
         self.keys = keys
-        self.num_good = 0
+        self.good_under: Counter[bytes] = Counter()
+        """Records that open, by the id of their key."""
         self.damaged: list[int] = []
         self.orphaned: list[int] = []
         self.unreadable: list[int] = []
@@ -184,7 +195,7 @@ class _States:
         except InvalidTag:
             self.damaged.append(slot)
             return
-        self.num_good += 1
+        self.good_under[header.key_id] += 1
 
 
 def _clear(slab: Slab, slots: list[int]) -> None:

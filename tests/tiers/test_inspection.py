@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +172,25 @@ def test_a_secret_that_others_can_read_is_warned_of(
     assert run(*arguments, "--previous", str(old))[0] == 0
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith(f"--previous {old}: ") and "mode 0640" in warning and "chmod 600" in warning
+
+
+def test_records_are_counted_by_tenant_and_the_last_write_is_shown(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier_in(folder) as tier:
+        acme, globex = (tier._folder.tag(each.tenant) for each in (ACME, GLOBEX))
+    os.utime(folder / "slab", (0, time.time() - 1_000))
+    secret = ("--fleet-secret", str(tmp_path / "secret"))
+    _, said = run("check", str(folder), *secret)
+    assert f"\n{4:>10}  records of tenant {acme}\n{1:>10}  records of tenant {globex}\n" in said
+    ago = re.search(r"last written ([\d,]+) s ago", said)
+    assert ago is not None and 1_000 <= int(ago[1].replace(",", "")) < 1_100
+    damage(folder)
+    found = inspection.inspect(folder, [SECRET])
+    assert found.records_of == {acme: 2, globex: 1}, "those that open"
+    assert list(found.records_of) == [acme, globex] and found.written_s < 100
+    monkeypatch.setattr("radixkv.cli.disk._MOST_SHOWN", 1)
+    _, said = run("check", str(folder), *secret)
+    assert f"records of tenant {acme}\n{1:>10}  records of 1 other tenants\n" in said and globex not in said
+    inspection.forget_tenant(folder, [SECRET], "acme")
+    assert inspection.inspect(folder, [SECRET]).records_of == {globex: 1}
