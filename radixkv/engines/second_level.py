@@ -43,6 +43,7 @@ import numpy as np
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
+from radixkv.configuration.private_files import read_secrets
 from radixkv.engines.host_blocks import NEVER, Slots, StepReport, StepWork
 from radixkv.engines.host_index import NO_SLOT, ONE_MORE, HostIndex, Scrub
 from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
@@ -78,7 +79,8 @@ class SecondLevelSettings:
     - ``model``: identity of model and tokenizer in namespaces.
     - ``control``: folder of a control channel; needs ``keys``.
     - ``disk``: folder of a disk tier below. ``disk_size``: its bytes, or a text such as ``"200GiB"``. ``fleet_secret``:
-      file of the secret under which its keys are sealed. All three, or none.
+      file of the secret under which its keys are sealed. All three, or none. ``previous_secrets``: files of previous
+      ones, between commas.
     - ``disk_writes``: the most that the disk tier writes on average, a text such as ``"2TB/day"``.
     """
 
@@ -94,6 +96,7 @@ class SecondLevelSettings:
     disk_size: int | str | None = None
     disk_writes: str | None = None
     fleet_secret: str | None = None
+    previous_secrets: str | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -115,7 +118,7 @@ class SecondLevelSettings:
         for name in ("policy", "model"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), "a text")
-        for name in ("keys", "control", "disk", "fleet_secret"):
+        for name in ("keys", "control", "disk", "fleet_secret", "previous_secrets"):
             if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
                 raise ConfigError(name, getattr(self, name), "a path")
         if not isinstance(self.anonymous, bool):
@@ -127,6 +130,8 @@ class SecondLevelSettings:
         below = (self.disk, self.disk_size, self.fleet_secret)
         if None in below and below != (None, None, None):
             raise ConfigError("disk, disk_size, fleet_secret", below[:2], "all three, or none")
+        if self.previous_secrets is not None and self.fleet_secret is None:
+            raise ConfigError("previous_secrets", self.previous_secrets, "with fleet_secret")
         if self.disk_size is not None:
             bytes_of("disk_size", self.disk_size)
         if self.disk_writes is not None:
@@ -143,6 +148,16 @@ class SecondLevelSettings:
     def disk_bytes_per_s(self) -> float | None:
         """The most that the disk tier writes on average; None for no bound."""
         return None if self.disk_writes is None else rate_of("disk_writes", self.disk_writes)
+
+    def secrets(self) -> list[bytes]:
+        """Read the fleet's secrets, the current one first. Warns of files that others can access.
+
+        Raises ConfigError.
+        """
+        assert self.fleet_secret is not None
+        previous = () if self.previous_secrets is None else self.previous_secrets.split(",")
+        files = [("previous_secrets", each) for each in previous]
+        return read_secrets([("fleet_secret", self.fleet_secret), *files])
 
     def num_slots(self, block_bytes: int) -> int:
         """Return the number of slots, for blocks of so many bytes on a worker. Raises ConfigError if none fits."""

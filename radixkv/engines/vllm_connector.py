@@ -51,7 +51,7 @@ from radixkv.engines.salt import SaltReader
 from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
 from radixkv.engines.tier_settings import disk_errors
 from radixkv.errors import ConfigError
-from radixkv.signing import KeySet, read_secret
+from radixkv.signing import KeySet
 
 VERSIONS = ("0.32.",)
 """Versions of vLLM whose connectors this is one of."""
@@ -212,7 +212,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         memory = _MEMORY.pop(self._kv_transfer_config.engine_id, None)
         if memory is None or vllm_config.parallel_config.world_size > 1:
             raise ConfigError("disk", settings.disk, "with one worker, in the engine's own process")
-        assert settings.disk is not None and settings.fleet_secret is not None
+        assert settings.disk is not None
         with disk_errors(settings.disk):
             tier = DiskTier(
                 DiskSettings(
@@ -222,7 +222,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                     segment_tokens=self.radixkv.cache.config.block_size,
                     fingerprint=_fingerprint(vllm_config, memory.block_bytes),
                 ),
-                [read_secret("fleet_secret", settings.fleet_secret)],
+                settings.secrets(),
             )
         self._tenants.shares = DiskShares(tier, self._num_slots)
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation

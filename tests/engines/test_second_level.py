@@ -10,6 +10,7 @@ import pickle
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -550,11 +551,29 @@ def test_tensors_without_an_axis_of_blocks_are_refused_by_name() -> None:
         ({"host_blocks": 5, "anonymous": "no"}, "anonymous"),
         ({"host_blocks": 5, "scrub": "never"}, "scrub"),
         ({"host_blocks": 5, "num_blocks": 5}, "num_blocks"),
+        ({"host_blocks": 5, "previous_secrets": "old"}, "previous_secrets"),
+        ({"host_blocks": 5, "previous_secrets": ["old"]}, "previous_secrets"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(given: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         SecondLevelSettings.read(given)
+
+
+def test_secrets_are_read_the_current_one_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [tmp_path / name for name in ("new", "old", "oldest")]
+    for path in paths:
+        path.write_text(path.name * 16)
+        path.chmod(0o600)
+    given = {"host_blocks": 5, "disk": "d", "disk_size": "1GiB", "fleet_secret": str(paths[0])}
+    assert SecondLevelSettings.read(given).secrets() == [b"new" * 16] and not caplog.records
+    given["previous_secrets"] = f"{paths[1]},{paths[2]}"
+    paths[2].chmod(0o644)
+    assert SecondLevelSettings.read(given).secrets() == [b"new" * 16, b"old" * 16, b"oldest" * 16]
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith(f"previous_secrets {paths[2]}: ") and "mode 0644" in warning
+    with pytest.raises(ConfigError, match="previous_secrets=''"):
+        SecondLevelSettings.read({**given, "previous_secrets": f"{paths[1]},"}).secrets()
 
 
 def test_host_memory_is_a_number_of_blocks() -> None:
