@@ -68,7 +68,7 @@ class DiskLevel:
         self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
         self.rows = StagingRows(memory, num_ahead_rows, clock)
         self.patience = DiskPatience(index.cache.config.block_size, clock)
-        self.stores = DiskStores(tier, index, memory, self.debts, serves, bytes_per_s, clock)
+        self.stores = DiskStores(tier, index, memory, self.debts, self.patience, serves, bytes_per_s, clock)
         self.promotions = DiskPromotions(
             tier, index, fill, self.rows, self.patience, self.debts, self.stores, serves, clock
         )

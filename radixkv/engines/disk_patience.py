@@ -4,6 +4,10 @@ A request waits at most for ``PATIENCE`` of the time that computing its tokens w
 at most ``MOST_WAIT_S``. That time is the median of the last samples, so a few slow ones don't count. If the disk needs
 longer, what has come is used, and the disk rests: no request asks it for ``REST_S`` seconds. Each further time in a row
 doubles the rest, up to ``MOST_REST_S``.
+
+A record is worth its bytes if reading it takes less than computing its tokens. All records of a disk have as many bytes
+and tokens, so the write budget need only compare how often they return. In the second rest in a row, and later ones, no
+record is worth writing.
 """
 
 from __future__ import annotations
@@ -46,6 +50,11 @@ class DiskPatience:
     def is_resting(self) -> bool:
         """Whether no request asks the disk for a while, because it was slower than computing."""
         return self._clock() < self._rests_until
+
+    @property
+    def is_worthless(self) -> bool:
+        """Whether nothing is worth writing to the disk: it rests, and not for the first time in a row."""
+        return self.is_resting and self._rest_s > 2 * REST_S
 
     def patience_s(self, num_tokens: int) -> float:
         """Return for how long a request may wait for so many tokens."""

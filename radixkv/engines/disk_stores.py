@@ -9,6 +9,9 @@ host memory, so the two hold different blocks. Its slot stays taken until then; 
 What leaves beyond that is not stored. A block that is being stored needs its slot until a thread has encrypted it, and
 gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
 it can write, and never holds up host memory, even if it hangs.
+
+Nothing is written while that isn't worth it (``disk_patience``), until ``close``. What was saved waits, what leaves is
+lost.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from xxhash import xxh3_128
 from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
+from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory
@@ -89,12 +93,13 @@ class DiskStores:
         index: HostIndex,
         memory: HostMemory,
         debts: DiskDebts,
+        patience: DiskPatience,
         serves: Callable[[str], bool],
         bytes_per_s: float | None,
         clock: Clock,
     ) -> None:
         self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
-        self._debts, self._serves, self._clock = debts, serves, clock
+        self._debts, self._patience, self._serves, self._clock = debts, patience, serves, clock
         self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
         self._waiting: deque[_Saved] = deque()
         self._stores: list[_Store] = []
@@ -275,13 +280,18 @@ class DiskStores:
         is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)
         if is_shut or known is None or self._debts.is_resetting or self._tier.state != "open":
             return
-        kept = slots[: self._most_leaving - self._num_leaving]
+        room = 0 if self._is_worthless else self._most_leaving - self._num_leaving
+        kept = slots[:room]
         self._counts["disk_unstored_blocks"] += len(slots) - len(kept)
         if len(kept):
             leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
             self._index.use(kept)
             self._num_leaving += len(kept)
             self._leaving.append(leaving)
+
+    @property
+    def _is_worthless(self) -> bool:
+        return self._patience.is_worthless and not self._is_closing
 
     @property
     def _stores_later(self) -> bool:
@@ -337,6 +347,8 @@ class DiskStores:
             self._give_up_leaving()
         elif self._leaving:
             num_running += self._store_leaving(most - num_running)
+        if self._is_worthless:
+            return
         while self._waiting and num_running < most and self._tier.state == "open":
             saved = self._waiting.popleft()
             if (

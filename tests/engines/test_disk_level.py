@@ -400,6 +400,40 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
     engine.stop()
 
 
+def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    patience = engine.disk.patience
+    patience.rest()
+    assert engine.again("a", ids_of(41)) == 41 and len(engine.disk.tier) == 10, "once is no reason"
+    patience.rest()
+    engine.add("b", ids_of(41, 1))
+    Engine.run(engine)
+    assert len(engine.disk.tier) == 10 and engine.disk.stores.num_waiting == 2 and not engine.disk.num_running
+    patience._rests_until = engine.disk._clock()
+    engine.run()
+    assert len(engine.disk.tier) == 20
+    engine.stop()
+
+
+def test_what_leaves_for_a_disk_that_is_slow_twice_is_lost_and_counted(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    prompts = engine.disk.tier.num_slots // 10 + 3
+    for seed in range(prompts):
+        engine.again(f"a{seed}", ids_of(41, seed))
+    assert engine.disk.tier.is_full
+    engine.disk.take_counts()
+    stored = engine.disk.tier.counts()["stored"]
+    for _ in range(2):
+        engine.disk.patience.rest()
+    for seed in range(prompts, prompts + 3):
+        assert engine.again(f"b{seed}", ids_of(41, seed)) == 41
+    counts = engine.disk.take_counts()
+    assert engine.disk.tier.counts()["stored"] == stored and counts["disk_unstored_blocks"] >= 20
+    engine.disk.patience.was_fast()
+    assert not engine.disk.patience.is_worthless
+    engine.stop()
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_over_restarts_never_gets_wrong_kv(tmp_path: Path, seed: int, late: bool) -> None:
