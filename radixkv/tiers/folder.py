@@ -457,4 +457,4 @@ class TierFolder(PrivateFolder):
         """After a rotation: seal ``master`` under the current secret."""
         if not self._is_current:
             self.finish()
-            log.info("%s is sealed under the current secret now: it needs no previous one", self.path)
+            log.warning("%s is sealed under the current secret now: it needs no previous one", self.path)
