@@ -220,6 +220,12 @@ SERVE: Final = (
         "text",
         unset="no bound",
     ),
+    Setting(
+        "disk-bandwidth",
+        "What the device of all disks reads and writes, such as 3GB/s: strict tenants get their parts of it.",
+        "text",
+        unset="unknown: they only get threads of their own",
+    ),
     _choice(
         "scrub",
         "Zero reused blocks: cross-tenant (if the tenant changes), always or never.",

@@ -104,7 +104,7 @@ class CacheTiers(LowerTiers):
         disk = self.disk
         if disk is not None:
             with self.gate, self._guarded():
-                return disk.promotions.may_have(namespace, key)
+                return disk.lane_of(namespace.tenant).promotions.may_have(namespace, key)
         return False
 
     def begin(self, target: Target) -> TierLoading | None:

@@ -5,7 +5,8 @@
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
 
-Only a thread of its own waits for the disk.
+Only threads of its own wait for the disk: one for all tenants, and one for each strict tenant, so that no other
+tenant's purge delays what it learns.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -56,9 +57,24 @@ class DiskDebts:
         """Why tenants are still owed."""
         self._meeting: Job | None = None
         self._admin = IOThreads(1, 1)
+        self._own: dict[str, IOThreads] = {}
+        self._left: list[IOThreads] = []
+        """Of tenants that aren't strict any more."""
         self._must_reset = False
         self._resetting: Job | None = None
         self._weights = {0: 0}
+
+    def set_strict(self, tenant: str, is_strict: bool) -> None:
+        """Give a tenant a thread of its own, or none from now on."""
+        if is_strict:
+            self._own.setdefault(tenant, IOThreads(1, 1))
+        elif tenant in self._own:
+            left = self._own.pop(tenant)
+            left.close(0.0)
+            self._left.append(left)
+
+    def _thread_of(self, tenant: str) -> IOThreads:
+        return self._own.get(tenant, self._admin)
 
     # --- questions
 
@@ -68,7 +84,7 @@ class DiskDebts:
 
     def is_open_for(self, tenant: str) -> bool:
         """Whether the disk may be asked for a tenant's records now."""
-        return not self.is_owed(tenant) and self._tier.state == "open" and not self.is_resetting
+        return not self.is_owed(tenant) and self._tier.state_for(tenant) == "open" and not self.is_resetting
 
     def known(self, tenant: str) -> tuple[int, int] | None:
         """Return the generations of a tenant that the folder knows, of the cache and of the salts."""
@@ -89,7 +105,9 @@ class DiskDebts:
             return True
         job, ends_at = self._learning.get(tenant, (_FAILED, self._clock() + LEARNING_S))
         if job.is_done:
-            learning = self._admin.submit(lambda job, memory: self._learn(tenant, generations), is_load=True)
+            learning = self._thread_of(tenant).submit(
+                lambda job, memory: self._learn(tenant, generations), is_load=True
+            )
             self._learning[tenant] = learning or _FAILED, ends_at
         return False
 
@@ -130,7 +148,7 @@ class DiskDebts:
 
     def begin_to_pay(self, tenant: str) -> Job | None:
         """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
-        return self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
+        return self._thread_of(tenant).submit(lambda job, memory: self._paid(tenant), is_load=True)
 
     @property
     def owed(self) -> frozenset[str]:
@@ -172,8 +190,10 @@ class DiskDebts:
         self._tier.apply_generations({})
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread. Returns whether it ended within the time."""
-        return self._admin.close(timeout_s)
+        """End the threads. Returns whether they ended within the time."""
+        ends_at, threads = self._clock() + timeout_s, [self._admin, *self._own.values(), *self._left]
+        have_ended = [each.close(max(ends_at - self._clock(), 0.0)) for each in threads]
+        return all(have_ended)
 
     # --- inside
 
@@ -193,7 +213,7 @@ class DiskDebts:
         if generations[1]:
             self._tier.apply_generations({tenant: generations[1]})
         if len(self._known) >= _MAX_KNOWN:
-            self._known = {}
+            self._known = {each: known for each, known in self._known.copy().items() if each in self._own}
         self._known[tenant] = generations
         return True
 

@@ -10,19 +10,29 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 
 Its parts, which engines may hold themselves:
 
-    promotions    what comes: promotions, single flight, single records   (``disk_promotions``)
-    stores        what goes: what waits, leaves, is stored; the budget    (``disk_stores``)
     debts         purges that are owed, news of the fleet, resets         (``disk_debts``)
-    rows          staging memory and its shares                           (``staging_rows``)
-    patience      for how long requests wait, when the disk rests         (``disk_patience``)
+    lane_of       what a tenant shares with others, or has for itself     (``DiskLane``)
+
+        promotions    what comes: promotions, single flight, single records   (``disk_promotions``)
+        stores        what goes: what waits, leaves, is stored; the budget    (``disk_stores``)
+        rows          staging memory and its shares                           (``staging_rows``)
+        patience      for how long requests wait, when the disk rests         (``disk_patience``)
+
+**Strict tenants** notice nothing of others here, nor are they noticed. ``set_partition`` gives each slots of the disk,
+threads and a part of its bandwidth (``tiers.tier_lanes``), and a lane. In its lane it has rows, waiting stores, a bound
+of running ones, rests, samples of computing, and a part of the write budget, as large as its part of the disk. What is
+left is that all use one device and one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.disk_promotions import DiskPromotions
@@ -30,13 +40,27 @@ from radixkv.engines.disk_stores import DiskStores
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory, StagingRows
+from radixkv.errors import ArgumentError
 from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.durations import Durations
 
 CLOSING_S: Final = 10.0
 """The longest time for which ``close`` stores what waits."""
+LEAST_ROWS: Final = 2
+"""Rows of staging memory of a lane: for a request, and for what comes before anybody waits for it."""
 _POLL_S: Final = 0.001
 _ADMIN_S: Final = 0.5
 """The shortest time for which ``close`` waits for a purge or a reset that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLane:
+    """What the tenants without a partition share, or one with a partition has for itself."""
+
+    rows: StagingRows
+    patience: DiskPatience
+    stores: DiskStores
+    promotions: DiskPromotions
 
 
 class DiskLevel:
@@ -65,18 +89,149 @@ class DiskLevel:
         clock: Clock = monotonic,
     ) -> None:
         self.tier, self._clock = tier, clock
+        self._index, self._fill, self._serves, self._bytes_per_s = index, fill, serves, bytes_per_s
         self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
-        self.rows = StagingRows(memory, num_ahead_rows, clock)
-        self.patience = DiskPatience(index.cache.config.block_size, clock)
-        self.stores = DiskStores(tier, index, memory, self.debts, self.patience, serves, bytes_per_s, clock)
-        self.promotions = DiskPromotions(
-            tier, index, fill, self.rows, self.patience, self.debts, self.stores, serves, clock
+        self.load_durations = Durations()
+        """How long requests' loads took, of all lanes."""
+        self._lanes: dict[str, DiskLane] = {}
+        self._left_counts: Counter[str] = Counter()
+        self._left_rows: list[StagingRows] = []
+        """Of lanes that have ended; some of their rows were in use then."""
+        self.shared = self._made_lane(
+            StagingRows.of(memory, num_ahead_rows, clock),
+            memory,
+            lambda tenant: serves(tenant) and tenant not in self._lanes,
+            index.num_slots,
         )
+        """The lane of all tenants without a partition."""
+        self._memory, self._num_rows = memory, memory.num_staging - num_ahead_rows
+        index.watch(self._leave, lambda tenant: self.lane_of(tenant).stores.reserve)
+
+    def _made_lane(
+        self,
+        rows: StagingRows,
+        memory: HostMemory,
+        serves: Callable[[str], bool],
+        num_slots: int,
+        tenant: str = "",
+    ) -> DiskLane:
+        tier, index, clock, rate = self.tier, self._index, self._clock, self._bytes_per_s
+        if tenant and rate is not None:
+            rate *= tier.partition(tenant) / tier.num_slots
+        patience = DiskPatience(index.cache.config.block_size, clock)
+        stores = DiskStores(tier, index, memory, self.debts, patience, serves, rate, clock, num_slots, tenant)
+        promotions = DiskPromotions(
+            tier, index, self._fill, rows, patience, self.debts, stores, serves, clock, self.load_durations
+        )
+        return DiskLane(rows, patience, stores, promotions)
+
+    # --- lanes
+
+    def lane_of(self, tenant: str) -> DiskLane:
+        """Return a tenant's lane. O(1)."""
+        return self._lanes.get(tenant, self.shared)
+
+    def own_lane(self, tenant: str) -> DiskLane | None:
+        """Return the lane that a tenant has for itself, if it has one."""
+        return self._lanes.get(tenant)
+
+    @property
+    def lanes(self) -> list[DiskLane]:
+        """All lanes."""
+        return [self.shared, *self._lanes.values()]
+
+    def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
+        """Give a tenant slots of the disk and a lane of its own, 0 for none.
+
+        What comes for it, and what waits to be stored, is lost if that changes. Raises ArgumentError, and leaves it
+        none, if the slots or the rows of staging memory don't suffice.
+        """
+        if tenant in self._lanes and self.tier.partition(tenant) == num_slots:
+            return
+        self._end_lane(tenant)
+        num_rows = max(self._num_rows * num_slots // self.tier.num_slots, LEAST_ROWS)
+        if num_slots and self.shared.rows.num_rows < num_rows + LEAST_ROWS:
+            self.tier.set_partition(tenant, 0)
+            allowed = (
+                f"at most {self.shared.rows.num_rows - LEAST_ROWS}: others have the rest of staging memory"
+            )
+            raise ArgumentError("staging rows", num_rows, allowed)
+        try:
+            self.tier.set_partition(tenant, num_slots)
+        except ArgumentError:
+            self.tier.set_partition(tenant, 0)
+            raise
+        if num_slots:
+            self.debts.set_strict(tenant, True)
+            rows = self.shared.rows.part(num_rows)
+            self._lanes[tenant] = self._made_lane(
+                rows,
+                self._memory,
+                lambda each: each == tenant and self._serves(tenant),
+                num_host_slots,
+                tenant,
+            )
+        self._share_budget()
+
+    def _end_lane(self, tenant: str) -> None:
+        lane = self._lanes.pop(tenant, None)
+        if lane is not None:
+            lane.promotions.close()
+            lane.stores.close()
+            lane.rows.end()
+            self._left_rows = [each for each in (*self._left_rows, lane.rows) if each.num_used]
+            self.debts.set_strict(tenant, False)
+            self._left_counts.update(_counts_of(lane))
+            self._share_budget()
+
+    def _share_budget(self) -> None:
+        """Leave the others the part of the write budget that strict tenants don't have."""
+        if self._bytes_per_s is not None:
+            num_slots = self.tier.num_slots
+            num_left = max(num_slots - sum(map(self.tier.partition, self._lanes)), 1)
+            self.shared.stores.set_rate(self._bytes_per_s * num_left / num_slots)
+
+    def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
+        self.lane_of(namespace.tenant).stores.leave(namespace, key, first, slots)
+
+    # --- requests, by their ids
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; what comes from the disk for it is dropped. O(lanes)."""
+        for lane in self.lanes:
+            lane.promotions.forget(request_id)
+
+    def take_brought(self, request_id: str) -> int:
+        """Return how many blocks came from the disk for a request since the last call. O(lanes)."""
+        return sum(lane.promotions.take_brought(request_id) for lane in self.lanes)
+
+    def num_brought(self, request_id: str) -> int:
+        """Return what ``take_brought`` will return."""
+        return sum(lane.promotions.num_brought(request_id) for lane in self.lanes)
+
+    # --- steps
 
     @property
     def num_running(self) -> int:
         """Promotions, stores, and steps that fill slots, which haven't ended."""
-        return self.promotions.num_running + self.stores.num_running + self.rows.num_filling
+        return sum(
+            lane.promotions.num_running + lane.stores.num_running + lane.rows.num_filling
+            for lane in self.lanes
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the budgets had left when they were last asked."""
+        return sum(lane.stores.budget_bytes for lane in self.lanes)
+
+    @property
+    def num_used_rows(self) -> int:
+        """Rows of staging memory that aren't free."""
+        return sum(rows.num_used for rows in self._rows)
+
+    @property
+    def _rows(self) -> list[StagingRows]:
+        return [*(lane.rows for lane in self.lanes), *self._left_rows]
 
     def begin_step(self, step: int, num_tokens: int | None) -> None:
         """Begin a step, which computes ``num_tokens`` tokens: store what waits, and end stores that are over.
@@ -84,18 +239,32 @@ class DiskLevel:
         A step without tokens waits a moment for the disk. None: it doesn't, and isn't measured (``computed_in``).
         """
         if num_tokens is not None:
-            self.patience.begin_step(step, num_tokens)
-        self.rows.begin_step(step)
+            self.shared.patience.begin_step(step, num_tokens)
         self.debts.retry()
-        self.stores.step()
+        for rows in self._rows:
+            rows.begin_step(step)
+        for lane in self.lanes:
+            lane.stores.step()
         self.tier.maintain()
         if num_tokens == 0:
-            self.promotions.poll(_POLL_S)
+            self.shared.promotions.poll(_POLL_S)
+
+    def filled(self, steps: Iterable[int]) -> None:
+        """Take that the worker has filled the slots of these steps."""
+        steps = list(steps)
+        for rows in self._rows:
+            rows.filled(steps)
+
+    def undo(self) -> None:
+        """Take that no worker fills slots any more."""
+        for rows in self._rows:
+            rows.undo()
 
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
-        self.promotions.cancel()
-        self.stores.forget_waiting()
+        for lane in self.lanes:
+            lane.promotions.cancel()
+            lane.stores.forget_waiting()
         self.debts.reset()
 
     def close(self, give_all: Callable[[Callable[[], bool]], None] | None = None) -> None:
@@ -104,25 +273,46 @@ class DiskLevel:
         ``give_all``: saves what lies above host memory until its argument is true; called when the rest is stored.
         ``owed`` stays as it is then.
         """
-        self.promotions.close()
+        for lane in self.lanes:
+            lane.promotions.close()
         ends_at = self._clock() + CLOSING_S
         for tenant in self.debts.owed:
             self.debts.pay(tenant, max(ends_at - self._clock(), 0.0))
-        self.stores.begin_to_close()
-        self.stores.finish(ends_at)
+        for lane in self.lanes:
+            lane.stores.begin_to_close()
+        self._finish(ends_at)
         if give_all is not None and self.tier.state == "open":
 
             def is_over() -> bool:
-                self.stores.finish(ends_at)  # the next one may take the slots of the one before
+                self._finish(ends_at)  # the next one may take the slots of the one before
                 return self._clock() >= ends_at
 
             give_all(is_over)
-            self.stores.finish(ends_at)
-        self.stores.forget_waiting()
+            self._finish(ends_at)
+        for lane in self.lanes:
+            lane.stores.forget_waiting()
         is_idle = self.debts.close(max(ends_at - self._clock(), _ADMIN_S))
         self.tier.close(is_in_use=not is_idle)
-        self.stores.close()
+        for lane in self.lanes:
+            lane.stores.close()
+
+    def _finish(self, ends_at: float) -> None:
+        """Store what waits until then, in all lanes at once."""
+        while busy := [lane.stores for lane in self.lanes if not lane.stores.is_idle]:
+            if self._clock() >= ends_at:
+                return
+            for stores in busy:
+                stores.step()
+            busy[0].poll(_POLL_S)
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
-        return self.promotions.take_counts() | self.stores.take_counts() | self.patience.take_counts()
+        found, self._left_counts = self._left_counts, Counter()
+        for lane in self.lanes:
+            found.update(_counts_of(lane))
+        return dict(found)
+
+
+def _counts_of(lane: DiskLane) -> dict[str, int]:
+    """Return a lane's counts since the last call."""
+    return lane.promotions.take_counts() | lane.stores.take_counts() | lane.patience.take_counts()

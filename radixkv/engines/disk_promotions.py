@@ -73,6 +73,7 @@ class DiskPromotions:
         stores: DiskStores,
         serves: Callable[[str], bool],
         clock: Clock,
+        load_durations: Durations,
     ) -> None:
         self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
         self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
@@ -82,7 +83,7 @@ class DiskPromotions:
         self._queued: dict[str, float] = {}
         """Until when a request waits for others' promotions, before its own begins."""
         self._brought: Counter[str] = Counter()
-        self._counts, self.load_durations = dict.fromkeys(_COUNTS, 0), Durations()
+        self._counts, self._load_durations = dict.fromkeys(_COUNTS, 0), load_durations
 
     def is_waiting(
         self,
@@ -220,7 +221,7 @@ class DiskPromotions:
         """Count a request's load, and how long it took."""
         self._counts["disk_loads"] += 1
         self._counts["disk_load_us"] += int(seconds * 1e6)
-        self.load_durations.add(seconds)
+        self._load_durations.add(seconds)
 
     # --- inside
 

@@ -42,6 +42,10 @@ class DiskShares:
             self._tier.set_quota(tenant, replace(quota, guaranteed=0))
             self._unmet[tenant] = quota
             return
+        self.retry()
+
+    def retry(self) -> None:
+        """Give guarantees that didn't fit before, if they do now."""
         for each, unmet in list(self._unmet.items()):
             with suppress(ArgumentError):
                 self._tier.set_quota(each, unmet)

@@ -85,7 +85,10 @@ class _Store:
 
 
 class DiskStores:
-    """Stores the blocks of ``index`` by ``tier``. See DiskLevel for the rest."""
+    """Stores the blocks of ``index`` by ``tier``, of ``tenant`` or of all that share a lane: ``serves`` says whose.
+
+    ``num_slots``: the slots of host memory that these have. See DiskLevel for the rest.
+    """
 
     def __init__(
         self,
@@ -97,6 +100,8 @@ class DiskStores:
         serves: Callable[[str], bool],
         bytes_per_s: float | None,
         clock: Clock,
+        num_slots: int,
+        tenant: str = "",
     ) -> None:
         self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
         self._debts, self._patience, self._serves, self._clock = debts, patience, serves, clock
@@ -104,14 +109,25 @@ class DiskStores:
         self._waiting: deque[_Saved] = deque()
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
-        self._num_leaving, self._most_leaving = 0, max(index.num_slots // LEAVING_PART, 1)
-        self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
+        self._num_slots, self._tenant = num_slots, tenant
+        self._num_leaving, self._most_leaving = 0, max(num_slots // LEAVING_PART, 1)
+        self._most_stores = min(MAX_STORES, max(num_slots // 8, 1))
         self._is_closing = False
-        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
+        num_blocks = (tier.partition(tenant) if tenant else 0) or tier.num_slots
+        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, num_blocks)
         self.budget_bytes = 0
         """What the budget had left when it was last asked."""
         self._counts = {"disk_unstored_blocks": 0, "disk_unchosen_blocks": 0}
-        index.watch(self._leave, lambda: index.num_slots // LEAVING_PART if self._stores_later else 0)
+
+    @property
+    def reserve(self) -> int:
+        """Slots that should be free, or used by what leaves."""
+        return self._num_slots // LEAVING_PART if self._stores_later else 0
+
+    def set_rate(self, bytes_per_s: float) -> None:
+        """Let the budget, if there is one, spend so many bytes a second from now on."""
+        if self._budget is not None:
+            self._budget.set_rate(bytes_per_s)
 
     @property
     def num_running(self) -> int:
@@ -125,8 +141,8 @@ class DiskStores:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is stored, waits to be, or leaves."""
-        return not (self._waiting or self._stores or self._leaving)
+        """Whether nothing is stored, waits to be, or leaves; or the disk takes nothing."""
+        return not (self._waiting or self._stores or self._leaving) or not self._is_open
 
     @property
     def has_budget(self) -> bool:
@@ -179,19 +195,14 @@ class DiskStores:
         self._is_closing = True
         self._waiting.extend(self._unsaved())
 
-    def finish(self, ends_at: float) -> None:
-        """Store what waits until then."""
-        while (self._waiting or self._stores or self._leaving) and self._clock() < ends_at:
-            if self._tier.state != "open":
-                return
-            for store in self._stores:
-                for job in store.jobs:
-                    job.poll(ends_at - self._clock())
-            self._end_stores()
-            self._begin_stores()
+    def poll(self, timeout_s: float) -> None:
+        """Wait for a block that is being stored, if there is one."""
+        if self._stores and self._stores[0].jobs:
+            self._stores[0].jobs[-1].poll(timeout_s)
 
     def close(self) -> None:
-        """Free all slots, after the tier was closed."""
+        """Store nothing more, and free all slots."""
+        self.forget_waiting()
         for store in self._stores:
             self._free_slots(store)
         self._stores = []
@@ -273,12 +284,12 @@ class DiskStores:
         if store.has_left:
             self._num_leaving -= len(slots)
 
-    def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
+    def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
         tenant = namespace.tenant
         known = self._debts.known(tenant)
         is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)
-        if is_shut or known is None or self._debts.is_resetting or self._tier.state != "open":
+        if is_shut or known is None or self._debts.is_resetting or not self._is_open:
             return
         room = 0 if self._is_worthless else self._most_leaving - self._num_leaving
         kept = slots[:room]
@@ -296,7 +307,13 @@ class DiskStores:
     @property
     def _stores_later(self) -> bool:
         """Whether blocks are stored when they leave host memory, and not before."""
-        return self._budget is None and self._tier.is_full and not self._is_closing
+        is_full = self._tier.is_full_for(self._tenant) if self._tenant else self._tier.is_full
+        return self._budget is None and is_full and not self._is_closing
+
+    @property
+    def _is_open(self) -> bool:
+        state = self._tier.state_for(self._tenant) if self._tenant else self._tier.state
+        return state == "open"
 
     def _store_leaving(self, most: int) -> int:
         """Begin to store up to ``most`` blocks that have left host memory. Returns how many."""
@@ -343,13 +360,13 @@ class DiskStores:
     def _begin_stores(self) -> None:
         most = self._most_stores
         num_running = sum(len(store.slots) for store in self._stores)
-        if self._leaving and self._tier.state != "open":
+        if self._leaving and not self._is_open:
             self._give_up_leaving()
         elif self._leaving:
             num_running += self._store_leaving(most - num_running)
         if self._is_worthless:
             return
-        while self._waiting and num_running < most and self._tier.state == "open":
+        while self._waiting and num_running < most and self._is_open:
             saved = self._waiting.popleft()
             if (
                 self._debts.is_resetting

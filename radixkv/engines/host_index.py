@@ -124,7 +124,7 @@ class HostIndex:
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
         self._own: dict[str, int] = {}
         self._to_zero: list[Slots] = []
-        self._reserve: Callable[[], int] = lambda: 0
+        self._reserve: Callable[[str], int] = lambda tenant: 0
 
     # --- prefixes
 
@@ -222,8 +222,8 @@ class HostIndex:
             self._to_zero.append(slots[is_foreign])
         self._owner_of[slots], self._pool_of[slots] = owner, number
         self._slot_of[entries[:num]] = slots
-        if may_evict and not number:
-            self._make_reserve()
+        if may_evict:
+            self._make_reserve(number, tenant)
         return slots
 
     def _owner(self, tenant: str) -> int:
@@ -237,13 +237,18 @@ class HostIndex:
             self._owners[known] = self._num_owners
         return self._owners[known]
 
-    def _make_reserve(self) -> None:
-        """Evict ahead, so that slots that are in use until they are stored are free when they are needed."""
-        short = self._reserve() - self._num_free - len(self._pools[0].spare)
+    def _make_reserve(self, number: int, tenant: str) -> None:
+        """Evict ahead, so that slots that are in use until they are stored are free when they are needed.
+
+        A pool's free slots count for it alone.
+        """
+        pool = self._pools[number]
+        short = self._reserve(tenant) + self._short(pool, 0) - len(pool.spare)
         if short > 0:
-            short -= int(np.count_nonzero(self._is_orphan))
+            is_orphan = self._is_orphan & (self._pool_of == number) if self._own else self._is_orphan
+            short -= int(np.count_nonzero(is_orphan))
         if short > 0:
-            self.cache.evict(short)
+            self.cache.evict(short, tenant if number else None)
             self.settle()
 
     def own_room(self, tenant: str, wanted: int) -> int:
@@ -304,12 +309,12 @@ class HostIndex:
         self._free_orphans(slots[self._is_orphan[slots] & (self._uses[slots] == 0)])
 
     def watch(
-        self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[], int]
+        self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[str], int]
     ) -> None:
         """Let ``leaves`` hear of filled slots whose entries are about to be evicted, under the index's lock.
 
         It gets the namespace, the key up to the last of them, the position of the first, and the slots. It may ``use``
-        them, and calls nothing else here. ``reserve``: how many slots should be free, or used so.
+        them, and calls nothing else here. ``reserve``: how many slots of a tenant's pool should be free, or used so.
         """
 
         def leave(namespace: Namespace, key: bytes, start: int, entries: Ids) -> None:

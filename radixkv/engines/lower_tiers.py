@@ -16,7 +16,7 @@ before it forgets anything and again afterwards. A row with an outdated mark loa
 compared again after the host's sequence was opened: a purge that comes later detaches that.
 
 **Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
-A strict tenant has its share of host memory for itself, and nothing on the disk, where others could tell its traffic.
+A strict tenant has its shares of host memory and of the disk for itself (``disk_level``), or nothing there.
 
 An error in here costs hits: it is logged, what was decided and not done is undone, and the tiers go on. After
 ``MOST_ERRORS`` errors within ``ERRORS_S`` seconds they rest for ``REST_S``. Requests go on without them meanwhile.
@@ -54,7 +54,7 @@ from radixkv.storage.lossy_codec import LossyCodec
 from radixkv.tiers.durations import Durations
 
 if TYPE_CHECKING:
-    from radixkv.engines.disk_level import DiskLevel
+    from radixkv.engines.disk_level import DiskLane, DiskLevel
     from radixkv.engines.disk_shares import DiskShares
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.index.sequence import Sequence
@@ -157,9 +157,12 @@ class LowerTiers:
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
         self._unkept: set[str] = set()
-        self._strict: set[str] = set()
+        self._off_disk: set[str] = set()
+        """Strict tenants without a partition of the disk."""
         self._added: set[str] = set()
         self._shares: DiskShares | None = None
+        self._unmet_partitions: dict[str, int] = {}
+        """Slots of the disk that strict tenants were refused."""
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = threading.Lock(), threading.Lock()
@@ -177,15 +180,12 @@ class LowerTiers:
         self._thread: threading.Thread | None = None
         self._last_error: type[Exception] | None = None
         self._prefetch: Prefetch | None = None
+        self._own_prefetches: dict[str, Prefetch] = {}
+        """Those of strict tenants."""
         self._give_all: GiveAll = lambda is_over: None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
-            self._prefetch = Prefetch(
-                disk,
-                lambda namespace: self.keeps(namespace) and self.has(namespace),
-                self.level.cache.generation,
-                self._has_work.set,
-            )
+            self._prefetch = self._made_prefetch(disk.shared)
 
     # --- rows, within the gate
 
@@ -238,9 +238,7 @@ class LowerTiers:
 
     def take_disk_tokens(self, request_id: str) -> int:
         """Return how many tokens the disk brought for a request since the last call."""
-        return (
-            0 if self.level.disk is None else self.level.disk.promotions.take_brought(request_id) * self._size
-        )
+        return 0 if self.level.disk is None else self.level.disk.take_brought(request_id) * self._size
 
     def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
         """See ``RowBelow.save``."""
@@ -266,27 +264,28 @@ class LowerTiers:
 
     def expect(self, expected: Expected) -> None:
         """See ``Below``. What the disk has comes into host memory. Any thread."""
-        if self._prefetch is not None:
-            self._prefetch.add(expected)
+        prefetch = self._prefetch_of(expected.namespace.tenant)
+        if prefetch is not None:
+            prefetch.add(expected)
 
     def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
         """Bring what the disk has of a prompt into host memory, unless it takes longer than ``ASKED_S``. Any thread.
 
         ``resident_tokens``: returns what the cache has of it; the disk's thread calls it. O(1), waits for nothing.
         """
-        mark = self.mark(namespace.tenant)
-        if self._prefetch is not None and mark is not None:
+        mark, prefetch = self.mark(namespace.tenant), self._prefetch_of(namespace.tenant)
+        if prefetch is not None and mark is not None:
             until = self._clock() + ASKED_S
 
             def is_open() -> bool:
                 return self._clock() < until and self.mark(namespace.tenant) == mark
 
-            self._prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
+            prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
         if self.level.disk is not None:
-            self.level.disk.patience.computed_in(seconds, num_tokens)
+            self.level.disk.shared.patience.computed_in(seconds, num_tokens)
 
     # --- purges and tenants, any thread
 
@@ -388,9 +387,17 @@ class LowerTiers:
             self._unkept.add(tenant.id)
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
-        (self._strict.add if tenant.mode == "strict" else self._strict.discard)(tenant.id)
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
+        if tenant.mode == "strict":
+            self._off_disk.add(tenant.id)
         self._set_own_slots(tenant.id, max(own, 1) if is_strict else 0)
+        if is_strict:
+            self._share_disk(tenant.id)
+        self._set_partition(tenant.id, tenant.guaranteed_blocks if is_strict else None)
+        if tenant.mode != "strict":
+            self._off_disk.discard(tenant.id)
+        if is_strict:
+            return
         if tenant.mode == "strict" or tenant.id in self._unkept:
             self._share_disk(tenant.id)
         else:
@@ -409,9 +416,49 @@ class LowerTiers:
             with suppress(ArgumentError):  # its share was refused
                 self.level.cache.remove_tenant(tenant)
         self._set_own_slots(tenant, 0)
+        self._set_partition(tenant, None)
         self._share_disk(tenant)
         self._unkept.discard(tenant)
-        self._strict.discard(tenant)
+        self._off_disk.discard(tenant)
+
+    def _set_partition(self, tenant: str, guaranteed: int | None) -> None:
+        """Give a strict tenant slots and a lane of its own on the disk, as much as its guarantee is of the cache.
+
+        None: it shares them. If that doesn't fit, nothing of it is on the disk, until another change makes room.
+        """
+        disk = self.level.disk
+        if disk is None:
+            return
+        num_slots = 0 if guaranteed is None else max(guaranteed * disk.tier.num_slots // self._num_blocks, 1)
+        self._unmet_partitions.pop(tenant, None)
+        if not num_slots and disk.own_lane(tenant) is None:
+            return
+        try:
+            self._begin_partition(disk, tenant, num_slots)
+        except ArgumentError as error:
+            _log.warning("nothing of strict tenant %r is kept on disk: %s", tenant, error)
+            self._unmet_partitions[tenant] = num_slots
+        self._meet_unmet()
+
+    def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
+        with self.moving():
+            self._own_prefetches.pop(tenant, None)
+            self._off_disk.add(tenant)
+            disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            if num_slots:
+                self._own_prefetches[tenant] = self._made_prefetch(disk.lane_of(tenant))
+                self._off_disk.discard(tenant)
+
+    def _made_prefetch(self, lane: DiskLane) -> Prefetch:
+        return Prefetch(
+            lane.promotions,
+            lambda namespace: self.keeps(namespace) and self.has(namespace),
+            self.level.cache.generation,
+            self._has_work.set,
+        )
+
+    def _prefetch_of(self, tenant: str) -> Prefetch | None:
+        return self._own_prefetches.get(tenant, self._prefetch)
 
     def _share_disk(
         self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
@@ -419,6 +466,18 @@ class LowerTiers:
         """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
         if self._shares is not None:
             self._shares.set(tenant, guaranteed, most, weight)
+            self._meet_unmet()
+
+    def _meet_unmet(self) -> None:
+        """Give what the disk refused before, if there is room now."""
+        disk, shares = self.level.disk, self._shares
+        if disk is None or shares is None:
+            return
+        shares.retry()
+        for each, num_slots in list(self._unmet_partitions.items()):
+            with suppress(ArgumentError):
+                self._begin_partition(disk, each, num_slots)
+                del self._unmet_partitions[each]
 
     # --- the cache
 
@@ -494,7 +553,7 @@ class LowerTiers:
             while not self._stop.wait(_BUSY_TICK_S):
                 if prefetch is None:
                     self._has_work.wait()
-                elif not prefetch.is_busy:
+                elif not any(each.is_busy for each in (prefetch, *list(self._own_prefetches.values()))):
                     self._has_work.wait(_TICK_S)
                 self._has_work.clear()
                 self._tick_safely()
@@ -528,7 +587,8 @@ class LowerTiers:
         if not self._is_off:
             with self._guarded():
                 if self._prefetch is not None:
-                    self._prefetch.go_on()
+                    for each in (self._prefetch, *self._own_prefetches.values()):
+                        each.go_on()
                 self._run()
 
     def weights_changed(self, version: int) -> None:
@@ -611,14 +671,16 @@ class LowerTiers:
                 "hit_blocks": counts["disk_loaded_blocks"],
                 "read_bytes": tier.get("read_bytes", 0),
                 "written_bytes": tier.get("written_bytes", 0),
-                "loads": disk.promotions.load_durations.count,
-                "load_seconds": disk.promotions.load_durations.seconds,
+                "loads": disk.load_durations.count,
+                "load_seconds": disk.load_durations.seconds,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(not self._is_shut and disk.tier.state == "open" and not disk.patience.is_resting),
+                "open": int(
+                    not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
+                ),
                 "owed_purges": len(disk.debts.owed),
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
-                "budget_bytes": disk.stores.budget_bytes,
+                "budget_bytes": disk.budget_bytes,
             }
         return found
 
@@ -626,7 +688,7 @@ class LowerTiers:
         """Return details of the tiers in ``counts``. Any thread."""
         found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
         if disk is not None:
-            tier, loads = disk.tier, disk.promotions.load_durations
+            tier, loads = disk.tier, disk.load_durations
             found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
         return found
 
@@ -657,6 +719,7 @@ class LowerTiers:
                     ),
                     awaits_generations=disk.awaits_generations,
                     scheme=settings.dtype,
+                    bandwidth=disk.bandwidth,
                 ),
                 [disk.secret, *disk.previous_secrets],
                 files=disk.files,
@@ -668,7 +731,7 @@ class LowerTiers:
             self.memory,
             self.level.fill,
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
-            serves=lambda tenant: tenant not in self._strict,
+            serves=lambda tenant: tenant not in self._off_disk,
             bytes_per_s=disk.bytes_per_s,
             num_ahead_rows=num_ahead_rows,
             clock=self._clock,
@@ -691,7 +754,7 @@ class LowerTiers:
         table = sequence.block_table[start:stop].tolist()
         key = key[: stop * self._size * TOKEN_BYTES]
         self.level.load_key(request_id, namespace, generation, key, start, table)
-        self._num_brought = 0 if self.disk is None else self.disk.promotions.num_brought(request_id)
+        self._num_brought = 0 if self.disk is None else self.disk.num_brought(request_id)
         num_good = self._run().failed.get(request_id, stop - start)
         return (start + num_good) * self._size
 

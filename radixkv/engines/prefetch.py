@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from radixkv.config import Namespace
 
 if TYPE_CHECKING:
-    from radixkv.engines.disk_level import DiskLevel
+    from radixkv.engines.disk_promotions import DiskPromotions
     from radixkv.index.below import Expected
 
 AHEAD_ROWS: Final = 16
@@ -107,19 +107,19 @@ class _Line:
 
 
 class Prefetch:
-    """Brings what ``disk`` has of prompts for which ``keeps`` is true.
+    """Brings what a lane's ``promotions`` have of prompts for which ``keeps`` is true.
 
     ``generation``: of a tenant, in host memory. ``wake``: is called when a prompt has come.
     """
 
     def __init__(
         self,
-        disk: DiskLevel,
+        promotions: DiskPromotions,
         keeps: Callable[[Namespace], bool],
         generation: Callable[[str], int],
         wake: Callable[[], None],
     ) -> None:
-        self._disk, self._keeps, self._generation = disk, keeps, generation
+        self._promotions, self._keeps, self._generation = promotions, keeps, generation
         self._numbers = count(1)
         self._arrived: deque[_Prompt] = deque(maxlen=MAX_ARRIVED)
         self._asked: dict[str, deque[_Prompt]] = {}
@@ -164,7 +164,7 @@ class Prefetch:
                 is_coming = self._is_coming(running)
             finally:
                 if not is_coming:  # after an error too: it isn't tried again
-                    self._disk.promotions.forget(running.request_id)
+                    self._promotions.forget(running.request_id)
             if is_coming:
                 self._running = running
                 return
@@ -200,7 +200,7 @@ class Prefetch:
         expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
-        is_coming = self._disk.promotions.is_waiting(
+        is_coming = self._promotions.is_waiting(
             prompt.request_id,
             namespace,
             self._generation(namespace.tenant),
@@ -208,7 +208,7 @@ class Prefetch:
             expected.resident_tokens,
             need="asked" if prompt.is_asked else "announced",
         )
-        has_part = self._disk.promotions.take_brought(prompt.request_id) > 0
+        has_part = self._promotions.take_brought(prompt.request_id) > 0
         if is_coming and has_part and self._must_yield(prompt):
             self._waiting.setdefault(namespace.tenant, _Line()).give_back(prompt)
             return False

@@ -16,6 +16,7 @@ from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
+    from radixkv.engines.staging_rows import StagingRows
     from radixkv.tiers.io_threads import Job
 
 
@@ -33,10 +34,12 @@ class Where(NamedTuple):
 class Flight:
     """A record that is being read for ``num_users`` loads, or was. ``key``: of its prompt, up to its end at least."""
 
-    __slots__ = ("began_at", "job", "key", "num_users", "row", "where")
+    __slots__ = ("began_at", "job", "key", "num_users", "row", "rows", "where")
 
-    def __init__(self, where: Where, key: bytes, row: int, job: Job, began_at: float) -> None:
-        self.where, self.key, self.row, self.job, self.num_users = where, key, row, job, 1
+    def __init__(
+        self, where: Where, key: bytes, rows: StagingRows, row: int, job: Job, began_at: float
+    ) -> None:
+        self.where, self.key, self.rows, self.row, self.job, self.num_users = where, key, rows, row, job, 1
         self.began_at = began_at
 
 
@@ -65,19 +68,20 @@ class RecordReader:
             if is_same and not (flight.job.is_done and not flight.job.wait(0)):
                 flight.num_users += 1
                 return flight
-        row = self.disk.rows.take(where.place.tenant)
+        lane = self.disk.lane_of(where.place.tenant)
+        row = lane.rows.take(where.place.tenant)
         if row is None:
             return None
         job = None
         try:
-            job = self.disk.promotions.read(where.place, key, where.block, row)
+            job = lane.promotions.read(where.place, key, where.block, row)
         except BaseException:
-            self.disk.rows.give(row)
+            lane.rows.give(row)
             raise
         if job is None:
-            self.disk.rows.give(row)
+            lane.rows.give(row)
             return None
-        flight = Flight(where, key, row, job, self._clock())
+        flight = Flight(where, key, lane.rows, row, job, self._clock())
         self._flights.setdefault(where, []).append(flight)
         return flight
 
@@ -94,7 +98,7 @@ class RecordReader:
         left.remove(flight)
         if not left:
             del self._flights[flight.where]
-        self.disk.rows.give(flight.row)
+        flight.rows.give(flight.row)
 
     def sweep(self) -> None:
         """End what dropped loads left."""

@@ -418,7 +418,7 @@ class SecondLevel:
         slots = source = _NO_BLOCKS
         leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
-            self.disk.stores.choose(namespace, generation, key, start, entries)
+            self.disk.lane_of(namespace.tenant).stores.choose(namespace, generation, key, start, entries)
         try:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
@@ -474,7 +474,7 @@ class SecondLevel:
         """Forget a request that has ended. Its loads and saves that run go on."""
         self._requests.pop(request_id, None)
         if self.disk is not None:
-            self.disk.promotions.forget(request_id)
+            self.disk.forget(request_id)
 
     # --- steps
 
@@ -521,8 +521,8 @@ class SecondLevel:
         load may be read by running steps, so nothing of these is committed.
         """
         if self.disk is not None:
-            self.disk.patience.computed(report.ended)
-            self.disk.rows.filled(report.filled)
+            self.disk.shared.patience.computed(report.ended)
+            self.disk.filled(report.filled)
         others = set(invalid)
         for request_id, position in report.failed.items():
             others.difference_update(self._load_failed(request_id, position).tolist())
@@ -589,7 +589,7 @@ class SecondLevel:
         self.index.undo(unsure, self._taken.zero)
         self._work, self._taken = StepWork(self._work.step + 1), _NO_WORK
         if self.disk is not None:
-            self.disk.rows.undo()
+            self.disk.undo()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
@@ -619,7 +619,7 @@ class SecondLevel:
     def _waits_for_disk(
         self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
     ) -> bool:
-        return self.disk is not None and self.disk.promotions.is_waiting(
+        return self.disk is not None and self.disk.lane_of(namespace.tenant).promotions.is_waiting(
             request_id, namespace, generation, key, num_local
         )
 
@@ -659,13 +659,14 @@ class SecondLevel:
         self.index.filled(save.entries)
         if save.is_above:
             self.index.loaded(save.entries)
-        if self.disk is not None and not self.disk.stores.has_budget:
-            self.disk.stores.note_saved(save.namespace, save.generation, save.key, save.start, save.at + num)
-        elif self.disk is not None:
-            for first, stop in self.index.chosen(save.entries[:num]):
-                self.disk.stores.note_saved(
-                    save.namespace, save.generation, save.key, save.at + first, save.at + stop
-                )
+        if self.disk is None:
+            return
+        stores = self.disk.lane_of(save.namespace.tenant).stores
+        if not stores.has_budget:
+            stores.note_saved(save.namespace, save.generation, save.key, save.start, save.at + num)
+            return
+        for first, stop in self.index.chosen(save.entries[:num]):
+            stores.note_saved(save.namespace, save.generation, save.key, save.at + first, save.at + stop)
 
     def _fail_running(self) -> None:
         for step in list(self._saves):

@@ -34,6 +34,7 @@ from radixkv.index.below import Target
 from radixkv.index.validation import require_between
 
 if TYPE_CHECKING:
+    from radixkv.engines.disk_level import DiskLane
     from radixkv.storage.plan import BlockIds
 
 POLL_S: Final = 0.001
@@ -101,7 +102,7 @@ class TierLoading:
         self._polling = threading.Lock()
         if source.reader is None:
             return
-        self._ends_at += source.reader.disk.patience.patience_s(0)
+        self._ends_at += self._lane(source.reader).patience.patience_s(0)
         weakref.finalize(self, source.reader.dropped.append, self._flights).atexit = False
 
     def __repr__(self) -> str:
@@ -200,6 +201,9 @@ class TierLoading:
 
     # --- inside, within the gate
 
+    def _lane(self, reader: RecordReader) -> DiskLane:
+        return reader.disk.lane_of(self._target.namespace.tenant)
+
     def _advance(self) -> None:
         """Bring what is there, and commit what continues the committed tokens."""
         if not self._target.is_current:
@@ -236,28 +240,30 @@ class TierLoading:
 
     def _run_out(self, reader: RecordReader) -> None:
         """End it, unless its records were only just begun, because nobody polled before."""
-        now, least_s = self._clock(), reader.disk.patience.patience_s(0)
+        now, least_s = self._clock(), self._lane(reader).patience.patience_s(0)
         is_slow = self._place is None or any(now - each.began_at >= least_s for each in self._flights)
         if self._flights and not is_slow:
             self._ends_at = now + least_s
             return
         if is_slow:
-            reader.disk.patience.rest()
-        reader.disk.promotions.load_ended(now - self._found_at)
+            self._lane(reader).patience.rest()
+        self._lane(reader).promotions.load_ended(now - self._found_at)
         self.end()
 
     def _find(self, reader: RecordReader) -> bool:
         """Find what the disk has behind host memory's part. False if that isn't known yet, or it is shut: then done."""
         if self._place is None:
             tenant = self._target.namespace.tenant
-            place = reader.disk.promotions.place_of(self._target.namespace)
+            place = self._lane(reader).promotions.place_of(self._target.namespace)
             self.is_done = place is None
             if place is None or not reader.disk.debts.is_known(tenant):
                 return False
-            num = reader.disk.promotions.located(self._target.namespace, self._target.key, self._host_stop)
+            num = self._lane(reader).promotions.located(
+                self._target.namespace, self._target.key, self._host_stop
+            )
             self._place, self._stop = place, self._host_stop + num
             self._next, self._found_at = self._stop, self._clock()
-            self._ends_at = self._found_at + reader.disk.patience.patience_s(num * self._size)
+            self._ends_at = self._found_at + self._lane(reader).patience.patience_s(num * self._size)
         return True
 
     def _take_records(self, reader: RecordReader) -> None:
@@ -270,7 +276,7 @@ class TierLoading:
                 is_good = flight.job.wait(0)
                 if is_good and block >= low:
                     self._put(block, block + 1, self._source.row_copy(flight.row))
-                reader.disk.promotions.read_ended(is_good)
+                self._lane(reader).promotions.read_ended(is_good)
             finally:
                 reader.end(flight)
         assert self._place is not None
@@ -281,12 +287,12 @@ class TierLoading:
             self._flights.append(begun)
             self._next -= 1
         tenant = self._place.tenant
-        is_refused = self._next > low and not self._flights and reader.disk.rows.num_for(tenant) > 0
+        is_refused = self._next > low and not self._flights and self._lane(reader).rows.num_for(tenant) > 0
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
-            reader.disk.promotions.load_ended(self._clock() - self._found_at)
+            self._lane(reader).promotions.load_ended(self._clock() - self._found_at)
         if self.is_done and self._num_loaded:
-            reader.disk.patience.was_fast()
+            self._lane(reader).patience.was_fast()
 
     def _drop_claimed(self) -> None:
         """Give up records of claimed blocks. After the last block it is over."""
@@ -303,8 +309,8 @@ class TierLoading:
         if reader is not None and self._claimed_at is not None:
             now, num_tokens = self._clock(), self._claimed - self._measured
             if self._target.num_committed >= self._claimed:
-                reader.disk.patience.computed_in(now - self._claimed_at, num_tokens)
-            self._ends_at = max(self._ends_at, now + reader.disk.patience.patience_s(0))
+                self._lane(reader).patience.computed_in(now - self._claimed_at, num_tokens)
+            self._ends_at = max(self._ends_at, now + self._lane(reader).patience.patience_s(0))
         self._measured = self._target.num_committed
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:

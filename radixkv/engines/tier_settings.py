@@ -33,8 +33,9 @@ class DiskOptions:
     - ``files``: its system calls, in place of the usual ones.
     - ``previous_secrets``: previous secrets of the fleet. A folder under one of them is sealed under ``secret`` again.
     - ``bytes_per_s``: the most that is written on average; None for no bound. It is spent on what returns most often.
+    - ``bandwidth``: bytes a second that the device reads and writes; strict tenants have parts of it. None if unknown.
 
-    Raises ConfigError for a ``bytes_per_s`` that isn't a finite number above 0.
+    Raises ConfigError for rates that aren't finite numbers above 0.
     """
 
     folder: Path
@@ -44,12 +45,11 @@ class DiskOptions:
     files: Files | None = None
     bytes_per_s: float | None = None
     previous_secrets: tuple[bytes, ...] = ()
+    bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        rate: object = self.bytes_per_s
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if rate is not None and not (is_number and 0 < self.bytes_per_s < float("inf")):  # type: ignore[operator]
-            raise ConfigError("bytes_per_s", rate, "a finite number above 0, or None")
+        require_rate("bytes_per_s", self.bytes_per_s)
+        require_rate("bandwidth", self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,13 @@ class TierSettings:
 
 Disks: TypeAlias = Mapping[TierDtype, DiskOptions]
 """Disks by the dtype of their records."""
+
+
+def require_rate(name: str, rate: object) -> None:
+    """Raise ConfigError unless this is a finite number of bytes a second above 0, or None."""
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and not (is_number and 0 < rate < float("inf")):  # type: ignore[operator]
+        raise ConfigError(name, rate, "a finite number above 0, or None")
 
 
 @contextmanager

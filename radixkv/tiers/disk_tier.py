@@ -17,9 +17,13 @@ torn, flipped, exchanged or replayed. Memory that a failed decryption may have w
 **When it is sealed.** Header in memory, then payload to the file, then the header to the file, then the record can be
 found. ``sync`` makes all of them durable at once; ``maintain`` does it every ``sync_s`` seconds.
 
-**When it stops.** After ``MOST_ERRORS`` errors in a row the tier is closed for ``retry_s`` seconds. It stays closed for
-good once another process took the folder over, and at first if ``awaits_generations`` until ``apply_generations``: a
-replica that was down during a purge must not serve before it knows of the purge.
+**Strict tenants** have partitions: slots that no other tenant takes (``slots``), and lanes of their own for I/O
+(``tier_lanes``). A tenant is strict from ``set_partition`` on. It keeps what it had before, as much as fits. A restart
+finds all records, but knows no partitions: give them before the first request, or others' stores may evict them.
+
+**When it stops.** After ``MOST_ERRORS`` errors in a row a lane is closed for ``retry_s`` seconds. The tier stays
+closed for good once another process took the folder over, and at first if ``awaits_generations`` until
+``apply_generations``: a replica that was down during a purge must not serve before it knows of the purge.
 """
 
 from __future__ import annotations
@@ -60,10 +64,12 @@ from radixkv.tiers.slab import (
 )
 from radixkv.tiers.slot_owners import Quota
 from radixkv.tiers.slots import SlotTable
+from radixkv.tiers.tier_lanes import LANE_THREADS, USED_PART, TierLane
 
-MOST_ERRORS: Final = 8
 MAX_THREADS: Final = 64
 _NONCE_BYTES: Final = 12
+_LEAST_PART: Final = 0.01
+"""Part of the bandwidth that tenants without partitions have, if these take all slots."""
 
 MISSED: Final = (
     "absent", "refused", "mismatched", "stale", "abandoned", "read_errors", "closed", "too_busy"
@@ -95,6 +101,8 @@ class DiskSettings:
     - ``hang_s``: an operation that takes longer counts as hanging.
     - ``retry_s``: seconds for which the tier is closed after errors.
     - ``partitions``: slots of their own for tenants, by name: for strict tenants, which must not notice others.
+    - ``bandwidth``: bytes a second that the device reads and writes, of which partitions have their parts; None if that
+      isn't known (``tier_lanes``).
     - ``awaits_generations``: closed until ``apply_generations``.
     - ``direct``: bypass the page cache where the file system can.
 
@@ -112,6 +120,7 @@ class DiskSettings:
     hang_s: float = 5.0
     retry_s: float = 30.0
     partitions: Mapping[str, int] = field(default_factory=dict)
+    bandwidth: float | None = None
     awaits_generations: bool = False
     direct: bool = True
 
@@ -182,6 +191,13 @@ class DiskTier:
         try:
             self._slab = Slab(self._folder, direct=settings.direct)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
+            self._shared = self._made_lane(settings.num_threads)
+            self._lanes = {
+                owner: self._made_lane(LANE_THREADS, most_stores=1) for owner in self._partitions()
+            }
+            self._left_lanes: list[TierLane] = []
+            """Of tenants that have no partition any more: operations may run in them."""
+            self._share_bandwidth()
             self._counts: Counter[str] = Counter()
             self._missed, self._unstored = Counter[str](), Counter[str]()
             self._purges: Counter[str] = Counter()
@@ -191,14 +207,9 @@ class DiskTier:
             raise
         self._lock = threading.Lock()
         self._writing_headers = threading.Lock()
-        self._io = IOThreads(
-            settings.num_threads, buffer_bytes(settings.record_bytes), hang_s=settings.hang_s, clock=clock
-        )
         self._part = secrets.randbits(64)  # each opening has data keys of its own, so nonces never run out
         self._is_fenced = self._is_closed = False
         self._awaits = settings.awaits_generations
-        self._errors_in_a_row = 0
-        self._opens_at: float | None = None
         self._sealed_at_sync = self._sequence
         self._synced_at = clock()
         self._sync_job: Job | None = None
@@ -217,14 +228,19 @@ class DiskTier:
 
     @property
     def state(self) -> TierState:
-        """Whether the tier serves, or why not."""
+        """Whether the tier serves tenants without partitions, or why not."""
+        return self._state(self._shared)
+
+    def state_for(self, tenant: str) -> TierState:
+        """Whether the tier serves a tenant, or why not."""
+        return self._state(self._lane_of(tenant))
+
+    def _state(self, lane: TierLane) -> TierState:
         if self._is_closed:
             return "closed"
         if self._is_fenced:
             return "fenced"
-        if self._awaits:
-            return "awaiting-generations"
-        return "degraded" if self._is_resting() or self._io.is_stuck else "open"
+        return "awaiting-generations" if self._awaits else lane.state
 
     @property
     def num_slots(self) -> int:
@@ -243,8 +259,16 @@ class DiskTier:
 
     @property
     def is_full(self) -> bool:
-        """Whether a record takes the slot of another one from now on."""
-        return not self._table.num_free
+        """Whether a record of a tenant without a partition takes the slot of another one from now on."""
+        return self._table.is_full(b"")
+
+    def is_full_for(self, tenant: str) -> bool:
+        """Whether a record of a tenant takes the slot of another one from now on, unless it has a limit."""
+        return self._table.is_full(self._owner_of(tenant))
+
+    def partition(self, tenant: str) -> int:
+        """Return how many slots a tenant has for itself."""
+        return self._table.partition(self._owner_of(tenant))
 
     def counts(self) -> dict[str, int]:
         """Return what happened since the opening, by name. Every refused or failed record is in one of them.
@@ -256,7 +280,8 @@ class DiskTier:
             found = self._counts.copy()
             found.update(self._missed)
             found.update(self._unstored)
-        found.update(sealed=sealed, free=free, hung_threads=self._io.num_hung)
+            num_hung = sum(lane.io.num_hung for lane in (self._shared, *self._lanes.values()))
+        found.update(sealed=sealed, free=free, hung_threads=num_hung)
         return dict(sorted(found.items()))
 
     def missed(self) -> dict[str, int]:
@@ -286,7 +311,8 @@ class DiskTier:
         """
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
         stop = num_segments if most is None else min(num_segments, first + most)
-        is_shut = self._is_closed or self._is_fenced or self._awaits or self._is_resting()
+        is_resting = self._lane_of(namespace.tenant).is_resting
+        is_shut = self._is_closed or self._is_fenced or self._awaits or is_resting
         if is_shut or not 0 <= first < stop:
             return 0
         keys = self._folder.keys(namespace.tenant)
@@ -327,7 +353,7 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._load(job, memory, namespace, prefix, segment, target)
 
-        return self._submit(work, self._missed, is_load=is_awaited)
+        return self._submit(namespace.tenant, work, self._missed, is_load=is_awaited)
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
@@ -354,7 +380,28 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._store(job, memory, namespace, prefix, segment, source, before)
 
-        return self._submit(work, self._unstored, is_load=False)
+        return self._submit(namespace.tenant, work, self._unstored, is_load=False)
+
+    def set_partition(self, tenant: str, num_slots: int) -> None:
+        """Give a tenant slots and a lane of its own from now on, 0 for none, in place of a quota. Repeat it after each
+        opening.
+
+        It keeps its newest records, as many as fit. Slots that it lacks are taken from free ones, then from others'
+        records beyond their guarantees. No I/O. O(records that must go). Raises ArgumentError, and changes nothing, if
+        others are guaranteed too many.
+        """
+        owner = self._owner_of(tenant)
+        with self._lock:
+            before = len(self._table)
+            self._table.set_partition(owner, num_slots)
+            self._counts["evicted"] += before - len(self._table)
+            left = self._lanes.pop(owner, None) if not num_slots else None
+            if num_slots and owner not in self._lanes:
+                self._lanes[owner] = self._made_lane(LANE_THREADS, most_stores=1)
+            self._share_bandwidth()
+        if left is not None:
+            left.io.close(0.0)
+            self._left_lanes.append(left)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
@@ -367,7 +414,7 @@ class DiskTier:
         beside the others'.
         """
         with self._lock:
-            self._table.set_quota(bytes.fromhex(self._folder.tag(tenant)), quota)
+            self._table.set_quota(self._owner_of(tenant), quota)
 
     def purge(self, tenant: str) -> int:
         """Forget everything of a tenant, durably. Returns the number of its records.
@@ -433,7 +480,7 @@ class DiskTier:
         except OSError as error:
             self._has_failed_sync = True
             self._count(sync_errors=1)
-            self._failed(error)
+            self._shared.failed(error)
             raise
         finally:
             with self._lock:
@@ -464,7 +511,9 @@ class DiskTier:
             return
         self._submit_sync(is_load=False)  # after the stores
         self._is_closed = True
-        if self._io.close(timeout_s) and not is_in_use:
+        ends_at, lanes = self._clock() + timeout_s, [self._shared, *self._lanes.values(), *self._left_lanes]
+        have_ended = [lane.io.close(max(ends_at - self._clock(), 0.0)) for lane in lanes]
+        if all(have_ended) and not is_in_use:
             self._folder.close()
         else:
             log.error("the disk tier's I/O hangs; its folder stays locked until the process ends")
@@ -480,7 +529,7 @@ class DiskTier:
         segment: int,
         into: memoryview,
     ) -> bool:
-        keys = self._folder.keys(namespace.tenant)
+        keys, lane = self._folder.keys(namespace.tenant), self._lane_of(namespace.tenant)
         found = None if keys is None else self._leased(self._locator(keys, namespace, prefix))
         if keys is None or found is None:
             return self._miss("absent")
@@ -494,11 +543,11 @@ class DiskTier:
             try:
                 self._slab.read_slot(slot, memory, header.payload_bytes)
             except OSError as error:
-                self._failed(error)
+                lane.failed(error)
                 return self._miss("read_errors")
             finally:
                 seconds = self._clock() - began_at
-            self._worked()
+            lane.worked()
             if not job.claim():
                 return self._miss("abandoned")
             return self._opened(keys, namespace.tenant, slot, header, memory, identity, into)
@@ -551,7 +600,7 @@ class DiskTier:
         except TierError:
             return self._leave_out("damaged")
         except OSError as error:
-            self._failed(error)
+            self._lane_of(namespace.tenant).failed(error)
             return self._leave_out("write_errors")
         if self.num_purges(namespace.tenant) != num_purges:  # these may be the keys after the purge
             return self._leave_out("stale")
@@ -561,7 +610,7 @@ class DiskTier:
                 self._table.touch(there)
                 return True
             before = len(self._table)
-            slot = self._table.take(locator, bytes.fromhex(self._folder.tag(namespace.tenant)))
+            slot = self._table.take(locator, self._owner_of(namespace.tenant))
             self._counts["evicted"] += before - len(self._table)
             self._sequence += slot is not None
             sequence = self._sequence
@@ -572,7 +621,9 @@ class DiskTier:
             header = Header(len(payload), sequence, locator, keys.key_id, self._part, b"", b"", identity)
             sealed = self._sealed(job, memory, payload, keys, header)
             began_at = self._clock()
-            is_written = sealed is not None and self._written(slot, memory, sealed)
+            is_written = sealed is not None and self._written(
+                self._lane_of(namespace.tenant), slot, memory, sealed
+            )
         except BaseException:
             self._give_up(slot)
             raise
@@ -604,16 +655,16 @@ class DiskTier:
         job.unclaim()
         return header._replace(tag=bytes(sealed[len(payload) :]))
 
-    def _written(self, slot: int, memory: memoryview, header: Header) -> bool:
+    def _written(self, lane: TierLane, slot: int, memory: memoryview, header: Header) -> bool:
         """Clear the old header, then write the payload, then its header. Return whether the disk took all."""
         try:
             self._put_header(slot, None)
             self._slab.write_slot(slot, memory, header.payload_bytes)
             self._put_header(slot, header)
         except OSError as error:
-            self._failed(error)
+            lane.failed(error)
             return False
-        self._worked()
+        lane.worked()
         return True
 
     # --- parts
@@ -623,9 +674,34 @@ class DiskTier:
             raise TierError("the disk tier is closed: open it again, then purge")
 
     def _partitions(self) -> dict[bytes, int]:
-        return {
-            bytes.fromhex(self._folder.tag(tenant)): size for tenant, size in self.settings.partitions.items()
-        }
+        sizes = self.settings.partitions.items()
+        return {self._owner_of(tenant): size for tenant, size in sizes if size}
+
+    def _owner_of(self, tenant: str) -> bytes:
+        return bytes.fromhex(self._folder.tag(tenant))
+
+    def _made_lane(self, num_threads: int, most_stores: int | None = None) -> TierLane:
+        io = IOThreads(
+            num_threads,
+            buffer_bytes(self.settings.record_bytes),
+            most_stores=most_stores,
+            hang_s=self.settings.hang_s,
+            clock=self._clock,
+        )
+        return TierLane(io, self.settings.retry_s, self._clock)
+
+    def _lane_of(self, tenant: str) -> TierLane:
+        return self._lanes.get(self._owner_of(tenant), self._shared) if self._lanes else self._shared
+
+    def _share_bandwidth(self) -> None:
+        """Give each lane its part of the bandwidth; no lane has a bound while all tenants share one."""
+        bandwidth, num_slots, shared = self.settings.bandwidth, self._slab.num_slots, 1.0
+        for owner, lane in self._lanes.items():
+            part = self._table.partition(owner) / num_slots
+            shared -= part
+            lane.io.set_rate(None if bandwidth is None else USED_PART * bandwidth * part)
+        is_bound = bandwidth is not None and self._lanes
+        self._shared.io.set_rate(USED_PART * bandwidth * max(shared, _LEAST_PART) if is_bound else None)  # type: ignore[operator]
 
     def _range(self, key: bytes | memoryview, segment: int) -> tuple[int, int]:
         """Return the tokens of a segment. Raises ArgumentError."""
@@ -634,12 +710,6 @@ class DiskTier:
         if not 0 <= segment < most:
             raise ArgumentError("segment", segment, f"a whole segment of the prompt, 0 to {most - 1}")
         return segment * size, (segment + 1) * size
-
-    def _is_resting(self) -> bool:
-        """Whether the tier is closed for a while after errors."""
-        if self._opens_at is not None and self._clock() >= self._opens_at:
-            self._opens_at = None
-        return self._opens_at is not None
 
     def _is_current(self, keys: TenantKeys, tenant: str) -> bool:
         """Whether the tenant wasn't purged since these keys were taken."""
@@ -685,7 +755,7 @@ class DiskTier:
             try:
                 self._put_header(slot, None)
             except OSError as error:
-                self._failed(error)
+                self._shared.failed(error)
 
     def _give_up(self, slot: int) -> None:
         with self._lock:
@@ -769,13 +839,13 @@ class DiskTier:
                 return False
             return True
 
-        self._sync_job = self._io.submit(work, is_load=is_load)
+        self._sync_job = self._shared.io.submit(work, is_load=is_load)
 
-    def _submit(self, work: Work, reasons: Counter[str], *, is_load: bool) -> Job | None:
+    def _submit(self, tenant: str, work: Work, reasons: Counter[str], *, is_load: bool) -> Job | None:
         """Begin a job, unless the tier is closed or too busy. What comes to nothing counts in ``reasons``."""
-        is_open = self.state == "open"
-        unwanted = partial(self._count_in, reasons, "abandoned")
-        job = self._io.submit(work, is_load=is_load, unwanted=unwanted) if is_open else None
+        is_open, io = self.state_for(tenant) == "open", self._lane_of(tenant).io
+        unwanted, num_bytes = partial(self._count_in, reasons, "abandoned"), self.settings.record_bytes
+        job = io.submit(work, is_load=is_load, unwanted=unwanted, num_bytes=num_bytes) if is_open else None
         if job is None:
             self._count_in(reasons, "too_busy" if is_open else "closed")
         return job
@@ -790,17 +860,6 @@ class DiskTier:
         with self._lock:
             reasons[reason] += 1
         return False
-
-    def _failed(self, error: OSError) -> None:
-        """Count an error of the disk. After several in a row the tier is closed for a while."""
-        self._errors_in_a_row += 1
-        if self._errors_in_a_row >= MOST_ERRORS:
-            self._opens_at = self._clock() + self.settings.retry_s
-            self._errors_in_a_row = 0
-            log.error("the disk tier is closed for %g s after errors: %s", self.settings.retry_s, error)
-
-    def _worked(self) -> None:
-        self._errors_in_a_row = 0
 
     def _count(self, **numbers: int) -> None:
         with self._lock:

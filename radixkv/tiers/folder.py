@@ -150,7 +150,8 @@ class TierFolder(PrivateFolder):
         if not secrets_:
             raise ConfigError("fleet_secret", None, "the fleet's secret")
         self._wrapping = [derived(checked_secret(each), "tiers") for each in secrets_]
-        self._changing = threading.Lock()
+        self._changing: dict[str, threading.Lock] = {}
+        """By tag: what hangs for one tenant holds up no other one."""
         self._tags: dict[str, str] = {}
         self._generations: dict[str, int | None] = {}
         self._keys: dict[str, TenantKeys] = {}
@@ -228,7 +229,10 @@ class TierFolder(PrivateFolder):
     def make_keys(self, tenant: str) -> TenantKeys:
         """Return the keys of the tenant's generation. To make them takes two syncs. Raises OSError, TierError."""
         tag = self.tag(tenant)
-        with self._changing:
+        found = self._keys.get(tag)
+        if found is not None:
+            return found
+        with self._lock_of(tag):
             found = self._keys.get(tag)
             if found is None:
                 generation = self.generation(tenant)
@@ -284,7 +288,7 @@ class TierFolder(PrivateFolder):
         return [name for name in names if self._unless_unreadable(self._opened_root, name) is None]
 
     def _raise(self, tag: str, fleet: int | None) -> bool:
-        with self._changing:
+        with self._lock_of(tag):
             is_certain = self._generations.get(tag, 0) is not None
             known = self._read_generations(tag)
             generation, before = known or (0, 0)
@@ -307,6 +311,9 @@ class TierFolder(PrivateFolder):
             self._destroy_keys(names)
             self._generations[tag] = generation + 1
             return True
+
+    def _lock_of(self, tag: str) -> threading.Lock:
+        return self._changing.setdefault(tag, threading.Lock())
 
     def _has_any(self, tag: str, names: set[str]) -> bool:
         """Whether a tenant has a key, in memory or in a file with one of these names. Raises OSError."""

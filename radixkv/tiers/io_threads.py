@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 
 from radixkv.clock import Clock, monotonic
 from radixkv.tiers.files import aligned
+from radixkv.tiers.pace import Pace
 
 Work: TypeAlias = "Callable[[Job, memoryview], bool]"
 """Does a job, with the thread's own memory for I/O. Returns whether it succeeded."""
@@ -27,20 +28,16 @@ log = logging.getLogger("radixkv.tiers")
 
 
 class Job:
-    """One operation. ``wait`` returns its result."""
+    """One operation, of ``num_bytes``. ``wait`` returns its result."""
 
     __slots__ = (
-        "_changed",
-        "_has_memory_back",
-        "_is_abandoned",
-        "_is_claimed",
-        "_result",
-        "_unwanted",
-        "_work",
-    )
+        "_changed", "_has_memory_back", "_is_abandoned", "_is_claimed", "_result", "_unwanted", "_work", "num_bytes",
+    )  # fmt: skip
 
-    def __init__(self, work: Work, unwanted: Callable[[], object] | None = None) -> None:
-        self._work, self._unwanted = work, unwanted
+    def __init__(
+        self, work: Work, unwanted: Callable[[], object] | None = None, *, num_bytes: int = 0
+    ) -> None:
+        self._work, self._unwanted, self.num_bytes = work, unwanted, num_bytes
         self._changed = threading.Condition(threading.Lock())
         self._is_abandoned = self._is_claimed = self._has_memory_back = False
         self._result: bool | None = None
@@ -128,7 +125,8 @@ class IOThreads:
 
     After ``MOST_LOADS`` loads in a row a store that waits has its turn.
 
-    ``max_queued``: jobs that may wait. ``hang_s``: an operation that takes longer counts as hanging.
+    ``max_queued``: jobs that may wait. ``most_stores``: stores that run at once; None for as many as threads.
+    ``hang_s``: an operation that takes longer counts as hanging.
     """
 
     def __init__(
@@ -137,6 +135,7 @@ class IOThreads:
         buffer_bytes: int,
         *,
         max_queued: int = 256,
+        most_stores: int | None = None,
         hang_s: float = 5.0,
         clock: Clock = monotonic,
     ) -> None:
@@ -149,6 +148,15 @@ class IOThreads:
         self._threads: list[threading.Thread] = []
         self._is_closing = False
         self._loads_in_a_row = 0
+        self._storing: set[int] = set()
+        self._most_stores = num_threads if most_stores is None else most_stores
+        self._pace = Pace(None, clock)
+
+    def set_rate(self, bytes_per_s: float | None) -> None:
+        """Begin operations of at most so many bytes a second on average; None for no bound. Any thread."""
+        with self._changed:
+            self._pace.bytes_per_s = bytes_per_s
+            self._changed.notify_all()
 
     @property
     def num_hung(self) -> int:
@@ -162,9 +170,14 @@ class IOThreads:
         return self.num_hung >= self._num_threads
 
     def submit(
-        self, work: Work, *, is_load: bool, unwanted: Callable[[], object] | None = None
+        self,
+        work: Work,
+        *,
+        is_load: bool,
+        unwanted: Callable[[], object] | None = None,
+        num_bytes: int = 0,
     ) -> Job | None:
-        """Queue a job. None if the queue is full, all threads hang, or this is closed. O(threads).
+        """Queue a job of so many bytes. None if the queue is full, all threads hang, or this is closed. O(threads).
 
         ``unwanted``: called in place of the work if the job was abandoned before it began.
         """
@@ -172,7 +185,7 @@ class IOThreads:
             is_full = len(self._loads) + len(self._stores) >= self._max_queued
             if self._is_closing or is_full or self._num_hung() >= self._num_threads:
                 return None
-            job = Job(work, unwanted)
+            job = Job(work, unwanted, num_bytes=num_bytes)
             (self._loads if is_load else self._stores).append(job)
             idle = len(self._threads) - len(self._began)
             if len(self._threads) < self._num_threads and idle < len(self._loads) + len(self._stores):
@@ -221,11 +234,28 @@ class IOThreads:
     def _next(self, number: int) -> Job | None:
         with self._changed:
             self._began.pop(number, None)
-            self._changed.wait_for(lambda: self._loads or self._stores or self._is_closing)
-            if not self._loads and not self._stores:
-                return None
-            is_load = bool(self._loads) and (not self._stores or self._loads_in_a_row < MOST_LOADS)
-            self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
-            job = (self._loads if is_load else self._stores).popleft()
-            self._began[number] = self._clock()
-            return job
+            if number in self._storing:
+                self._storing.discard(number)
+                self._changed.notify()
+            while True:
+                if self._is_closing and not self._loads and not self._stores:
+                    return None
+                may_store = bool(self._stores) and len(self._storing) < self._most_stores
+                pause_s = 0.0 if self._is_closing else self._pace.pause_s()
+                if not self._loads and not may_store:
+                    self._changed.wait()
+                elif pause_s:
+                    self._changed.wait(pause_s)
+                else:
+                    return self._taken(number, may_store)
+
+    def _taken(self, number: int, may_store: bool) -> Job:
+        """Return the job whose turn it is. With the lock."""
+        is_load = bool(self._loads) and (not may_store or self._loads_in_a_row < MOST_LOADS)
+        self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
+        job = (self._loads if is_load else self._stores).popleft()
+        if not is_load:
+            self._storing.add(number)
+        self._pace.spend(job.num_bytes)
+        self._began[number] = self._clock()
+        return job

@@ -81,6 +81,10 @@ class Owner:
         """Whether it has more than it may have."""
         return self.quota.most is not None and self.used > self.quota.most
 
+    def unrank(self) -> None:
+        """Take it out of the order of those that share slots."""
+        self.ranked = self.entry = _UNRANKED
+
     def oldest(self, leased: Container[int]) -> int | None:
         """Return the slot of its least recently used record that isn't leased. O(leases)."""
         slots = islice(self.order.values(), _MOST_SKIPPED)
@@ -170,5 +174,5 @@ class Overuse:
 def _is_ranked(_: float, entry: int, owner: Owner) -> bool:
     """Whether this is the rank of an owner that has records. One without records has no rank afterwards."""
     if entry == owner.entry and not owner.order:
-        owner.ranked = owner.entry = _UNRANKED
+        owner.unrank()
     return entry == owner.entry

@@ -6,9 +6,10 @@
 Only sealed slots are found. A table belongs to one tier, whose lock guards it. Each slot belongs to an *owner*, a
 tenant. When there is none free, the owner that is furthest above its share loses its least recently used record
 (``slot_owners``). An owner with a *partition* has slots of its own that no other owner takes, and takes none of the
-others', so neither sees the other's load.
+others', so neither sees the other's load. Which slots these are is not fixed: a partition is a number of them.
 
-A law holds between calls: each slot is in exactly one state, and an owner's counts sum up to its slots (``check``).
+A law holds between calls: each slot is in exactly one state, an owner's counts sum up to its slots, and a pool has at
+most its slots, or nothing in it can be evicted (``check``).
 """
 
 from __future__ import annotations
@@ -72,21 +73,71 @@ class SlotTable:
         """Number of free slots."""
         return len(self._free)
 
+    def is_full(self, owner: bytes) -> bool:
+        """Whether the next record of an owner takes the slot of another one, unless it has a limit. O(1)."""
+        pool = self._pool(owner)
+        return pool.used >= pool.capacity
+
+    def partition(self, owner: bytes) -> int:
+        """Number of slots that an owner has for itself."""
+        return self._own[owner].capacity if owner in self._own else 0
+
     def num_of(self, owner: bytes) -> int:
         """Number of slots of an owner, in any state but free."""
         return len(self._owners[owner].slots) if owner in self._owners else 0
 
-    def set_partition(self, owner: bytes, size: int) -> None:
-        """Give an owner without records and quota ``size`` slots of its own, 0 for none. Raises ArgumentError."""
-        before = self._own[owner].capacity if owner in self._own else 0
-        most = self._shared.capacity + before - max(self._shared.used, self._guaranteed)
-        if owner in self._owners or not 0 <= size <= most:
-            raise ArgumentError("size", size, f"0 to {most}, for an owner without records and quota")
-        self._shared.capacity += before - size
-        if size:
-            self._own[owner] = _Pool(size)
+    def set_partition(self, name: bytes, size: int) -> None:
+        """Give an owner ``size`` slots of its own, in place of a quota; 0 for none. O(records that must go).
+
+        It keeps its newest records, as many as fit. A partition that grows takes free slots, then those of others'
+        records beyond their guarantees. Of records in use the slots follow when they are not. Raises ArgumentError, and
+        changes nothing, if others are guaranteed too many.
+        """
+        own, shared, owner = self._own.get(name), self._shared, self._owners.get(name)
+        quota = NO_QUOTA if owner is None else owner.quota
+        before = self.partition(name)
+        most = shared.capacity + before - self._guaranteed + quota.guaranteed
+        if not 0 <= size <= most:
+            raise ArgumentError("size", size, f"0 to {most}: others have the rest")
+        self.set_quota(name, NO_QUOTA)
+        owner = self._owners.get(name)
+        shared.capacity += before - size
+        if own is None and size:
+            own = self._own[name] = _Pool(size)
+            self._move(owner, shared, own)
+        elif own is not None:
+            own.capacity = size
+            if not size:
+                del self._own[name]
+                self._move(owner, own, shared)
+        self._trim(name)
+        self._trim(None)
+
+    def _move(self, owner: Owner | None, before: _Pool, now: _Pool) -> None:
+        """Count an owner's slots to another pool."""
+        if owner is None:
+            return
+        before.used -= len(owner.slots)
+        now.used += len(owner.slots)
+        if now is self._shared:
+            self._overuse.rank(owner)
         else:
-            self._own.pop(owner, None)
+            owner.unrank()
+
+    def _trim(self, name: bytes | None) -> None:
+        """Drop records while a pool has too many: of an owner with a partition, or of those without. O(records)."""
+        pool = self._shared if name is None else self._own.get(name, self._shared)
+        while pool.used > pool.capacity:
+            slot = self._excess(pool, name)
+            if slot is None:
+                return
+            self.drop(slot)
+
+    def _excess(self, pool: _Pool, name: bytes | None) -> int | None:
+        """Return the slot of the record that a pool with too many loses first; None if all are in use."""
+        if pool is self._shared:
+            return self._overuse.victim(Owner(b""), self._sharing(), self._leases)
+        return None if name is None else self._owners[name].oldest(self._leases)
 
     def set_quota(self, name: bytes, quota: Quota) -> None:
         """Give an owner a quota from now on. What it has above ``most`` goes with its next records. O(log owners).
@@ -148,6 +199,9 @@ class SlotTable:
                 if victim is None:
                     return None
                 self.drop(victim)
+        pool = self._pool(name)
+        if pool.used >= pool.capacity or not self._free:  # a pool has more than its slots, all of them in use
+            return None
         slot = self._free.pop()
         self._states[slot] = FILLING
         self._entries[slot] = Entry(locator, name)
@@ -155,7 +209,7 @@ class SlotTable:
         self._owners[name] = owner
         owner.slots.add(slot)
         owner.used += 1
-        self._pool(name).used += 1
+        pool.used += 1
         self._grew(owner)
         return slot
 
@@ -194,7 +248,8 @@ class SlotTable:
         owner = self._owners[entry.owner]
         owner.order[entry.locator] = slot
         self._grew(owner)
-        return True
+        self._trim(entry.owner)
+        return self._states[slot] == SEALED
 
     def give_up(self, slot: int) -> None:
         """Free a slot that could not be filled."""
@@ -215,6 +270,8 @@ class SlotTable:
         del self._leases[slot]
         if self._states[slot] == LEAVING:
             self._free_up(slot)
+        else:
+            self._trim(self._entries[slot].owner)
 
     def drop(self, slot: int) -> None:
         """Forget a record: it is not found any more. O(1)."""
@@ -247,10 +304,15 @@ class SlotTable:
             and held == len(self._entries) == self.num_slots - by_state[FREE] == sum(p.used for p in pools)
             and all(self._states[slot] in (SEALED, LEAVING) for slot in self._leases)
             and sum(pool.capacity for pool in pools) == self.num_slots
-            and all(pool.used <= pool.capacity for pool in pools)
+            and all(pool.used <= pool.capacity or self._is_in_use(pool) for pool in pools)
         )
         if not is_right:
             raise IntegrityError(f"slots: {by_state} by state, {len(self._entries)} entries, {held} by owner")
+
+    def _is_in_use(self, pool: _Pool) -> bool:
+        """Whether no record of a pool could be evicted, so that it keeps more than its slots for a while."""
+        name = next((name for name, own in self._own.items() if own is pool), None)
+        return self._excess(pool, name) is None
 
     def _pool(self, name: bytes) -> _Pool:
         return self._own.get(name, self._shared)

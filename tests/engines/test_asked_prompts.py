@@ -42,7 +42,7 @@ def is_idle(owner: DiskOwner) -> bool:
 def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that gets the need and the tokens of each prompt that the disk is asked for."""
     found: list[tuple[str, int]] = []
-    original = owner.disk.promotions.is_waiting
+    original = owner.disk.shared.promotions.is_waiting
 
     def is_waiting(
         request_id: str, namespace: Namespace, generation: int, key: bytes, *args: Any, **named: Any
@@ -50,7 +50,7 @@ def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
         found.append((named["need"], len(key) // 4))
         return original(request_id, namespace, generation, key, *args, **named)
 
-    monkeypatch.setattr(owner.disk.promotions, "is_waiting", is_waiting)
+    monkeypatch.setattr(owner.disk.shared.promotions, "is_waiting", is_waiting)
     return found
 
 
@@ -274,9 +274,7 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
-        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict"))
         reads.is_armed = True
-        owner.cache.prefetch(NS, PROMPT)
         owner.cache.prefetch(Namespace("b", "m", salt="uncached-1"), PROMPT)
         assert eventually(lambda: is_idle(owner))
         assert reads.num == 0 and in_host(owner) == 0
@@ -298,14 +296,14 @@ def test_the_write_budget_hears_only_of_what_has_come(folder: Path) -> None:
     """Else a flood of questions would say that prompts come back, and offer again what is in host memory."""
     with on_disk(folder) as owner:
         owner.known()
-        owner.disk.stores._budget = heard = Heard()
+        owner.disk.shared.stores._budget = heard = Heard()
         for _ in range(20):
             owner.cache.prefetch(NS, ELSE)
             owner.cache.prefetch(NS, PROMPT)
             assert eventually(lambda: is_idle(owner))
         assert in_host(owner) == 40
         assert heard.num_blocks == 8, "a point after 8 of 10 blocks, once"
-        assert owner.disk.stores.num_waiting == 0
+        assert owner.disk.shared.stores.num_waiting == 0
 
 
 def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand: None) -> None:
@@ -316,12 +314,12 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
         reads.is_armed = True
         owner.cache.prefetch(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        assert owner.disk.rows.num_free == 6
+        assert owner.disk.shared.rows.num_free == 6
         key = encode(PROMPT)
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", OTHER, 0, key, 0)
-            assert owner.disk.rows.num_free == 1, "it has begun, with all rows but those of a newcomer"
-            owner.disk.promotions.forget("request")
+            assert owner.disk.shared.promotions.is_waiting("request", OTHER, 0, key, 0)
+            assert owner.disk.shared.rows.num_free == 1, "it has begun, with all rows but those of a newcomer"
+            owner.disk.shared.promotions.forget("request")
         reads.open()
         assert ticks(owner, lambda: in_host(owner) == 40)
 
@@ -333,29 +331,29 @@ def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand:
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
         reads.is_armed = True
-        owner.disk.stores._budget = heard = Heard()
+        owner.disk.shared.stores._budget = heard = Heard()
         getattr(owner.cache, call)(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
         heard.num_blocks = 0
-        (ahead,) = owner.disk.promotions._promotions.values()
+        (ahead,) = owner.disk.shared.promotions._promotions.values()
         reads.allow(4)
         assert eventually(lambda: sum(job.is_done for job in ahead.jobs) == 4)
         num_good = [*(job.is_done for job in ahead.jobs), False].index(False)
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
-            assert owner.disk.promotions._promotions.keys() == {"request"}
-            assert owner.disk.promotions._promotions["request"].start == num_good
+            assert owner.disk.shared.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
+            assert owner.disk.shared.promotions._promotions.keys() == {"request"}
+            assert owner.disk.shared.promotions._promotions["request"].start == num_good
         assert in_host(owner) == num_good * SIZE
         assert heard.num_blocks == 8 or call == "announce", "each point once"
         reads.open()
 
         def is_there() -> bool:
-            owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
+            owner.disk.shared.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
             return in_host(owner) == 40
 
         assert ticks(owner, is_there)
         assert ticks(owner, lambda: is_idle(owner))
-        owner.disk.promotions.forget("request")
+        owner.disk.shared.promotions.forget("request")
         assert owner.ask(PROMPT) == (40, 1), "and its KV is right"
 
 
@@ -365,13 +363,13 @@ def test_what_a_request_brings_is_not_brought_ahead(folder: Path, by_hand: None)
         owner.known()
         reads.is_armed = True
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
+            assert owner.disk.shared.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
         owner.cache.prefetch(NS, PROMPT)
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.tick()
         assert is_idle(owner) and owner.disk.num_running == 1
         reads.open()
-        owner.disk.promotions.forget("request")
+        owner.disk.shared.promotions.forget("request")
 
 
 def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:
@@ -380,20 +378,20 @@ def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:
         owner.known()
         key, filled = encode(PROMPT), list[int]()
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", NS, 0, key, 0)
-            assert owner.disk.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
-            jobs = [job for each in owner.disk.promotions._promotions.values() for job in each.jobs]
+            assert owner.disk.shared.promotions.is_waiting("request", NS, 0, key, 0)
+            assert owner.disk.shared.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            jobs = [job for each in owner.disk.shared.promotions._promotions.values() for job in each.jobs]
             assert len(jobs) == 20 and eventually(lambda: all(job.is_done for job in jobs))
-            assert not owner.disk.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            assert not owner.disk.shared.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
             with owner.below.level.cache.match_and_lease(NS, key):
-                assert not owner.disk.promotions.is_waiting("request", NS, 0, key, 0)
+                assert not owner.disk.shared.promotions.is_waiting("request", NS, 0, key, 0)
             filled += owner.below.level._work.fill_slots.tolist()
             owner.below.tick()
         index = owner.below.level.index
         table = index.slots_of(index.cache.match(NS, PROMPT).block_ids).tolist()
         assert sorted(filled) == sorted(table) and len(table) == 10
         for each in ("request", "ahead"):
-            owner.disk.promotions.forget(each)
+            owner.disk.shared.promotions.forget(each)
         assert owner.ask(PROMPT) == (40, 1)
 
 
@@ -406,7 +404,10 @@ def test_a_folder_that_learns_slowly_is_not_blamed(
     with on_disk(folder) as owner:
         getattr(owner.cache, call)(NS, PROMPT)
         assert eventually(lambda: is_idle(owner))
-        assert owner.disk.promotions.place_of(NS) is not None and owner.disk.patience._num_timeouts == 0
+        assert (
+            owner.disk.shared.promotions.place_of(NS) is not None
+            and owner.disk.shared.patience._num_timeouts == 0
+        )
 
 
 def test_what_is_refused_changes_nothing(folder: Path, by_hand: None) -> None:

@@ -81,7 +81,7 @@ class DiskEngine(Engine):
             bytes_per_s=bytes_per_s,
             clock=monotonic if bytes_per_s is None else self.clock,
         )
-        self.disk.patience._seconds_a_token = (
+        self.disk.shared.patience._seconds_a_token = (
             10.0  # a request waits for the disk as long as a busy machine needs
         )
         self.level.disk = self.disk
@@ -94,14 +94,16 @@ class DiskEngine(Engine):
         """Run until all is done, the stores too."""
         super().run(max_steps)
         for _ in range(60_000):
-            if not (self.disk.num_running or self.disk.stores._waiting or self.disk.debts.is_resetting):
+            if not (
+                self.disk.num_running or self.disk.shared.stores._waiting or self.disk.debts.is_resetting
+            ):
                 break
             self.step(0)
             while self.outputs:
                 self._take(*self.outputs.popleft())
-            for store in self.disk.stores._stores:
+            for store in self.disk.shared.stores._stores:
                 store.jobs[-1].poll(0.001) if store.jobs else None
-        assert not self.disk.num_running and not self.disk.stores._waiting
+        assert not self.disk.num_running and not self.disk.shared.stores._waiting
 
     def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
         """Run a request alone, and return how many tokens it computed."""
@@ -112,7 +114,7 @@ class DiskEngine(Engine):
 
     def stop(self) -> None:
         self.check()
-        assert sorted(self.disk.rows._free_rows) == list(range(16)), "staging memory is given back"
+        assert sorted(self.disk.shared.rows._free_rows) == list(range(16)), "staging memory is given back"
         self.disk.close()
 
 
@@ -141,8 +143,8 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
 def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path) -> None:
     """One prompt in five is asked again after it has left host memory; the budget has bytes for a third of all."""
     engine = DiskEngine(tmp_path / "disk", num_slots=24, bytes_per_s=1.0)
-    record_bytes = engine.disk.stores._record_bytes
-    budget = engine.disk.stores._budget = WriteBudget(4.0 * record_bytes, SLOTS)
+    record_bytes = engine.disk.shared.stores._record_bytes
+    budget = engine.disk.shared.stores._budget = WriteBudget(4.0 * record_bytes, SLOTS)
     computed = {True: [0, 0], False: [0, 0]}
     for number in range(240):
         engine.clock.advance(1.0)
@@ -159,13 +161,13 @@ def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path)
     written = engine.disk.tier.counts()["stored"]
     assert written <= 4 * 240 + 4 * 60 + 16 and counts["disk_unchosen_blocks"] > 240 * 4
     assert computed[True][0] < 0.4 * computed[True][1], computed
-    assert 0 <= engine.disk.stores.budget_bytes <= budget.left_bytes() + 1
+    assert 0 <= engine.disk.budget_bytes <= budget.left_bytes() + 1
     engine.stop()
 
 
 def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
-    budget = engine.disk.stores._budget = WriteBudget(1e9, SLOTS)
+    budget = engine.disk.shared.stores._budget = WriteBudget(1e9, SLOTS)
     assert budget.spend("anonymous", 2_000_000_000, engine.clock())
     engine.again("a", ids_of(41))
     assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
@@ -337,7 +339,7 @@ def test_a_purge_during_a_promotion_leaves_nothing(tmp_path: Path) -> None:
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     engine.add("b", ids_of(41))
-    while not engine.disk.promotions._promotions:
+    while not engine.disk.shared.promotions._promotions:
         engine._admit()
     engine.level.cache.purge(engine.level._requests["b"].namespace.tenant)
     engine.version += 1
@@ -352,7 +354,7 @@ def test_a_request_that_ends_during_its_promotion_gives_all_back(tmp_path: Path)
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     request = engine.add("b", ids_of(41))
-    while not engine.disk.promotions._promotions:
+    while not engine.disk.shared.promotions._promotions:
         engine._admit()
     engine.end(request)
     engine.run()
@@ -386,7 +388,7 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
     engine.stop()
     released, files = threading.Event(), FaultyFiles()
     engine = DiskEngine(tmp_path / "disk", files=files)
-    engine.disk.patience._seconds_a_token = 1e-3
+    engine.disk.shared.patience._seconds_a_token = 1e-3
     files.before = lambda call: released.wait(30) and None
     assert engine.again("c", ids_of(41)) == 41
     counts = engine.disk.take_counts()
@@ -394,7 +396,7 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
     engine.add("d", ids_of(41, 1))
     engine._admit()
     assert engine.requests[0].status == "running", "nobody asks the disk now"
-    assert engine.disk.patience._rests_until > engine.disk._clock() + REST_S / 2
+    assert engine.disk.shared.patience._rests_until > engine.disk._clock() + REST_S / 2
     released.set()
     engine.run()
     engine.stop()
@@ -408,7 +410,11 @@ def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_pat
     patience.rest()
     engine.add("b", ids_of(41, 1))
     Engine.run(engine)
-    assert len(engine.disk.tier) == 10 and engine.disk.stores.num_waiting == 2 and not engine.disk.num_running
+    assert (
+        len(engine.disk.tier) == 10
+        and engine.disk.shared.stores.num_waiting == 2
+        and not engine.disk.num_running
+    )
     patience._rests_until = engine.disk._clock()
     engine.run()
     assert len(engine.disk.tier) == 20
@@ -424,13 +430,13 @@ def test_what_leaves_for_a_disk_that_is_slow_twice_is_lost_and_counted(tmp_path:
     engine.disk.take_counts()
     stored = engine.disk.tier.counts()["stored"]
     for _ in range(2):
-        engine.disk.patience.rest()
+        engine.disk.shared.patience.rest()
     for seed in range(prompts, prompts + 3):
         assert engine.again(f"b{seed}", ids_of(41, seed)) == 41
     counts = engine.disk.take_counts()
     assert engine.disk.tier.counts()["stored"] == stored and counts["disk_unstored_blocks"] >= 20
-    engine.disk.patience.was_fast()
-    assert not engine.disk.patience.is_worthless
+    engine.disk.shared.patience.was_fast()
+    assert not engine.disk.shared.patience.is_worthless
     engine.stop()
 
 

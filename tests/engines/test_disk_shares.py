@@ -72,8 +72,8 @@ class SharedOwner(DiskOwner):
             self.below.tick()
             return (
                 not self.disk.num_running
-                and not self.disk.stores.num_waiting
-                and not self.disk.stores._leaving
+                and not self.disk.shared.stores.num_waiting
+                and not self.disk.shared.stores._leaving
             )
 
     def loaded(self, ids: list[int], tenant: str) -> int:
@@ -124,7 +124,7 @@ def test_a_change_of_a_tenant_reaches_the_disk(tmp_path: Path) -> None:
         owner.flood("b", 12)
         assert owner.records("b") == 24
         owner.cache.add_tenant(Tenant("b", guaranteed_blocks=5, mode="strict"))
-        assert owner.quota("b") == NO_QUOTA, "a strict tenant has nothing on the disk"
+        assert owner.quota("b") == NO_QUOTA and owner.disk.tier.partition("b") == 10 == owner.records("b")
         owner.cache.remove_tenant("a")
         assert owner.quota("a") == NO_QUOTA
 

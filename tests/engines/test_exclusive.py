@@ -193,7 +193,7 @@ def settled(owner: Owner) -> bool:
     assert disk is not None
     with owner.below.gate:
         owner.below.tick()
-        return not (disk.stores._leaving or disk.stores._waiting or disk.stores._stores)
+        return not (disk.shared.stores._leaving or disk.shared.stores._waiting or disk.shared.stores._stores)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: No
     try:
         disk = owner.below.disk
         assert disk is not None
-        disk.stores._most_leaving = 12
+        disk.shared.stores._most_leaving = 12
         num = (disk.tier.num_slots + 80) // 10
         numbers = list(range(num))
         for number in numbers:

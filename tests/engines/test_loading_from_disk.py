@@ -83,7 +83,7 @@ class DiskOwner(Owner):
     def is_idle(self) -> bool:
         """Whether no record is on its way, and all staging memory is free and zero."""
         rows, memory = range(self.below.memory.num_staging), self.below.memory
-        return not self.disk.rows.num_used and not any(any(memory.staging_bytes(row)) for row in rows)
+        return not self.disk.num_used_rows and not any(any(memory.staging_bytes(row)) for row in rows)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -194,13 +194,13 @@ def test_a_disk_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.M
         owner.known()
         reads.is_armed = True
         assert owner.ask(PROMPT) == (0, 41), "claims go on"
-        assert owner.disk.promotions.place_of(NS) is not None
+        assert owner.disk.shared.promotions.place_of(NS) is not None
         monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
         with owner.cache.open(OTHER, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert not loading.wait(0.01)
             assert loading.wait() and loading.num_loaded_tokens == 0
-            assert owner.disk.promotions.place_of(OTHER) is None, "the disk rests"
+            assert owner.disk.shared.promotions.place_of(OTHER) is None, "the disk rests"
             owner.compute(sequence, 41)
         reads.open()
 
@@ -217,7 +217,9 @@ def test_who_polls_rarely_isnt_taken_for_a_slow_disk(folder: Path, monkeypatch: 
                 loading._ends_at = 0.0
                 loading.poll()
                 assert loading.num_loaded_tokens == num_loaded
-            assert owner.disk.promotions.place_of(NS) is not None and sequence.num_committed_tokens == 40
+            assert (
+                owner.disk.shared.promotions.place_of(NS) is not None and sequence.num_committed_tokens == 40
+            )
 
 
 def test_a_record_that_fails_leaves_a_gap(folder: Path) -> None:
@@ -384,7 +386,7 @@ def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: p
         assert isinstance(owner.below, object)
         reader = owner.below.reader  # type: ignore[attr-defined]
         with owner.below.gate:  # type: ignore[attr-defined]
-            place = owner.disk.promotions.place_of(NS)
+            place = owner.disk.shared.promotions.place_of(NS)
             assert place is not None
             key = memoryview(b"".join(each.to_bytes(4, "little") for each in PROMPT[:4])).tobytes()
             old, new = (reader.begin(Where(mark, place, 0), key) for mark in (1, 2))

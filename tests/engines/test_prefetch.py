@@ -91,11 +91,11 @@ def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.M
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
-        num_rows = owner.disk.rows.num_free
+        num_rows = owner.disk.shared.rows.num_free
         reads.is_armed = True
         owner.cache.announce(OTHER, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        assert owner.disk.rows.num_free == num_rows
+        assert owner.disk.shared.rows.num_free == num_rows
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert loading.num_tokens == 40
@@ -136,13 +136,28 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
-        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict"))
         reads.is_armed = True
-        owner.cache.announce(NS, PROMPT)
         owner.cache.announce(Namespace("b", "m", salt="uncached-1"), PROMPT)
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: not held.is_busy)
         assert reads.num == 0 and in_host(owner) == 0
+        reads.open()
+
+
+@pytest.mark.parametrize("call", ["announce", "prefetch"])
+def test_a_strict_tenants_prompt_waits_for_nobodys_reads(folder: Path, call: str) -> None:
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
+        reads.is_armed = True
+        getattr(owner.cache, call)(OTHER, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and eventually(lambda: held._running is not None)
+        assert eventually(lambda: owner.disk.shared.promotions.num_running == 1)
+        reads.is_armed = False  # those that run go on to wait
+        getattr(owner.cache, call)(NS, PROMPT)
+        assert eventually(lambda: in_host(owner) == 40)
         reads.open()
 
 
@@ -157,7 +172,7 @@ def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: owner.disk.num_running == 1)
         assert eventually(lambda: not held.is_busy)
-        assert owner.disk.promotions.place_of(NS) is not None
+        assert owner.disk.shared.promotions.place_of(NS) is not None
         reads.open()
 
 

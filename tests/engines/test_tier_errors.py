@@ -220,6 +220,6 @@ def test_a_prompt_that_fails_to_come_ahead_is_not_tried_again(
         assert eventually(lambda: owner.below.counts()["host"]["errors"] == 1)
         assert eventually(owner.is_idle)
         assert not eventually(lambda: owner.below.counts()["host"]["errors"] > 1, 1.0)
-        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk.promotions._promotions
+        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk.shared.promotions._promotions
     finally:
         owner.cache.close()

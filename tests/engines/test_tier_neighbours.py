@@ -51,7 +51,7 @@ def test_a_load_that_nobody_polls_gives_its_memory_back(
         owner.known()
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert owner.disk.rows.num_used
+            assert owner.disk.num_used_rows
             assert eventually(owner.is_idle), "though the sequence is open"
             assert loading.is_done and loading.num_loaded_tokens == 0
             monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
@@ -76,7 +76,7 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
             assert isinstance(loading, tier_loading.TierLoading)
             loading._ends_at = 0.0
             time.sleep(1.0)
-            assert not loading.is_done and owner.disk.rows.num_used
+            assert not loading.is_done and owner.disk.num_used_rows
             owner.compute(sequence, stop)
             assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
             assert eventually(owner.is_idle)
@@ -93,7 +93,7 @@ def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pyte
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             owner.compute(sequence, 20)
-            assert eventually(lambda: owner.disk.rows.num_used == 5)
+            assert eventually(lambda: owner.disk.num_used_rows == 5)
             assert not loading.is_done
             owner.compute(sequence, 41)
             assert eventually(owner.is_idle) and loading.is_done
@@ -103,22 +103,22 @@ def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pyte
 def test_tenants_share_staging_memory(folder: Path) -> None:
     with on_disk(folder) as owner:
         disk, clock = owner.disk, ManualClock()
-        disk.rows._clock = clock
+        disk.shared.rows._clock = clock
 
         def takes(tenant: str) -> list[int]:
             rows = list[int]()
-            while (row := disk.rows.take(tenant)) is not None:
+            while (row := disk.shared.rows.take(tenant)) is not None:
                 rows.append(row)
             return rows
 
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert disk.rows.num_free == 16
+            assert disk.shared.rows.num_free == 16
             mine = takes("a")
             assert len(mine) == 12, "a quarter is for those that come"
             theirs = takes("b")
             assert len(theirs) == 4
             for row in mine[:8]:
-                disk.rows.give(row)
+                disk.shared.rows.give(row)
             mine = mine[8:]
             theirs += takes("b")
             assert len(theirs) == 6 and len(takes("c")) == 4
@@ -126,13 +126,13 @@ def test_tenants_share_staging_memory(folder: Path) -> None:
             assert len(mine) == 4, "its share of three"
             clock.advance(SHARED_S + 1)
             mine += takes("a")
-            assert len(mine) == 6 and disk.rows.num_free == 0
+            assert len(mine) == 6 and disk.shared.rows.num_free == 0
             for row in range(16):
-                disk.rows.give(row)
-            assert not disk.rows._num_held
+                disk.shared.rows.give(row)
+            assert not disk.shared.rows._num_held
             assert len(takes("a")) == 12
-            for row in sorted(set(range(16)) - set(disk.rows._free_rows)):
-                disk.rows.give(row)
+            for row in sorted(set(range(16)) - set(disk.shared.rows._free_rows)):
+                disk.shared.rows.give(row)
 
 
 def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", files=(files := FaultyFiles()))
     files.before = lambda call: released.wait(30) and None
     engine.add("b", ids_of(121))
-    assert eventually(lambda: engine.step(0) is None and bool(engine.disk.promotions._promotions))
-    assert engine.disk.rows.num_free == 4
+    assert eventually(lambda: engine.step(0) is None and bool(engine.disk.shared.promotions._promotions))
+    assert engine.disk.shared.rows.num_free == 4
     released.set()
     engine.run()
-    assert engine.disk.rows.num_free == 16
+    assert engine.disk.shared.rows.num_free == 16
     engine.stop()
 
 
@@ -221,17 +221,21 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
     with on_disk(tmp_path / "disk", host_blocks=32) as owner:
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
-        monkeypatch.setattr(type(owner.disk.stores), "_stores_later", property(lambda self: True))
-        owner.disk.stores._most_leaving = 4
+        monkeypatch.setattr(type(owner.disk.shared.stores), "_stores_later", property(lambda self: True))
+        owner.disk.shared.stores._most_leaving = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.level.cache.evict(4)
-            assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
-            tier._opens_at = tier._clock() + 60
+            assert len(owner.disk.shared.stores._leaving) and int(uses.sum()) == 4
+            tier._shared._opens_at = tier._clock() + 60
             owner.below.tick()
-            assert not owner.disk.stores._leaving and not uses.any() and not owner.disk.stores._num_leaving
-            tier._opens_at = None
+            assert (
+                not owner.disk.shared.stores._leaving
+                and not uses.any()
+                and not owner.disk.shared.stores._num_leaving
+            )
+            tier._shared._opens_at = None
 
 
 def test_memory_that_a_job_never_took_is_the_callers() -> None:
@@ -252,22 +256,22 @@ def test_a_few_slow_computations_dont_lengthen_patience(folder: Path) -> None:
     with on_disk(folder) as owner:
         disk = owner.disk
         for _ in range(NUM_SAMPLES):
-            disk.patience.computed_in(16 * 1e-3, 16)
-        before = disk.patience.patience_s(1_500)
+            disk.shared.patience.computed_in(16 * 1e-3, 16)
+        before = disk.shared.patience.patience_s(1_500)
         assert before == pytest.approx(0.75)
         for seconds in (8.0, 1e9, float("inf"), float("nan"), -1.0, 15.9 * MOST_SECONDS_A_TOKEN):
-            disk.patience.computed_in(seconds, 16)
+            disk.shared.patience.computed_in(seconds, 16)
         for _ in range(NUM_SAMPLES // 2 - 1):
-            disk.patience.computed_in(1.5, 16)
-        assert disk.patience.patience_s(1_500) == pytest.approx(before)
+            disk.shared.patience.computed_in(1.5, 16)
+        assert disk.shared.patience.patience_s(1_500) == pytest.approx(before)
 
 
 def test_patience_is_bounded(folder: Path) -> None:
     with on_disk(folder) as owner:
         for _ in range(10 * NUM_SAMPLES):
-            owner.disk.patience.computed_in(1.5, 16)
-        assert owner.disk.patience.patience_s(10**9) == MOST_WAIT_S
-        assert owner.disk.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
+            owner.disk.shared.patience.computed_in(1.5, 16)
+        assert owner.disk.shared.patience.patience_s(10**9) == MOST_WAIT_S
+        assert owner.disk.shared.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
 
 
 # --- long copies from host memory

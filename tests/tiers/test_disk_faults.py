@@ -16,8 +16,9 @@ import pytest
 
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
-from radixkv.tiers.disk_tier import MISSED, MOST_ERRORS, UNSTORED, DiskTier
+from radixkv.tiers.disk_tier import MISSED, UNSTORED, DiskTier
 from radixkv.tiers.io_threads import IOThreads, Job
+from radixkv.tiers.tier_lanes import MOST_ERRORS
 from tests.tiers.support import (
     ACME,
     GLOBEX,

@@ -60,11 +60,103 @@ def test_partitions_take_nothing_of_each_other() -> None:
     mine = sealed(table, b"own", B)
     sealed(table, b"another", B)
     assert table.find(b"own") is None and table.find(b"another") == mine and table.num_of(A) == 3
-    with pytest.raises(ArgumentError, match="0 to "):
-        table.set_partition(A, 2)
+    table.set_quota(A, Quota(2))
+    with pytest.raises(ArgumentError, match="size=3 is not allowed; allowed: 0 to 2"):
+        table.set_partition(B, 3)
     with pytest.raises(ArgumentError, match="size=5 is not allowed"):
         SlotTable(4, {B: 5})
     table.check()
+
+
+def test_a_partition_that_grows_takes_free_slots_and_then_others_records_beyond_their_guarantees() -> None:
+    table = SlotTable(10)
+    table.set_quota(A, Quota(3))
+    for number in range(6):
+        sealed(table, b"a%d" % number, A)
+    sealed(table, b"b0", B)
+    table.set_partition(B, 3)
+    assert there(table, "a", 6) == [*range(6)] and there(table, "b", 1) == [0]
+    table.set_partition(B, 6)
+    assert there(table, "a", 6) == [2, 3, 4, 5] and table.partition(B) == 6
+    with pytest.raises(ArgumentError, match="size=8 is not allowed; allowed: 0 to 7"):
+        table.set_partition(B, 8)
+    assert there(table, "a", 6) == [2, 3, 4, 5]
+    table.set_partition(B, 7)
+    assert there(table, "a", 6) == [3, 4, 5]
+    for number in range(1, 20):
+        sealed(table, b"b%d" % number, B)
+    assert there(table, "b", 20) == [*range(13, 20)] and there(table, "a", 6) == [3, 4, 5]
+    assert table.is_full(B) and table.is_full(A)
+    table.check()
+
+
+def test_a_partition_that_shrinks_or_ends_keeps_the_newest_records() -> None:
+    table = filled(10, a=8)
+    table.set_partition(A, 5)
+    assert there(table, "a", 8) == [3, 4, 5, 6, 7] and table.num_free == 5 and not table.is_full(B)
+    table.set_partition(A, 2)
+    assert there(table, "a", 8) == [6, 7]
+    table.set_partition(A, 0)
+    for number in range(20):
+        sealed(table, b"b%d" % number, B)
+    assert there(table, "a", 8) == [6, 7], "it has its share like any other"
+    table.set_quota(A, Quota(1))
+    table.check()
+
+
+def test_a_partition_gets_the_slots_of_records_in_use_when_they_are_not() -> None:
+    table = filled(4, b=4)
+    slots = [table.find(b"b%d" % number) for number in range(4)]
+    for slot in slots:
+        assert slot is not None
+        table.lease(slot)
+    table.set_partition(A, 2)
+    assert table.take(b"a0", A) is None and there(table, "b", 4) == [0, 1, 2, 3]
+    table.check()
+    for number, slot in enumerate(slots):
+        assert slot is not None
+        assert number > 1 or table.take(b"b9", B) is None, "what others have too much is never given again"
+        table.release(slot)
+        table.check()
+    assert there(table, "b", 4) == [2, 3]
+    for number in range(5):
+        sealed(table, b"a%d" % number, A)
+    assert there(table, "a", 5) == [3, 4] and there(table, "b", 4) == [2, 3]
+    table.check()
+
+
+def test_random_partitions_lose_nothing_to_others() -> None:
+    """Between changes of partitions, nobody's take drops a record of a partition but its owner's."""
+    num_changes = num_full = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        table, filling, leased = SlotTable(chance.randint(2, 12)), list[int](), list[int]()
+        for number in range(150):
+            name, deed = chance.choice((A, B, C)), chance.random()
+            own = {each: table.num_of(each) for each in table._own}
+            if deed < 0.6 and (slot := table.take(b"%d" % number, name)) is not None:
+                filling.append(slot)
+                assert all(table.num_of(each) >= num for each, num in own.items() if each != name)
+                assert all(table.num_of(each) <= table.partition(each) for each in own if each == name)
+                num_full += name in own and table.is_full(name)
+            elif deed < 0.75 and filling:
+                table.seal(filling.pop())
+            elif deed < 0.8 and (slot := table.find(b"%d" % chance.randint(0, number))) is not None:
+                table.lease(slot)
+                leased.append(slot)
+            elif deed < 0.9 and leased:
+                table.release(leased.pop())
+            elif deed < 0.95 and table._guaranteed == 0:
+                table.set_partition(name, chance.randint(0, table._shared.capacity + table.partition(name)))
+                num_changes += 1
+            table.check()
+        for slot in leased:
+            table.release(slot)
+        for slot in filling:
+            table.seal(slot)
+        table.check()
+        assert all(table.num_of(each) <= table.partition(each) for each in table._own)
+    assert num_changes > 100 and num_full > 100
 
 
 def test_random_lives_keep_the_law() -> None:
@@ -241,8 +333,6 @@ def test_more_guarantees_than_slots_are_refused() -> None:
     for quota in (Quota(1), Quota(0, 1), Quota(weight=2.0)):
         with pytest.raises(ArgumentError, match="none for an owner with a partition"):
             table.set_quota(C, quota)
-    with pytest.raises(ArgumentError, match="size=1 is not allowed"):
-        table.set_partition(A, 1)
     with pytest.raises(ArgumentError, match="size=1 is not allowed; allowed: 0 to 0"):
         table.set_partition(b"d" * 16, 1)
     table.check()

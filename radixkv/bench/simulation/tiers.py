@@ -159,7 +159,7 @@ class _TieredReplay(Replay):
         evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
         if self.host is not None:
             reserve = host_blocks // LEAVING_PART
-            self.host.watch(self._leave_host, lambda: reserve if disk.stores_later else 0)
+            self.host.watch(self._leave_host, lambda tenant: reserve if disk.stores_later else 0)
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
         self.host_writes = 0
