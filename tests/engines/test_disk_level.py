@@ -404,7 +404,7 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
 
 def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk")
-    patience = engine.disk.patience
+    patience = engine.disk.shared.patience
     patience.rest()
     assert engine.again("a", ids_of(41)) == 41 and len(engine.disk.tier) == 10, "once is no reason"
     patience.rest()
