@@ -436,6 +436,9 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
     given = WHOLE | {"disk": str(tmp_path / "kv"), "fleet-secret": str(tmp_path / "secret")}
     tiers = ServeSettings.parse({**given, "disk-writes": text}).tiers
     assert tiers is not None and tiers.disk is not None and tiers.disk.bytes_per_s == bytes_per_s
+    tiers = ServeSettings.parse({**given, "disk-bandwidth": text}).tiers
+    assert tiers is not None and tiers.disk is not None
+    assert (tiers.disk.bandwidth, tiers.disk.bytes_per_s) == (bytes_per_s, None)
 
 
 @pytest.mark.parametrize(
@@ -455,6 +458,8 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
         ({"disk": "secret", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}, "--disk"),
         ({"disk": "kv", "host-memory": "1GiB", "disk-size": "lots", "fleet-secret": "secret"}, "--disk-size"),
         ({**WHOLE, "disk-writes": "2TB"}, "--disk-writes"),
+        ({**WHOLE, "disk-bandwidth": "3GB"}, "--disk-bandwidth"),
+        ({"disk-bandwidth": "3GB/s", "host-memory": "1GiB"}, "--disk"),
         ({**WHOLE, "disk-writes": "0TB/day"}, "--disk-writes"),
         ({**WHOLE, "disk-writes": "-2TB/day"}, "--disk-writes"),
         ({"disk-writes": "2TB/day", "host-memory": "1GiB"}, "--disk"),
