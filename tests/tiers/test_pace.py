@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from radixkv.clock import ManualClock
@@ -63,11 +65,16 @@ def test_a_lane_keeps_a_thread_for_loads() -> None:
     """The planted bug is in the same test: with as many stores as threads, no load runs."""
     for most_stores, is_done in ((1, True), (2, False)):
         threads, gate = IOThreads(2, 4096, most_stores=most_stores), Job(lambda job, memory: True)
+        running = threading.Semaphore(0)
 
-        def hang(job: Job, memory: memoryview, gate: Job = gate) -> bool:
+        def hang(
+            job: Job, memory: memoryview, gate: Job = gate, running: threading.Semaphore = running
+        ) -> bool:
+            running.release()
             return gate.wait(30)
 
         stores = [threads.submit(hang, is_load=False) for _ in range(3)]
+        assert all(running.acquire(timeout=30) for _ in range(most_stores))
         load = threads.submit(lambda job, memory: True, is_load=True)
         assert load is not None and load.poll(1.0) == is_done
         gate.end(True)
