@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 AHEAD_PART: Final = 64
+_cleaning: Final = threading.local()
+"""Which cleaner runs in a thread. A cache whose tenants have several dtypes has one for each, and all hear of it."""
 
 
 class Cleaner:
@@ -20,7 +22,6 @@ class Cleaner:
     def __init__(self, num_blocks: int, wake: Callable[[], None]) -> None:
         self._most, self._wake = num_blocks // AHEAD_PART, wake
         self._wanted, self._is_due = 0, False
-        self._thread: int | None = None
         self.num_blocks = 0
         """Blocks that were evicted ahead."""
         self.free_ahead: Callable[[int], None] = lambda num_blocks: None
@@ -33,9 +34,10 @@ class Cleaner:
 
     def evicted(self, num_blocks: int) -> None:
         """Take that so many blocks are being evicted. Under the cache's lock, by any thread."""
-        if threading.get_ident() == self._thread:
+        cleaner = getattr(_cleaning, "cleaner", None)
+        if cleaner is self:
             self.num_blocks += num_blocks
-        else:
+        elif cleaner is None:
             self._wanted = min(self._wanted + num_blocks, self._most)
 
     def used(self) -> None:
@@ -47,9 +49,9 @@ class Cleaner:
     def run(self) -> None:
         """Evict ahead, if that is due. It wants less with each time at which no request evicted."""
         if self._is_due:
-            self._is_due, self._thread = False, threading.get_ident()
+            self._is_due, _cleaning.cleaner = False, self
             self._wanted -= self._wanted // 16
             try:
                 self.free_ahead(self._wanted)
             finally:
-                self._thread = None
+                _cleaning.cleaner = None

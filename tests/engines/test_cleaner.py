@@ -86,6 +86,27 @@ def test_it_wants_less_when_no_request_evicts() -> None:
     assert wanted[0] == 60 and wanted[-1] < 16 and len(wanted) == 100
 
 
+def test_what_one_cleaner_evicts_is_no_need_of_another() -> None:
+    """Each dtype's tiers have one, and each hears of all evictions."""
+    cleaners = [Cleaner(64 * AHEAD_PART, lambda: None) for _ in range(2)]
+    asked: list[int] = []
+
+    def free_ahead(num_blocks: int) -> None:
+        asked.append(num_blocks)
+        for each in cleaners:
+            each.evicted(num_blocks)
+
+    for each in cleaners:
+        each.free_ahead = free_ahead
+        each.evicted(40)
+    for _ in range(50):
+        for each in cleaners:
+            each.used()
+            each.run()
+    assert asked[:2] == [38, 38] and max(asked[-2:]) < 16
+    assert cleaners[0].num_blocks == sum(asked[::2]) and cleaners[1].num_blocks == sum(asked[1::2])
+
+
 def test_an_error_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with cleaned() as (cache, below):
         failed = threading.Event()
