@@ -5,8 +5,8 @@
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
 
-Only threads of its own wait for the disk: one for all tenants, and one for each strict tenant, so that no other
-tenant's purge delays what it learns.
+Only threads of its own wait for the disk. Each strict tenant has one, and all others share one. So no other tenant's
+purge delays what a strict tenant learns.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.

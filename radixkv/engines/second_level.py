@@ -22,8 +22,8 @@ load finds them; other requests don't save them again. If blocks that another co
 step is committed.
 
 **Loads** happen between steps: a request waits until its load has ended, and computes afterwards. Requests of one
-namespace never load a slot at the same time: the second waits, and finds it in the engine's own cache. A load that
-fails is forgotten with everything behind it, so the request that asks again computes.
+namespace never load a slot at the same time: the second waits, and finds it in the engine's own cache. If a
+load fails, the index forgets its blocks and everything behind them. The request asks again, and computes.
 
 **A disk** may lie below (``disk_level``): what it has is brought into slots before ``found`` answers.
 

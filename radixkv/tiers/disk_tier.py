@@ -14,15 +14,15 @@ header and the identity that the *reader* computes (``record_identity``). So a r
 of another tenant, namespace, generation, version of the weights, fingerprint, scheme or prefix. Nor does one that was
 torn, flipped, exchanged or replayed. Memory that a failed decryption may have written is zeroed.
 
-**When it is sealed.** Header in memory, then payload to the file, then the header to the file, then the record can be
-found. ``sync`` makes all of them durable at once; ``maintain`` does it every ``sync_s`` seconds.
+**When it is sealed.** A store sets the header in memory, then writes the payload, then the header. Then the record can
+be found. ``sync`` makes all records durable at once. ``maintain`` does it every ``sync_s`` seconds.
 
 **Strict tenants** have partitions: slots that no other tenant takes (``slots``), and lanes of their own for I/O
 (``tier_lanes``). A tenant is strict from ``set_partition`` on. It keeps what it had before, as much as fits. A restart
 finds all records, but knows no partitions: give them before the first request, or others' stores may evict them.
 
-**When it stops.** After ``MOST_ERRORS`` errors in a row a lane is closed for ``retry_s`` seconds. The tier stays
-closed for good once another process took the folder over, and at first if ``awaits_generations`` until
+**When it stops.** After ``MOST_ERRORS`` errors in a row a lane is closed for ``retry_s`` seconds. The tier closes
+for good once another process took the folder over. With ``awaits_generations`` it is closed until
 ``apply_generations``: a replica that was down during a purge must not serve before it knows of the purge.
 """
 

@@ -1,4 +1,4 @@
-"""Which prompts a disk with a write budget should take: those of kinds that come back most often for each byte.
+"""Chooses what a disk with a write budget takes: prompts of the kinds that come back most often for each byte.
 
     offered    blocks of a prompt could be written: whether they should be
     spend      some of them are written now: whether the budget has the bytes
