@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -544,22 +546,26 @@ class LowerTiers:
     # --- the engine
 
     def start(self) -> None:
-        """Begin a thread that evicts ahead, and looks after a disk, also while no request runs."""
-        prefetch = self._prefetch
-        if prefetch is None and not self._cleaner.is_needed:
+        """Begin a thread that evicts ahead, and looks after a disk, also while no request runs.
+
+        With a disk it runs until ``close``. Without one it also ends when nobody has the tiers any more.
+        """
+        if self._prefetch is not None:
+            run: Callable[[], None] = partial(self._look_after_disk, self._prefetch)
+        elif self._cleaner.is_needed:
+            run = partial(_evict_ahead, weakref.ref(self), self._stop, self._has_work)
+            weakref.finalize(self, self._has_work.set).atexit = False
+        else:
             return
-
-        def run() -> None:
-            while not self._stop.wait(_BUSY_TICK_S):
-                if prefetch is None:
-                    self._has_work.wait()
-                elif not any(each.is_busy for each in (prefetch, *list(self._own_prefetches.values()))):
-                    self._has_work.wait(_TICK_S)
-                self._has_work.clear()
-                self._tick_safely()
-
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
         self._thread.start()
+
+    def _look_after_disk(self, shared: Prefetch) -> None:
+        while not self._stop.wait(_BUSY_TICK_S):
+            if not any(each.is_busy for each in (shared, *list(self._own_prefetches.values()))):
+                self._has_work.wait(_TICK_S)
+            self._has_work.clear()
+            self._tick_safely()
 
     def _tick_safely(self) -> None:
         """Tick, and tell of an error once: without this thread nothing that a disk owes would be repeated."""
@@ -844,6 +850,18 @@ class LowerTiers:
             self._errors_at.clear()
             self._rests_until = now + REST_S
             _log.error("the tiers below the cache failed %d times: they rest for %g s", MOST_ERRORS, REST_S)
+
+
+def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:
+    """Evict ahead when there is work, as long as the tiers are there and aren't closed."""
+    while not stop.wait(_BUSY_TICK_S):
+        has_work.wait()
+        has_work.clear()
+        found = tiers()
+        if found is None:
+            return
+        found._tick_safely()
+        del found
 
 
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:

@@ -382,7 +382,8 @@ class SecondLevel:
     ) -> None:
         """Save the whole blocks of a key that aren't here. The first ``before`` were here, or are being saved.
 
-        ``is_current``: whether nothing was purged since the KV was begun. O(1) if all of it is here.
+        ``is_current``: whether nothing was purged since the KV was begun. If all of it is here: O(1), or O(blocks)
+        with an engine that calls ``demote``.
         """
         stop = len(key) // (self._size * TOKEN_BYTES)
         if self.cache.match_ahead(namespace, key + ONE_MORE) >= stop * self._size:

@@ -695,13 +695,15 @@ class DiskTier:
 
     def _share_bandwidth(self) -> None:
         """Give each lane its part of the bandwidth; no lane has a bound while all tenants share one."""
-        bandwidth, num_slots, shared = self.settings.bandwidth, self._slab.num_slots, 1.0
+        bandwidth, shared = self.settings.bandwidth, 1.0
+        if bandwidth is None:
+            return
         for owner, lane in self._lanes.items():
-            part = self._table.partition(owner) / num_slots
+            part = self._table.partition(owner) / self._slab.num_slots
             shared -= part
-            lane.io.set_rate(None if bandwidth is None else USED_PART * bandwidth * part)
-        is_bound = bandwidth is not None and self._lanes
-        self._shared.io.set_rate(USED_PART * bandwidth * max(shared, _LEAST_PART) if is_bound else None)  # type: ignore[operator]
+            lane.io.set_rate(USED_PART * bandwidth * part)
+        rate = USED_PART * bandwidth * max(shared, _LEAST_PART)
+        self._shared.io.set_rate(rate if self._lanes else None)
 
     def _range(self, key: bytes | memoryview, segment: int) -> tuple[int, int]:
         """Return the tokens of a segment. Raises ArgumentError."""

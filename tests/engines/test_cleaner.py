@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -86,6 +88,18 @@ def test_it_wants_less_when_no_request_evicts() -> None:
     assert wanted[0] == 60 and wanted[-1] < 16 and len(wanted) == 100
 
 
+def test_its_thread_keeps_no_tiers_that_nobody_has() -> None:
+    """Host memory alone needs no ``close``."""
+    cache = TieredCache(CacheConfig(NUM_BLOCKS, SIZE, LAYOUT, host_blocks=2 * NUM_BLOCKS))
+    assert isinstance(cache.lower, LowerTiers)
+    thread, tiers = cache.lower._thread, weakref.ref(cache.lower)
+    for number in range(NUM_BLOCKS):
+        ask(cache, number)
+    del cache
+    assert thread is not None and eventually(lambda: (gc.collect(), not thread.is_alive())[1])
+    assert tiers() is None
+
+
 def test_what_one_cleaner_evicts_is_no_need_of_another() -> None:
     """Each dtype's tiers have one, and each hears of all evictions."""
     cleaners = [Cleaner(64 * AHEAD_PART, lambda: None) for _ in range(2)]
@@ -122,4 +136,9 @@ def test_an_error_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(NUM_BLOCKS):
             ask(cache, number)
         assert eventually(failed.is_set)
-        assert eventually(lambda: (ask(cache, 0), cache.stats().free_blocks == MOST)[1])
+
+        def is_freed() -> bool:
+            ask(cache, 0)
+            return cache.stats().free_blocks == MOST
+
+        assert eventually(is_freed)
