@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from radixkv.tokenizer import load_tokenizer
+from tests.tiers.support import patient_disks
 
 if TYPE_CHECKING:
     from radixkv.engines.hf_models import Model
@@ -232,5 +233,5 @@ def _answer_questions() -> None:
 
 if __name__ == "__main__":
     atexit.register(_leave)
-    with small_demo_model():
+    with small_demo_model(), patient_disks():
         _answer_questions()

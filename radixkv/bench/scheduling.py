@@ -2,13 +2,15 @@
 
 A decision is what an engine does for each request that it starts: it reports the waiting requests whose residency
 changed since the last one, asks who is next, starts it, and lets the next arrival wait. The queue's length stays the
-same. Times are CPU time of the calling thread.
+same. Times are CPU time of the calling thread. The yardstick beside it is a bare heap of as many entries, which takes a
+new one for its least as often as a decision changes the queue.
 
 Announcements and matches alternate. The prompt is resident but for its end, in as many nodes as turns.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 import time
 from typing import Any
@@ -34,8 +36,9 @@ def run(
     """Measure ``decisions`` decisions over a queue of ``requests``. Returns a dict that JSON can encode.
 
     ``changes``: residency changes before each decision. The result has ``median_us``, ``p99_us`` and ``mean_us`` of a
-    decision with its changes and its arrival, and ``peek_us``: the mean of the choice alone. ``announce_us`` and
-    ``match_us``: medians for a prompt of ANNOUNCED_TOKENS, of which the last turn isn't resident.
+    decision with its changes and its arrival, ``peek_us``: the mean of the choice alone, and ``heap_us``: the mean of
+    as many changes of a bare heap. ``announce_us`` and ``match_us``: medians for a prompt of ANNOUNCED_TOKENS, of which
+    the last turn isn't resident.
 
     Raises ConfigError for an invalid setting.
     """
@@ -71,6 +74,7 @@ def run(
         "p99_us": float(np.percentile(took, 99)),
         "mean_us": float(took.mean()),
         "peek_us": _peek_us(queue),
+        "heap_us": _heap_us(requests, changes + 2, decisions, dice),
         **_announcing(),
     }
 
@@ -112,6 +116,17 @@ def _peek_us(queue: RequestQueue, calls: int = 10_000) -> float:
     return (time.thread_time_ns() - began) / calls / 1e3
 
 
+def _heap_us(size: int, changes: int, repeats: int, dice: random.Random) -> float:
+    """Return the mean CPU time of so many changes of a heap of ``size`` entries."""
+    heap = sorted((dice.random(), number) for number in range(size))
+    steps = [dice.random() for _ in range(repeats * changes)]
+    with frozen_heap():
+        began = time.thread_time_ns()
+        for number, step in enumerate(steps):
+            heapq.heapreplace(heap, (heap[0][0] + step, number))
+        return (time.thread_time_ns() - began) / repeats / 1e3
+
+
 def _announcing() -> dict[str, float]:
     """Time announcements and matches of the same prompt, one after the other."""
     cache, namespace = PrefixCache(CacheConfig(ANNOUNCED_TOKENS // 16 + 1, 16)), Namespace("a", "m")
@@ -138,8 +153,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['requests']:,} waiting requests of {result['tenants']:,} tenants, {result['changes']} residency "
         f"changes before each of {result['decisions']:,} decisions\n{heading(result)}"
     )
-    names = ("median_us", "p99_us", "mean_us", "peek_us")
-    heads = ["decision, median", "99th percentile", "mean", "choice alone, mean"]
+    names = ("median_us", "p99_us", "mean_us", "peek_us", "heap_us")
+    heads = ["decision, median", "99th percentile", "mean", "choice alone, mean", "a bare heap"]
     figures = [f"{result[name]:.2f} µs" for name in names]
     announced, matched = result["announce_us"], result["match_us"]
     told = (

@@ -13,14 +13,16 @@ from radixkv.errors import ConfigError
 
 
 def test_a_decision_over_a_long_queue_is_fast() -> None:
-    """The best of up to ten runs: other tests run beside it, and slow it down for seconds."""
+    """A decision takes 5 times as long as a bare heap, 16 µs on a quiet machine. The best of ten runs: other tests
+    run beside it, and slow it down for seconds.
+    """
     for _ in range(10):
         result = scheduling.run(requests=10_000, decisions=2_000)
-        if result["median_us"] <= 50:
+        if result["median_us"] <= 10 * result["heap_us"]:
             break
         time.sleep(1.0)
     assert 0 < result["peek_us"] < result["median_us"] <= result["p99_us"]
-    assert result["median_us"] <= 50
+    assert result["median_us"] <= 10 * result["heap_us"]
     assert json.loads(json.dumps(result)) == result
     text = scheduling.table(result)
     assert "10,000 waiting requests of 16 tenants" in text and "announcing 100,000 tokens" in text

@@ -18,9 +18,9 @@ from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
 from radixkv.tiers.write_budget import Point, WriteBudget
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk, patience
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
 from tests.engines.test_prefetch import by_hand, in_host, ticks
-from tests.tiers.support import FaultyFiles
+from tests.tiers.support import FaultyFiles, patience
 
 __all__ = ["by_hand", "folder", "patience"]  # fixtures
 

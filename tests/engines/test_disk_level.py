@@ -28,16 +28,10 @@ from radixkv.tiers.files import Files
 from radixkv.tiers.write_budget import WriteBudget
 from tests.engines.test_second_level import KEYS, PLAIN, SIZE, Engine, Worker, ids_of
 from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
 
 SECRET = b"a secret of the fleet"
 SLOTS = 256
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request waits for the disk as long as a busy machine needs."""
-    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
-        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 class DiskEngine(Engine):

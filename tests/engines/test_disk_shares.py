@@ -20,8 +20,8 @@ from radixkv.errors import ConfigError
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_cache_tiers import PROMPT, SIZE
 from tests.engines.test_loading_from_disk import SECRET, DiskOwner, eventually
-from tests.engines.test_loading_from_disk import patience as patience
 from tests.engines.test_tier_dtype import LAYOUT as QUANTIZABLE
+from tests.tiers.support import patience as patience
 
 NUM_BLOCKS, NUM_SLOTS = 40, 80
 """Of the cache, and of the disk: a tenant has twice as much of the disk."""

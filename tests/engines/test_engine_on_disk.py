@@ -24,17 +24,11 @@ from radixkv.tiers.files import Files
 from tests.engines.support import model_of, prompt_of, stock
 from tests.engines.test_lower_tiers import SIZE, ask, evict_all, host_bytes
 from tests.tiers.support import FaultyFiles, failing
+from tests.tiers.support import patience as patience
 
 SECRET = b"a secret of the fleet"
 DISK_BYTES = 4 << 20
 PROMPT = prompt_of(41)
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request waits for the disk as long as a busy machine needs."""
-    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
-        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 @contextmanager

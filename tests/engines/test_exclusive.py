@@ -20,6 +20,7 @@ from radixkv.storage.plan import BlockIds
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
 from tests.engines.test_engine_on_disk import eventually
 from tests.engines.test_loading_from_disk import SECRET
+from tests.tiers.support import patience as patience
 
 
 def prompt_of(number: int, size: int = 41) -> list[int]:
@@ -196,13 +197,7 @@ def settled(owner: Owner) -> bool:
         return not (disk.shared.stores._leaving or disk.shared.stores._waiting or disk.shared.stores._stores)
 
 
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S"):
-        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
-
-
-def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: None) -> None:
+def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path) -> None:
     """Cache, host memory and disk hold different blocks: all of them are computed once."""
     owner = on_disk(tmp_path / "disk", 24, 80, 64)
     try:
@@ -224,7 +219,7 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path, patience: No
         owner.cache.close()
 
 
-def test_all_of_it_is_there_after_a_restart(tmp_path: Path, patience: None) -> None:
+def test_all_of_it_is_there_after_a_restart(tmp_path: Path) -> None:
     """Also what only the cache had, and what a full disk would have stored later."""
     owner = on_disk(tmp_path / "disk", 33, 20, 512)
     for number in range(3):

@@ -20,7 +20,6 @@ from radixkv.storage.device import DeviceStorage
 from tests.engines import test_lower_tiers as own_tiers
 from tests.engines.support import model_of, prompt_of, stock
 from tests.engines.test_loading_from_disk import Reads, eventually
-from tests.engines.test_loading_from_disk import patience as patience
 from tests.engines.test_lower_tiers import (
     SIZE,
     ask,
@@ -30,6 +29,7 @@ from tests.engines.test_lower_tiers import (
     wrong_answers,
 )
 from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
 
 PROMPT = prompt_of(41)
 

@@ -16,8 +16,8 @@ from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_disk_level import patience as patience
 from tests.engines.test_second_level import KEYS, SIZE, ids_of
+from tests.tiers.support import patience as patience
 
 NUM_SLOTS = 64
 """Of host memory. The disk has some times as many."""

@@ -27,15 +27,9 @@ from radixkv.index.below import Loading
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
 from tests.tiers.support import FaultyFiles, failing
+from tests.tiers.support import patience as patience
 
 SECRET = b"a secret of the fleet"
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load waits for the disk as long as a busy machine needs."""
-    for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
-        monkeypatch.setattr(f"radixkv.engines.{name}", 60.0)
 
 
 class Reads:

@@ -20,9 +20,9 @@ from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.errors import ConfigError
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.engines.test_loading_from_disk import SECRET, eventually
-from tests.engines.test_loading_from_disk import patience as patience
 from tests.engines.test_tier_dtype import LAYOUT, LossyOwner
 from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
 
 WAIT_S = 1.0
 

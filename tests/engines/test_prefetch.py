@@ -11,8 +11,8 @@ import pytest
 from radixkv import Namespace, Tenant
 from radixkv.engines import lower_tiers, prefetch
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk, patience
-from tests.tiers.support import FaultyFiles
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
+from tests.tiers.support import FaultyFiles, patience
 
 __all__ = ["folder", "patience"]  # fixtures
 

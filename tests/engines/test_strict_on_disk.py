@@ -27,8 +27,8 @@ from radixkv.tiers.tier_lanes import USED_PART
 from tests.engines.test_cache_tiers import PROMPT, SIZE
 from tests.engines.test_disk_shares import NUM_BLOCKS, NUM_SLOTS, SharedOwner
 from tests.engines.test_loading_from_disk import SECRET, eventually
-from tests.engines.test_loading_from_disk import patience as patience
 from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
 
 BANK = Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict")
 OWN = BANK.guaranteed_blocks * NUM_SLOTS // NUM_BLOCKS

@@ -9,6 +9,7 @@ import pytest
 
 from tests.forked import small_demo_model
 from tests.service.running import Running, service_in_thread
+from tests.tiers.support import patient_disks
 
 _numbers = itertools.count()
 
@@ -17,6 +18,13 @@ _numbers = itertools.count()
 def _small_model() -> Iterator[None]:
     """The demo model with a third of its layers, as in the forked processes: a replica must have the same model."""
     with small_demo_model():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """As in the forked processes."""
+    with patient_disks():
         yield
 
 

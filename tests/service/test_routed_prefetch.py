@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -20,16 +19,14 @@ SIZE = 16
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service with a disk, for which a request waits as long as a busy machine needs."""
+    """A service with a disk."""
     folder = tmp_path_factory.mktemp("tiers")
     secret = folder / "fleet.secret"
     secret.write_text("s" * 40)
     secret.chmod(0o600)
     disk = {"disk": str(folder / "kv"), "disk-size": "64MiB", "fleet-secret": str(secret)}
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S"):
-            patch.setattr(f"radixkv.engines.{name}", 60.0)
-        yield stack.enter_context(service_in_thread(**{"host-memory": "16MiB", **disk}))
+    with service_in_thread(**{"host-memory": "16MiB", **disk}) as running:
+        yield running
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from radixkv.config import Namespace
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
@@ -27,6 +28,22 @@ ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 
 ACME = Namespace("acme", "model", salt="s")
 GLOBEX = Namespace("globex", "model", salt="s")
+
+
+@contextmanager
+def patient_disks() -> Iterator[None]:
+    """Requests and evictions wait for disks a minute: a busy machine can need seconds for what takes a millisecond."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
+            patch.setattr(f"radixkv.engines.{name}", 60.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """For all tests of a module that imports it: see ``patient_disks``."""
+    with patient_disks():
+        yield
 
 
 def settings(folder: Path, **others: Any) -> DiskSettings:
