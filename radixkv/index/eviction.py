@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from radixkv.index.tenants import Base
 
 
-Evicted: TypeAlias = tuple[Node, bytes]
-"""A node, and the packed ids of its last blocks, which leave."""
+OnEvict: TypeAlias = Callable[[list[Node], bytes], object]
+"""Hears of blocks that leave: nodes and their packed ids, in order. Of the last node only the last blocks may leave."""
 
 
 class Evictor:
@@ -75,9 +75,7 @@ class Evictor:
         self.has_tails = False  # whether one was ever kept (tails)
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
-        self.on_evict: Callable[[list[Evicted]], object] | None = (
-            None  # hears of blocks before others get them
-        )
+        self.on_evict: OnEvict | None = None  # hears of blocks before others get them
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -155,7 +153,7 @@ class Evictor:
         assert admit is not None
         while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
             if self.on_evict is not None:
-                self.on_evict([(at, at.block_ids)])
+                self.on_evict([at], at.block_ids)
             if trimmed is not None:
                 trimmed(at, at.num_blocks)
             tenant.declined_blocks += at.num_blocks
@@ -491,7 +489,8 @@ class Evictor:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
         most, num_detached, on_evict = tenant.on_most, 0, self.on_evict
-        evicted: list[Evicted] = []
+        evicted: list[Node] = []
+        first = len(freed)
         if tenant.waiting is not None:
             tenant.waiting.end_due()  # what is evicted must not depend on when somebody looked
         while left:
@@ -503,10 +502,10 @@ class Evictor:
             tree, ids = cast(NamespaceTree, node.tree), node.block_ids
             cut = left if most is None else min(most(node) * ID_BYTES, left)
             if on_evict is not None:
-                evicted.append((node, ids[-cut:]))
+                evicted.append(node)
                 if len(ids) > cut:  # its label changes
-                    on_evict(evicted)
-                    evicted = []
+                    on_evict(evicted, bytes(freed[first:]) + ids[-cut:])
+                    evicted, first = [], len(freed) + cut
             if trimmed is not None:
                 trimmed(node, min(len(ids), cut) // ID_BYTES)
             if self._journal is not None:
@@ -528,7 +527,7 @@ class Evictor:
             if tree.root.children is None:
                 tenant.drop_if_empty(tree)
         if on_evict is not None and evicted:
-            on_evict(evicted)
+            on_evict(evicted, bytes(freed[first:]))
         num_blocks = size // ID_BYTES
         tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks

@@ -19,7 +19,6 @@ from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
 from radixkv.index.below import Below, Loading, Part, moved
 from radixkv.index.blocks import unpack
-from radixkv.index.eviction import Evicted
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
@@ -189,22 +188,22 @@ def watch_evictions(cache: CacheState, leave: Leave, let_go: LetGo) -> None:
     cache._evictor.on_evict = partial(_leave, cache, leave, let_go)
 
 
-def _leave(cache: CacheState, leave: Leave, let_go: LetGo, evicted: list[Evicted]) -> None:
+def _leave(cache: CacheState, leave: Leave, let_go: LetGo, evicted: list[Node], ids: bytes) -> None:
     """Tell of blocks that are being evicted. One call for all; O(tokens of the path) for a node of which more is asked.
 
     ``leave`` doesn't hear of what was cleared, what lies behind a base, and tails.
     """
-    is_asked = let_go(unpack(b"".join([ids for _, ids in evicted])))
+    is_asked = let_go(unpack(ids))
     if not is_asked.any():
         return
     if cache._evictor.on_hand_out is not None:
         cache._evictor.on_hand_out()
     at = 0
-    for node, ids in evicted:
-        num_blocks = len(ids) // ID_BYTES
-        if is_asked[at : at + num_blocks].any():
-            _leave_node(cache, leave, node, ids)
-        at += num_blocks
+    for node in evicted:
+        stop = min(at + node.num_blocks, len(is_asked))
+        if is_asked[at:stop].any():
+            _leave_node(cache, leave, node, ids[at * ID_BYTES : stop * ID_BYTES])
+        at = stop
 
 
 def _leave_node(cache: CacheState, leave: Leave, node: Node, ids: bytes) -> None:
