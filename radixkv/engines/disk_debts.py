@@ -71,7 +71,7 @@ class DiskDebts:
         elif tenant in self._own:
             left = self._own.pop(tenant)
             left.close(0.0)
-            self._left.append(left)
+            self._left = [each for each in (*self._left, left) if each.is_alive]
 
     def _thread_of(self, tenant: str) -> IOThreads:
         return self._own.get(tenant, self._admin)
@@ -172,10 +172,11 @@ class DiskDebts:
 
         If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``).
         """
+        if self._meeting is not None and not self._meeting.is_done:
+            return False
         if not store_id or self._tier.store_id == store_id:
             return True
-        is_meeting = self._meeting is not None and not self._meeting.is_done
-        if not is_meeting and self._clock() >= self._meets_at:
+        if self._clock() >= self._meets_at:
             self._meets_at = self._clock() + PAY_AGAIN_S
             self._meeting = self._admin.submit(lambda job, memory: self._met(store_id), is_load=True)
         return False
@@ -211,7 +212,7 @@ class DiskDebts:
         if before[0] < generations[0]:
             self._tier.purge(tenant)
         if generations[1]:
-            self._tier.apply_generations({tenant: generations[1]})
+            self._tier.learn_generation(tenant, generations[1])
         if len(self._known) >= _MAX_KNOWN:
             self._known = {each: known for each, known in self._known.copy().items() if each in self._own}
         self._known[tenant] = generations

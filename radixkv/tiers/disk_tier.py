@@ -14,8 +14,8 @@ header and the identity that the *reader* computes (``record_identity``). So a r
 of another tenant, namespace, generation, version of the weights, fingerprint, scheme or prefix. Nor does one that was
 torn, flipped, exchanged or replayed. Memory that a failed decryption may have written is zeroed.
 
-**When it is sealed.** A store sets the header in memory, then writes the payload, then the header. Then the record can
-be found. ``sync`` makes all records durable at once. ``maintain`` does it every ``sync_s`` seconds.
+**When it is sealed.** A store clears the slot's old header, writes the payload, then the header. Then the record can be
+found. ``sync`` makes all records durable at once. ``maintain`` does it every ``sync_s`` seconds, in its own thread.
 
 **Strict tenants** have partitions: slots that no other tenant takes (``slots``), and lanes of their own for I/O
 (``tier_lanes``). A tenant is strict from ``set_partition`` on. It keeps what it had before, as much as fits. A restart
@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
+from math import inf
 from pathlib import Path
 from typing import Final, Literal
 
@@ -55,6 +56,7 @@ from radixkv.tiers.record_identity import FINGERPRINT_BYTES, SCHEMES, TOKEN_BYTE
 from radixkv.tiers.slab import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
+    MAX_SEQUENCE,
     MAX_SLOTS,
     TAG_BYTES,
     Header,
@@ -68,6 +70,8 @@ from radixkv.tiers.tier_lanes import LANE_THREADS, USED_PART, TierLane
 
 MAX_THREADS: Final = 64
 _NONCE_BYTES: Final = 12
+_LAST_SYNC: Final = 0.25
+"""Part of the time of ``close`` that is for the last sync, if what is queued takes that long."""
 _LEAST_PART: Final = 0.01
 """Part of the bandwidth that tenants without partitions have, if these take all slots."""
 
@@ -99,7 +103,7 @@ class DiskSettings:
     - ``num_threads``: threads for I/O, each with a buffer of a record, 1 to 64.
     - ``sync_s``: seconds between syncs. A crash loses at most what was sealed since the last.
     - ``hang_s``: an operation that takes longer counts as hanging.
-    - ``retry_s``: seconds for which the tier is closed after errors.
+    - ``retry_s``: seconds for which a lane of the tier is closed after errors.
     - ``partitions``: slots of their own for tenants, by name: for strict tenants, which must not notice others.
     - ``bandwidth``: bytes a second that the device reads and writes, of which partitions have their parts; None if that
       isn't known (``tier_lanes``).
@@ -150,10 +154,17 @@ class DiskSettings:
         for tenant, size in self.partitions.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ConfigError("partitions", {tenant: size}, "a number of slots >= 0 for each tenant")
+        rate: object = self.bandwidth
+        is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < inf
+        if rate is not None and not is_rate:
+            raise ConfigError("bandwidth", rate, "bytes a second > 0, or None")
         if not 1 <= self.num_slots <= MAX_SLOTS:
             least, most = self._bytes_of(1), self._bytes_of(MAX_SLOTS)
             allowed = f"at least {least:,} bytes, one record; at most {most:,} bytes"
             raise ConfigError("disk_bytes", self.disk_bytes, allowed)
+        if sum(self.partitions.values()) > self.num_slots:
+            allowed = f"at most {self.num_slots} slots in all, which disk_bytes has"
+            raise ConfigError("partitions", dict(self.partitions), allowed)
 
     @property
     def num_slots(self) -> int:
@@ -191,16 +202,16 @@ class DiskTier:
         try:
             self._slab = Slab(self._folder, direct=settings.direct)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
-            self._shared = self._made_lane(settings.num_threads)
-            self._lanes = {
-                owner: self._made_lane(LANE_THREADS, most_stores=1) for owner in self._partitions()
-            }
+            self._shared = self._made_lane("all tenants without a partition", settings.num_threads)
+            self._lanes = {owner: self._own_lane() for owner in self._partitions()}
             self._left_lanes: list[TierLane] = []
-            """Of tenants that have no partition any more: operations may run in them."""
+            """Of tenants that have no partition any more, in which operations run."""
+            self._syncs = IOThreads(1, 1, hang_s=settings.hang_s, clock=clock)
             self._share_bandwidth()
             self._counts: Counter[str] = Counter()
             self._missed, self._unstored = Counter[str](), Counter[str]()
             self._purges: Counter[str] = Counter()
+            self._num_purges_of_all = self._sequence = 0
             self._restore()
         except BaseException as error:
             self._folder.close(is_refused=isinstance(error, ConfigError))
@@ -210,7 +221,8 @@ class DiskTier:
         self._part = secrets.randbits(64)  # each opening has data keys of its own, so nonces never run out
         self._is_fenced = self._is_closed = False
         self._awaits = settings.awaits_generations
-        self._sealed_at_sync = self._sequence
+        self._num_sealed = self._sealed_at_sync = 0
+        """Records that were sealed since the opening, and how many of them are durable."""
         self._synced_at = clock()
         self._sync_job: Job | None = None
         self._has_failed_sync = False
@@ -280,7 +292,7 @@ class DiskTier:
             found = self._counts.copy()
             found.update(self._missed)
             found.update(self._unstored)
-            num_hung = sum(lane.io.num_hung for lane in (self._shared, *self._lanes.values()))
+            num_hung = sum(io.num_hung for io in self._threads())
         found.update(sealed=sealed, free=free, hung_threads=num_hung)
         return dict(sorted(found.items()))
 
@@ -357,7 +369,7 @@ class DiskTier:
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
-        return self._purges[self._folder.tag(tenant)]
+        return self._purges[self._folder.tag(tenant)] + self._num_purges_of_all
 
     def store(
         self, namespace: Namespace, key: bytes, segment: int, payload: memoryview, *, since: int | None = None
@@ -397,11 +409,12 @@ class DiskTier:
             self._counts["evicted"] += before - len(self._table)
             left = self._lanes.pop(owner, None) if not num_slots else None
             if num_slots and owner not in self._lanes:
-                self._lanes[owner] = self._made_lane(LANE_THREADS, most_stores=1)
+                self._lanes[owner] = self._own_lane()
             self._share_bandwidth()
         if left is not None:
             left.io.close(0.0)
-            self._left_lanes.append(left)
+            with self._lock:
+                self._left_lanes = [each for each in (*self._left_lanes, left) if each.io.is_alive]
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
@@ -430,6 +443,8 @@ class DiskTier:
     def purge_all(self) -> bool:
         """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each. Raises as ``purge``."""
         self._require_folder()
+        with self._lock:
+            self._num_purges_of_all += 1  # also of tenants whose first keys a store makes now
         for owner in self._folder.owners().values():
             tag = owner.hex()
             self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
@@ -441,9 +456,14 @@ class DiskTier:
         Returns the number of records that were forgotten. Raises as ``purge``; then the tier stays closed.
         """
         self._require_folder()
-        forgotten = sum(self._forget(tenant, generation) for tenant, generation in generations.items())
+        forgotten = sum(self.learn_generation(*each) for each in generations.items())
         self._awaits = False
         return forgotten
+
+    def learn_generation(self, tenant: str, generation: int) -> int:
+        """Do that for one tenant, without opening the tier."""
+        self._require_folder()
+        return self._forget(tenant, generation)
 
     @property
     def store_id(self) -> str | None:
@@ -469,7 +489,7 @@ class DiskTier:
     def sync(self) -> None:
         """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""
         with self._lock:
-            sealed = self._sequence
+            num_sealed = self._num_sealed
         began_at = self._clock()
         try:
             if not self._folder.is_ours():
@@ -485,7 +505,7 @@ class DiskTier:
         finally:
             with self._lock:
                 self.durations["sync"].add(self._clock() - began_at)
-        self._sealed_at_sync, self._synced_at = sealed, self._clock()
+        self._sealed_at_sync, self._synced_at = num_sealed, self._clock()
 
     def _rewrite_headers(self) -> None:
         """After a failed sync: write all headers again, which the system may have dropped as if they were written."""
@@ -498,8 +518,10 @@ class DiskTier:
         """Sync in a thread if ``sync_s`` seconds have passed and something was sealed. Doesn't wait. Call it often."""
         is_due = self._clock() - self._synced_at >= self.settings.sync_s
         is_running = self._sync_job is not None and not self._sync_job.is_done
-        if is_due and not is_running and self.state == "open":
-            self._submit_sync(is_load=True)  # loads that go on and on must not hold it up
+        with self._lock:
+            lanes = [self._shared, *self._lanes.values()]
+        if is_due and not is_running and any(self._state(lane) == "open" for lane in lanes):
+            self._submit_sync()
 
     def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
         """Finish what is queued, sync, and give the folder back, unless a purge of it still runs. Idempotent.
@@ -509,10 +531,15 @@ class DiskTier:
         """
         if self._is_closed:
             return
-        self._submit_sync(is_load=False)  # after the stores
         self._is_closed = True
-        ends_at, lanes = self._clock() + timeout_s, [self._shared, *self._lanes.values(), *self._left_lanes]
-        have_ended = [lane.io.close(max(ends_at - self._clock(), 0.0)) for lane in lanes]
+        with self._lock:
+            *lanes, syncs = self._threads()
+        for io in lanes:
+            io.begin_to_close()
+        ends_at = self._clock() + timeout_s
+        have_ended = [io.close(max(ends_at - _LAST_SYNC * timeout_s - self._clock(), 0.0)) for io in lanes]
+        self._submit_sync()
+        have_ended.append(syncs.close(max(ends_at - self._clock(), 0.0)))
         if all(have_ended) and not is_in_use:
             self._folder.close()
         else:
@@ -576,7 +603,7 @@ class DiskTier:
             )
         except InvalidTag:
             _zero(into)
-            self._drop(slot, header)
+            self._drop(tenant, slot, header)
             log.warning("a record of the disk tier was refused: its bytes are not those that were sealed")
             return self._miss("refused")
         if not self._is_current(keys, tenant):
@@ -612,7 +639,8 @@ class DiskTier:
             before = len(self._table)
             slot = self._table.take(locator, self._owner_of(namespace.tenant))
             self._counts["evicted"] += before - len(self._table)
-            self._sequence += slot is not None
+            if slot is not None:  # a forged header may have the last number: then all further ones have it
+                self._sequence = min(self._sequence + 1, MAX_SEQUENCE - 1)
             sequence = self._sequence
         if slot is None:
             return self._leave_out("no_slot")
@@ -637,6 +665,7 @@ class DiskTier:
             elif not self._is_current(keys, namespace.tenant):
                 self._table.drop(slot)
             is_there = is_written and self._table.seal(slot)
+            self._num_sealed += is_there
         if not is_there:
             return self._leave_out("stale" if is_written else "write_errors")
         self._count(stored=1, written_bytes=len(payload))
@@ -680,7 +709,10 @@ class DiskTier:
     def _owner_of(self, tenant: str) -> bytes:
         return bytes.fromhex(self._folder.tag(tenant))
 
-    def _made_lane(self, num_threads: int, most_stores: int | None = None) -> TierLane:
+    def _own_lane(self) -> TierLane:
+        return self._made_lane("a tenant with a partition", LANE_THREADS, most_stores=1)
+
+    def _made_lane(self, whose: str, num_threads: int, most_stores: int | None = None) -> TierLane:
         io = IOThreads(
             num_threads,
             buffer_bytes(self.settings.record_bytes),
@@ -688,7 +720,12 @@ class DiskTier:
             hang_s=self.settings.hang_s,
             clock=self._clock,
         )
-        return TierLane(io, self.settings.retry_s, self._clock)
+        return TierLane(io, self.settings.retry_s, self._clock, whose)
+
+    def _threads(self) -> list[IOThreads]:
+        """Return the threads of all lanes, then the one that syncs."""
+        lanes = self._shared, *self._lanes.values(), *self._left_lanes
+        return [*(lane.io for lane in lanes), self._syncs]
 
     def _lane_of(self, tenant: str) -> TierLane:
         return self._lanes.get(self._owner_of(tenant), self._shared) if self._lanes else self._shared
@@ -747,7 +784,7 @@ class DiskTier:
             self._table.touch(slot)
             return slot, self._slab.header(slot)
 
-    def _drop(self, slot: int, header: Header) -> None:
+    def _drop(self, tenant: str, slot: int, header: Header) -> None:
         """Forget a record that didn't open. Its slot is leased, so nobody else writes it meanwhile."""
         with self._lock:
             is_there = self._table.find(header.locator) == slot
@@ -757,7 +794,7 @@ class DiskTier:
             try:
                 self._put_header(slot, None)
             except OSError as error:
-                self._shared.failed(error)
+                self._lane_of(tenant).failed(error)
 
     def _give_up(self, slot: int) -> None:
         with self._lock:
@@ -813,7 +850,6 @@ class DiskTier:
         self._counts["torn"] = int((headers["magic"] != 0).sum() - whole.sum())
         at = np.flatnonzero(whole)
         at = at[np.argsort(headers["sequence"][at], kind="stable")[::-1]]
-        self._sequence = int(headers["sequence"][at[0]]) if len(at) else 0
         owned = zip(
             at.tolist(),
             headers["locator"][at].tolist(),
@@ -824,13 +860,14 @@ class DiskTier:
             (slot, locator, owner) for slot, locator, owner in owned if owner is not None
         )
         self._counts["orphaned"] = len(at) - len(kept)
+        self._sequence = int(headers["sequence"][kept].max(initial=0))
         is_lost = np.ones(len(headers), np.bool_)
         is_lost[kept] = False
         headers[is_lost] = np.zeros((), headers.dtype)
 
-    def _submit_sync(self, *, is_load: bool) -> None:
-        """Sync in a thread, among the loads or after the stores, if something was sealed since the last time."""
-        if self._sealed_at_sync == self._sequence or self._is_fenced:
+    def _submit_sync(self) -> None:
+        """Sync in a thread, if something was sealed since the last time."""
+        if self._sealed_at_sync == self._num_sealed or self._is_fenced:
             return
 
         def work(_job: Job, _memory: memoryview) -> bool:
@@ -841,7 +878,7 @@ class DiskTier:
                 return False
             return True
 
-        self._sync_job = self._shared.io.submit(work, is_load=is_load)
+        self._sync_job = self._syncs.submit(work, is_load=True)
 
     def _submit(self, tenant: str, work: Work, reasons: Counter[str], *, is_load: bool) -> Job | None:
         """Begin a job, unless the tier is closed or too busy. What comes to nothing counts in ``reasons``."""

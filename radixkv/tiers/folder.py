@@ -289,13 +289,25 @@ class TierFolder(PrivateFolder):
 
     def _raise(self, tag: str, fleet: int | None) -> bool:
         with self._lock_of(tag):
-            is_certain = self._generations.get(tag, 0) is not None
+            is_certain, keys = self._generations.get(tag, 0) is not None, self._keys.get(tag)
+            if (
+                fleet is None and keys is not None
+            ):  # first: whatever fails next, no later opening takes the key
+                del self._keys[tag]
+                self._generations[tag] = None
+                self._mark({keys.key_id.hex()})
             known = self._read_generations(tag)
             generation, before = known or (0, 0)
             if known is not None and is_certain and fleet is not None and fleet <= before:
                 return False
             names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
-            if known is not None and is_certain and fleet is None and not self._has_any(tag, names):
+            if (
+                known is not None
+                and is_certain
+                and fleet is None
+                and keys is None
+                and not self._has_any(names)
+            ):
                 return False
             self._keys.pop(tag, None)
             self._generations[tag] = None
@@ -315,10 +327,8 @@ class TierFolder(PrivateFolder):
     def _lock_of(self, tag: str) -> threading.Lock:
         return self._changing.setdefault(tag, threading.Lock())
 
-    def _has_any(self, tag: str, names: set[str]) -> bool:
-        """Whether a tenant has a key, in memory or in a file with one of these names. Raises OSError."""
-        if tag in self._keys:
-            return True
+    def _has_any(self, names: set[str]) -> bool:
+        """Whether there is a key in a file with one of these names. Raises OSError."""
         files = [name + end for name in names for end in ("", GONE)]
         return any(self.read_small(self._in_keys, each) is not None for each in files)
 

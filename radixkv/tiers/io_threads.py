@@ -95,20 +95,33 @@ class Job:
         """Stop waiting for it. It may go on, without touching the memory."""
         self.wait(0)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._is_abandoned
+
     def run(self, memory: memoryview) -> None:
-        """Do the work. If it was abandoned before, call ``unwanted`` instead."""
-        with self._changed:
-            is_wanted = not self._is_abandoned
+        """Do the work; drop it if it was abandoned before."""
+        if self.is_abandoned:
+            self.drop()
+            return
         result = False
         try:
-            if is_wanted:
-                result = self._work(self, memory)
-            elif self._unwanted is not None:
-                self._unwanted()
+            result = self._work(self, memory)
         except Exception:
             log.exception("an operation of a tier failed")
         finally:
             self.end(result)
+
+    def drop(self) -> None:
+        """End it, which hasn't begun, without its work: call ``unwanted``."""
+        try:
+            if self._unwanted is not None:
+                self._unwanted()
+        except Exception:
+            log.exception("an operation of a tier that wasn't begun can't be counted")
+        finally:
+            self.end(False)
 
     def end(self, result: bool) -> None:
         """Set the result."""
@@ -179,25 +192,36 @@ class IOThreads:
     ) -> Job | None:
         """Queue a job of so many bytes. None if the queue is full, all threads hang, or this is closed. O(threads).
 
-        ``unwanted``: called in place of the work if the job was abandoned before it began.
+        ``unwanted``: called in place of the work if the job never begins: abandoned before, closed, or no memory.
         """
         with self._changed:
-            is_full = len(self._loads) + len(self._stores) >= self._max_queued
-            if self._is_closing or is_full or self._num_hung() >= self._num_threads:
+            num_queued = len(self._loads) + len(self._stores)
+            if self._is_closing or num_queued >= self._max_queued or self._num_hung() >= self._num_threads:
+                return None
+            idle = len(self._threads) - len(self._began)
+            if len(self._threads) < self._num_threads and idle <= num_queued:
+                self._start()
+            if not self._threads:
                 return None
             job = Job(work, unwanted, num_bytes=num_bytes)
             (self._loads if is_load else self._stores).append(job)
-            idle = len(self._threads) - len(self._began)
-            if len(self._threads) < self._num_threads and idle < len(self._loads) + len(self._stores):
-                self._start()
             self._changed.notify()
             return job
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Do what is queued, then end. Returns whether all threads ended within the time; others still use files."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether a thread hasn't ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def begin_to_close(self) -> None:
+        """Take nothing more, and end when all that is queued is done. Never waits."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Do what is queued, then end. Returns whether all threads ended within the time; others still use files."""
+        self.begin_to_close()
         ends_at = self._clock() + timeout_s
         for thread in self._threads:
             thread.join(max(ends_at - self._clock(), 0.0))
@@ -206,18 +230,23 @@ class IOThreads:
             self._loads.clear()
             self._stores.clear()
         for job in left:
-            job.end(False)
-        return not any(thread.is_alive() for thread in self._threads)
+            job.drop()
+        return not self.is_alive
 
     def _num_hung(self) -> int:
         now = self._clock()
         return sum(now - began > self._hang_s for began in self._began.values())
 
     def _start(self) -> None:
+        """Start a thread, if the system lets us. With the lock."""
         name = f"radixkv-tier-{len(self._threads)}"
         thread = threading.Thread(target=self._run, args=(len(self._threads),), name=name, daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            log.error("a tier has %d threads of %d: %s", len(self._threads), self._num_threads, error)
+            return
         self._threads.append(thread)
-        thread.start()
 
     def _run(self, number: int) -> None:
         memory = None
@@ -226,7 +255,7 @@ class IOThreads:
                 memory = aligned(self._buffer_bytes) if memory is None else memory
             except (OSError, MemoryError) as error:
                 log.error("a thread of a tier gets no memory for I/O: %s", error)
-                job.end(False)
+                job.drop()
                 continue
             job.run(memory)
             del job
@@ -241,21 +270,24 @@ class IOThreads:
                 if self._is_closing and not self._loads and not self._stores:
                     return None
                 may_store = bool(self._stores) and len(self._storing) < self._most_stores
-                pause_s = 0.0 if self._is_closing else self._pace.pause_s()
                 if not self._loads and not may_store:
                     self._changed.wait()
-                elif pause_s:
+                    continue
+                is_load = bool(self._loads) and (not may_store or self._loads_in_a_row < MOST_LOADS)
+                job = (self._loads if is_load else self._stores)[0]
+                is_free = self._is_closing or job.is_abandoned  # what nobody waits for costs no bytes
+                if not is_free and (pause_s := self._pace.pause_s()):
                     self._changed.wait(pause_s)
-                else:
-                    return self._taken(number, may_store)
+                    continue
+                return self._taken(number, is_load)
 
-    def _taken(self, number: int, may_store: bool) -> Job:
+    def _taken(self, number: int, is_load: bool) -> Job:
         """Return the job whose turn it is. With the lock."""
-        is_load = bool(self._loads) and (not may_store or self._loads_in_a_row < MOST_LOADS)
-        self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
         job = (self._loads if is_load else self._stores).popleft()
+        self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
         if not is_load:
             self._storing.add(number)
-        self._pace.spend(job.num_bytes)
+        if not job.is_abandoned:
+            self._pace.spend(job.num_bytes)
         self._began[number] = self._clock()
         return job

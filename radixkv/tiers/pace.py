@@ -37,7 +37,7 @@ class Pace:
     def bytes_per_s(self, value: float | None) -> None:
         self._fill()
         self._bytes_per_s = value
-        self._tokens = min(self._tokens, self._most)
+        self._tokens = 0.0 if value is None else min(self._tokens, self._most)
 
     def pause_s(self) -> float:
         """Return for how many seconds no operation may begin; 0.0 if one may."""

@@ -21,7 +21,7 @@ from radixkv.config import MAX_WEIGHT, MIN_WEIGHT
 from radixkv.errors import ArgumentError
 
 _MOST_SKIPPED: Final = 64
-"""Leased records of an owner that an eviction passes. A tier has at most as many threads, each with one lease."""
+"""Leased records of an owner that an eviction passes. A lane has at most as many threads, each with one lease."""
 _UNRANKED: Final = -1
 
 

@@ -99,7 +99,7 @@ class SlotTable:
         most = shared.capacity + before - self._guaranteed + quota.guaranteed
         if not 0 <= size <= most:
             raise ArgumentError("size", size, f"0 to {most}: others have the rest")
-        self.set_quota(name, NO_QUOTA)
+        self._change_quota(name, NO_QUOTA)
         owner = self._owners.get(name)
         shared.capacity += before - size
         if own is None and size:
@@ -145,6 +145,10 @@ class SlotTable:
         Raises ArgumentError, and changes nothing, for an owner with a partition, and for more guaranteed slots than
         there are.
         """
+        self._change_quota(name, quota)
+        self._trim(None)  # what was guaranteed beyond the capacity can go now
+
+    def _change_quota(self, name: bytes, quota: Quota) -> None:
         if name in self._own:
             if quota != NO_QUOTA:
                 raise ArgumentError("quota", quota, "none for an owner with a partition")

@@ -1,9 +1,10 @@
-"""Lanes of a tier: threads with a queue of their own, so what one lane does and suffers holds up no other one.
+"""Lanes of a tier: threads with a queue of their own, so what one lane does and suffers holds up no other one's loads.
 
 All tenants share a lane, except that each tenant with a partition has one. Errors count by lane: they close it for a
 while, and it alone. A device can't be divided from here. So with a ``bandwidth`` each lane begins operations of its
 part of the bytes a second, reads and writes together, and all lanes use ``USED_PART`` of the device. Without one a lane
-bounds only how many operations run: as many as it has threads.
+bounds only how many operations run: as many as it has threads. The headers of all records are one table in one file,
+which one thread writes at a time. So a write to it that hangs holds up the stores of all lanes, and no load.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ log = logging.getLogger("radixkv.tiers")
 
 
 class TierLane:
-    """A lane with these threads, closed for ``retry_s`` seconds after ``MOST_ERRORS`` errors in a row. Any thread."""
+    """A lane with these threads, closed for ``retry_s`` seconds after ``MOST_ERRORS`` errors in a row. Any thread.
 
-    def __init__(self, io: IOThreads, retry_s: float, clock: Clock) -> None:
-        self.io, self._retry_s, self._clock = io, retry_s, clock
+    ``whose``: names its tenants in the log.
+    """
+
+    def __init__(self, io: IOThreads, retry_s: float, clock: Clock, whose: str) -> None:
+        self.io, self._retry_s, self._clock, self._whose = io, retry_s, clock, whose
         self._errors_in_a_row = 0
         self._opens_at: float | None = None
 
     @property
     def is_resting(self) -> bool:
         """Whether it is closed for a while after errors."""
-        if self._opens_at is not None and self._clock() >= self._opens_at:
-            self._opens_at = None
-        return self._opens_at is not None
+        opens_at = self._opens_at  # once: other threads change it
+        return opens_at is not None and self._clock() < opens_at
 
     @property
     def state(self) -> LaneState:
@@ -51,7 +54,13 @@ class TierLane:
         if self._errors_in_a_row >= MOST_ERRORS:
             self._opens_at = self._clock() + self._retry_s
             self._errors_in_a_row = 0
-            log.error("the disk tier is closed for %g s after errors: %s", self._retry_s, error)
+            log.error(
+                "the disk tier is closed for %g s to %s after %d errors, then tried again; the last: %s",
+                self._retry_s,
+                self._whose,
+                MOST_ERRORS,
+                error,
+            )
 
     def worked(self) -> None:
         """Take that an operation succeeded."""

@@ -366,3 +366,88 @@ def test_an_abandoned_job_is_not_begun() -> None:
     assert blocking is not None and waiting is not None and not waiting.wait(0)
     go_on.set()
     assert blocking.wait(WAIT_S) and threads.close() and not ran and unwanted == [1]
+
+
+class HeldWrites(FaultyFiles):
+    """Files of which a thread's write of records is held, once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__(self._hold)
+        self.is_armed = False
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def _hold(self, call: str) -> None:
+        if call == "write" and self.is_armed:
+            self.reached.set()
+            self.gate.wait(WAIT_S)
+
+
+def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: Path) -> None:
+    files, clock = HeldWrites(), ManualClock()
+    tier = DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
+    assert store(tier, ACME, prompt(1))
+    files.is_armed = True
+    job = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
+    assert job is not None and files.reached.wait(WAIT_S)
+    tier.sync()
+    files.gate.set()
+    assert job.wait(WAIT_S)
+    num_syncs = files.calls.count("sync")
+    clock.advance(10.0)
+    for _ in range(2):  # the second finds nothing to do
+        tier.maintain()
+        assert tier._sync_job is not None and tier._sync_job.poll(WAIT_S)
+    assert files.calls.count("sync") == num_syncs + 1
+    tier.close()
+    assert files.calls.count("sync") == num_syncs + 1, "all is durable"
+
+
+@pytest.mark.parametrize("partitions", [{}, {"acme": 4}])
+def test_the_last_sync_comes_after_the_last_write(tmp_path: Path, partitions: dict[str, int]) -> None:
+    """Also of a store that hadn't begun, and of a lane that ends after the others."""
+    files = HeldWrites()
+    tier = DiskTier(
+        settings(tmp_path / "t", direct=False, num_threads=1, partitions=partitions), [SECRET], files=files
+    )
+    assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+    tier.sync()
+    files.is_armed = True
+    jobs = [tier.store(ACME, prompt(number), 0, memoryview(kv(ACME, prompt(number)))) for number in (2, 3)]
+    assert files.reached.wait(WAIT_S)
+    threading.Timer(0.2, files.gate.set).start()
+    tier.close()
+    assert all(job is not None and job.wait(0) for job in jobs)
+    last = {call: at for at, call in enumerate(files.calls)}
+    assert last["sync"] > last["write"]
+
+
+def test_strict_records_are_synced_while_the_others_rest(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    given = settings(tmp_path / "t", direct=False, partitions={"acme": 4})
+    tier = DiskTier(given, [SECRET], files=files, clock=clock)
+    assert store(tier, GLOBEX, prompt(1))
+    files.before = failing("read")
+    for _ in range(MOST_ERRORS):
+        assert load(tier, GLOBEX, prompt(1)) is None
+    files.before = lambda call: None
+    assert tier.state == "degraded" and tier.state_for("acme") == "open" and store(tier, ACME, prompt(1))
+    num_syncs = files.calls.count("sync")
+    clock.advance(10.0)
+    tier.maintain()
+    assert tier._sync_job is not None and tier._sync_job.wait(WAIT_S)
+    assert files.calls.count("sync") == num_syncs + 1
+    tier.close()
+
+
+def test_lanes_that_came_and_went_leave_nothing(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t", direct=False) as tier:
+        for _ in range(20):
+            tier.set_partition("acme", 4)
+            assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+            tier.set_partition("acme", 0)
+        until = time.monotonic() + WAIT_S
+        while any(lane.io.is_alive for lane in tier._left_lanes) and time.monotonic() < until:
+            time.sleep(0.01)
+        tier.set_partition("acme", 4)
+        tier.set_partition("acme", 0)
+        assert len(tier._left_lanes) <= 1

@@ -15,7 +15,7 @@ from radixkv.tiers import disk_tier
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import PAGE_BYTES
 from radixkv.tiers.record_identity import fingerprint_of
-from radixkv.tiers.slab import HEADER, HEADER_BYTES, checks
+from radixkv.tiers.slab import HEADER, HEADER_BYTES, MAX_SEQUENCE, Header, checks
 from tests.tiers.support import (
     ACME,
     ATTACKS,
@@ -335,7 +335,12 @@ def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
         ({"scheme": "int4"}, "scheme='int4' is not allowed; allowed: one of exact, fp8, int8"),
         ({"sync_s": 0}, "sync_s=0 is not allowed; allowed: a number of seconds > 0"),
         ({"sync_s": float("nan")}, "sync_s=nan is not allowed"),
-        ({"partitions": {"acme": 17}}, "size=17 is not allowed; allowed: 0 to 16"),
+        (
+            {"partitions": {"acme": 17}},
+            r"partitions=\{'acme': 17\} is not allowed; allowed: at most 16 slots in all",
+        ),
+        ({"bandwidth": 0.0}, "bandwidth=0.0 is not allowed; allowed: bytes a second > 0, or None"),
+        ({"bandwidth": float("inf")}, "bandwidth=inf is not allowed"),
     ],
 )
 def test_a_wrong_setting_is_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
@@ -400,3 +405,23 @@ def test_secrets_are_checked(tmp_path: Path) -> None:
         DiskTier(settings(tmp_path / "t"), [])
     with tier_in(tmp_path / "t", secrets=(SECRET,)):
         pass
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_forged_header_with_the_last_number_spoils_no_later_record(tmp_path: Path, is_known: bool) -> None:
+    """Who can write the folder makes a header that looks whole; one that says a key which there is, or another."""
+    with tier_in(tmp_path / "t", direct=False) as tier:
+        assert store(tier, ACME, prompt(1))
+        keys = tier._folder.keys("acme")
+        assert keys is not None
+        key_id = keys.key_id if is_known else b"k" * 16
+    forged = Header(10, MAX_SEQUENCE - 1, b"l" * 16, key_id, 0, b"n" * 12, b"t" * 16, b"i" * 32).packed()
+    with (tmp_path / "t" / "slab").open("r+b") as file:
+        file.seek(PAGE_BYTES + HEADER_BYTES * (NUM_SLOTS - 1))
+        file.write(forged)
+    for numbers in ([1], [1, 2, 3], [1, 2, 3, 4, 5]):
+        with tier_in(tmp_path / "t", direct=False) as tier:
+            assert counted(tier, {"torn": 0})
+            for number in numbers[:-2] or numbers:
+                assert right_or_missing(tier, ACME, prompt(number)), number
+            assert all(store(tier, ACME, prompt(number)) for number in numbers[-2:])

@@ -700,3 +700,66 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
         tier.close()
         assert tier.state == "closed" and load(tier, ACME, prompt(1)) is None
         assert isinstance(tier, DiskTier)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_purge_marks_the_key_before_it_reads_anything(tmp_path: Path, code: int) -> None:
+    """The tenant's generation can't be read, and the process is killed: the next one finds no record of it."""
+
+    class Unread(FaultyFiles):
+        is_armed = False
+
+        def open(self, name: str, flags: int, folder: int | None) -> int:
+            if self.is_armed and folder == tier._folder._in_generations and not flags & os.O_CREAT:
+                raise OSError(code, os.strerror(code))
+            return super().open(name, flags, folder)
+
+    files = Unread()
+    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files)
+    assert store(tier, ACME, prompt(1))
+    tier.purge("acme")  # there is a generation to read from now on
+    assert store(tier, ACME, prompt(2)) and store(tier, GLOBEX, prompt(2))
+    tier.sync()
+    files.is_armed = True
+    with pytest.raises(OSError, match=os.strerror(code)):
+        tier.purge("acme")
+    assert load(tier, ACME, prompt(2)) is None and not store(tier, ACME, prompt(3))
+    shutil.copytree(tmp_path / "t", tmp_path / "killed")
+    (tmp_path / "killed").chmod(0o700)
+    with tier_in(tmp_path / "killed") as other:
+        assert load(other, ACME, prompt(2)) is None and right_or_missing(other, GLOBEX, prompt(2))
+    files.is_armed = False
+    tier.purge("acme")
+    assert store(tier, ACME, prompt(3)) and right_or_missing(tier, ACME, prompt(3))
+    tier.close()
+
+
+def test_one_tenants_generation_opens_no_tier_that_is_closed_to_all(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t", awaits_generations=True) as tier:
+        tier.learn_generation("globex", 3)
+        assert tier.state == "awaiting-generations" and not store(tier, ACME, prompt(1))
+        tier.apply_generations({"globex": 3})
+        assert tier.state == "open" and store(tier, ACME, prompt(1))
+        tier.meet_store("one")
+        tier.meet_store("another")
+        tier.learn_generation("acme", 1)
+        assert tier.state == "awaiting-generations"
+
+
+def test_all_is_forgotten_also_of_a_tenant_whose_keys_are_made_meanwhile(tmp_path: Path) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hold(job: object, memory: memoryview) -> bool:
+        begun.set()
+        return gate.wait(WAIT_S)
+
+    with tier_in(tmp_path / "t", num_threads=1) as tier:
+        tier.meet_store("one")
+        assert tier._shared.io.submit(hold, is_load=True) and begun.wait(WAIT_S)
+        job = tier.store(ACME, prompt(1), 0, memoryview(kv(ACME, prompt(1))))
+        tier.meet_store("another")
+        gate.set()
+        assert job is not None and not job.wait(WAIT_S) and counted(tier, {"stale": 1})
+        tier.apply_generations({})
+        assert load(tier, ACME, prompt(1)) is None
+        assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))

@@ -80,3 +80,13 @@ def test_a_lane_keeps_a_thread_for_loads() -> None:
         gate.end(True)
         assert all(job is not None and job.wait(30) for job in [*stores, load])
         assert threads.close()
+
+
+def test_a_debt_ends_with_its_bound() -> None:
+    clock = ManualClock()
+    pace = Pace(100.0, clock)
+    pace.spend(10_000)
+    pace.bytes_per_s = None
+    clock.advance(1.0)
+    pace.bytes_per_s = 100.0
+    assert pace.pause_s() <= 0.02

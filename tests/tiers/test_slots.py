@@ -474,3 +474,21 @@ def test_an_owner_that_grows_without_being_ranked_breaks_the_law(monkeypatch: py
     sealed(table, b"c1", C)
     with pytest.raises(IntegrityError, match="by state"):
         table.check()
+
+
+def test_a_guarantee_that_is_taken_back_gives_its_slots_to_a_partition() -> None:
+    """Others have all but two slots by guarantee, and these are in use. The partition is as large as promised."""
+    table = SlotTable(6)
+    table.set_quota(A, Quota(4))
+    for number in range(4):
+        sealed(table, bytes([number]))
+    in_use = [sealed(table, b"c%d" % number, C) for number in range(2)]
+    for slot in in_use:
+        table.lease(slot)
+    table.set_partition(B, 2)
+    assert len(table) == 6 and table.take(b"b1", B) is None
+    table.set_quota(A, NO_QUOTA)
+    table.check()
+    assert len(table) == 4 and table.num_free == 2
+    assert sealed(table, b"b1", B) != sealed(table, b"b2", B) and len(table) == 6
+    table.check()

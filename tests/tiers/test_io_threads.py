@@ -1,0 +1,108 @@
+"""Threads for I/O: a job that can't begin leaves its caller's memory alone, costs no bandwidth, and is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from radixkv.clock import ManualClock
+from radixkv.tiers.io_threads import IOThreads, Job
+from radixkv.tiers.tier_lanes import MOST_ERRORS, TierLane
+from tests.tiers.support import WAIT_S
+
+
+def held(threads: IOThreads, gate: threading.Event) -> Job:
+    """A job that has begun, and ends when the gate opens."""
+    begun = threading.Event()
+
+    def work(job: Job, memory: memoryview) -> bool:
+        begun.set()
+        return gate.wait(WAIT_S)
+
+    job = threads.submit(work, is_load=True)
+    assert job is not None and begun.wait(WAIT_S)
+    return job
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_a_system_without_more_threads(num_running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that there are do the work. Without any, a job is refused, not queued for a thread that may come."""
+    threads, gate, done = IOThreads(2, 4096), threading.Event(), list[str]()
+    running = [held(threads, gate) for _ in range(num_running)]
+
+    def work(job: Job, memory: memoryview) -> bool:
+        done.append("work")
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        job = threads.submit(work, is_load=True)
+    assert (job is not None) == bool(num_running)
+    gate.set()
+    if job is not None:
+        assert job.wait(WAIT_S) and all(each.wait(WAIT_S) for each in running)
+    later = threads.submit(work, is_load=True)
+    assert later is not None and later.wait(WAIT_S)
+    assert done == ["work"] * (1 + num_running)
+    assert threads.close(WAIT_S) and not threads.is_alive
+
+
+@pytest.mark.parametrize("ends_by", ["abandoned", "close"])
+def test_a_job_that_never_begins_is_counted_once(ends_by: str) -> None:
+    threads, gate, counted = IOThreads(1, 4096), threading.Event(), list[str]()
+    running = held(threads, gate)
+    job = threads.submit(lambda job, memory: True, is_load=True, unwanted=lambda: counted.append("unwanted"))
+    assert job is not None
+    if ends_by == "abandoned":
+        job.cancel()
+    else:
+        assert not threads.close(0.0), "one of its threads is busy"
+        assert job.is_done and counted == ["unwanted"]
+    gate.set()
+    assert running.wait(WAIT_S) and threads.close(WAIT_S)
+    assert counted == ["unwanted"] and not job.wait(WAIT_S)
+
+
+def test_what_nobody_waits_for_costs_no_bandwidth() -> None:
+    """A queue of stores that were given up ends at once, though the lane's rate would let them begin in minutes."""
+    threads, gate = IOThreads(1, 4096), threading.Event()
+    running = held(threads, gate)
+    threads.set_rate(1_000.0)
+    queued = [threads.submit(lambda job, memory: True, is_load=False, num_bytes=1_000) for _ in range(200)]
+    *given_up, last = queued
+    for job in given_up:
+        assert job is not None
+        job.cancel()
+    began_at = time.monotonic()
+    gate.set()
+    assert running.wait(WAIT_S) and last is not None and last.wait(WAIT_S)
+    assert time.monotonic() - began_at < WAIT_S / 2
+    assert threads.close(WAIT_S)
+
+
+def test_a_rest_that_ends_between_two_looks() -> None:
+    """Another thread asks at the moment at which the rest ends."""
+    clock = ManualClock()
+    asked: list[bool] = []
+
+    def now() -> float:
+        if lane is not None and not asked:
+            asked.append(False)
+            asked[0] = lane.is_resting
+        return clock()
+
+    lane: TierLane | None = None
+    lane = TierLane(IOThreads(1, 1), 30.0, now, "everybody")
+    asked.append(True)
+    for _ in range(MOST_ERRORS):
+        lane.failed(OSError("no"))
+    assert lane.is_resting
+    clock.advance(31.0)
+    asked.clear()
+    assert not lane.is_resting and asked == [False]
