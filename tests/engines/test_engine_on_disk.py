@@ -177,7 +177,7 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
             assert eventually(lambda: not disk.debts.owed)
             with engine._gate:
                 disk.shared.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
-            assert eventually(lambda: disk.tier.counts()["sealed"] == 10)
+            assert eventually(lambda: disk.tier.counts()["sealed"] >= 10)
             found: int = original(self, what)
             return found
 
