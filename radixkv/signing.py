@@ -96,19 +96,42 @@ def checked_secret(secret: object) -> bytes:
     return secret
 
 
-def read_secret(option: str, path: str) -> bytes:
-    """Return the secret in a file, without the white space around it. Raises ConfigError, which names ``option``."""
+def shown_path(text: str) -> str:
+    """Return the path of a secret's file for messages, or "…" for a text that may be the secret itself. Never raises.
+
+    Shown are existing paths, and misspelled names in an existing folder. Not in the root: a secret in base64 may begin
+    with a slash.
+    """
+    folder = text.rpartition("/")[0]
+    is_path = mode_of(text) is not None or (folder.strip("/") and stat.S_ISDIR(mode_of(folder) or 0))
+    return text if is_path or not text else "…"
+
+
+def mode_of(path: str) -> int | None:
+    """Return the mode of what is at a path; None if nothing is, or nothing can be. Never raises, unlike Path.exists."""
     try:
-        if not Path(path).is_file():
-            Path(path).stat()  # its error says why
-            raise ConfigError(option, path, "a regular file")  # a FIFO would be waited for
+        return Path(path).stat().st_mode
+    except (OSError, ValueError):  # for example a name that is too long
+        return None
+
+
+def read_secret(
+    option: str, path: str, least: int = MIN_SECRET_BYTES, most: int = _MAX_SECRET_BYTES
+) -> bytes:
+    """Return the secret in a file, without the white space around it: ``least`` to ``most`` bytes.
+
+    Raises ConfigError, which names ``option``. It shows no secret, also where ``path`` is the secret itself.
+    """
+    try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise ConfigError(option, shown_path(path), "a regular file")  # a FIFO would be waited for
         with Path(path).open("rb") as file:
-            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(option, path, f"a file that can be read ({error.strerror})") from None
-    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
-        allowed = f"a file that holds {MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES:,} bytes"
-        raise ConfigError(option, path, allowed)
+            secret = file.read(most + 1).strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no path"
+        raise ConfigError(option, shown_path(path), f"a file that can be read ({reason})") from None
+    if not least <= len(secret) <= most:
+        raise ConfigError(option, shown_path(path), f"a file that holds {least} to {most:,} bytes")
     return secret
 
 
@@ -170,9 +193,8 @@ class KeySet:
             with open(path, "rb", opener=_open_private) as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise ConfigError(
-                "keys", str(path), f"a file of keys that can be read ({error.strerror})"
-            ) from None
+            allowed = f"a file of keys that can be read ({error.strerror})"
+            raise ConfigError("keys", shown_path(str(path)), allowed) from None
         try:
             keys = _parsed_keys(content)
         except (ValueError, RecursionError):

@@ -28,6 +28,8 @@ from radixkv.signing import (
     frame,
     is_signed,
     key_id,
+    read_secret,
+    shown_path,
     sign_request,
 )
 
@@ -319,3 +321,35 @@ def test_a_malformed_file_is_refused_without_quoting_it(tmp_path: Path, content:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         KeySet.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "S3cret",
+        "S3cret/",
+        "S3cret/" * 100,
+        "S3cret" * 100,
+        "/S3cret+/a==",
+        "/S3cret",
+        "//S3cret",
+        "S3c\0ret",
+        "\ud800S3cret",
+    ],
+)
+def test_a_secret_in_place_of_its_path_is_not_shown(text: str) -> None:
+    for read in (lambda: read_secret("--fleet-secret", text), lambda: KeySet.load(text)):
+        with pytest.raises((ConfigError, ValueError)) as caught:
+            read()
+        assert "S3c" not in str(caught.value)
+    assert shown_path(text) == "…"
+
+
+def test_a_path_is_shown_also_if_the_name_is_misspelled(tmp_path: Path) -> None:
+    (tmp_path / "fleet.secret").touch()
+    for path in (tmp_path / "fleet.secret", tmp_path / "fleet.secrte", tmp_path):
+        assert shown_path(str(path)) == str(path)
+    with pytest.raises(ConfigError, match=f"^--fleet-secret='{tmp_path}/fleet.secrte' .*No such file"):
+        read_secret("--fleet-secret", f"{tmp_path}/fleet.secrte")
+    with pytest.raises(ConfigError, match="a file that holds 16 to 65,536 bytes"):
+        read_secret("--fleet-secret", f"{tmp_path}/fleet.secret")

@@ -5,9 +5,9 @@
 
 The sums of a file's records, by row, are what the next process needs of it; ``end`` has their place.
 
-A process begins with a new file and never writes to an earlier one. If ``head`` knows of more lines than there are, or
-is gone, the header says how many are ``missing``, at least one. A failed write is taken back and repeated in the same
-place.
+A process begins with a new file and never writes to an earlier one. If ``head`` knows of more lines than there are, is
+gone, or no known key proves it, the header says how many are ``missing``, at least one. So an end that was cut off
+stays known after ``head`` is written again. A failed write is taken back and repeated in the same place.
 
 ``append`` costs one ``pwrite``, and never waits for the medium. ``positions`` says what another thread should wait for,
 with ``synced``.
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from radixkv.billing.mac_chain import START, Link, parsed, sealed
-from radixkv.billing.usage_folder import CONTENTS, HEAD, file_name, head_of, key_in, reading
+from radixkv.billing.usage_folder import CONTENTS, HEAD, LogReader, file_name, head_of, key_in, reading
 from radixkv.billing.usage_record import HOUR_S, Counts, Row, UsageRecord, summed
+from radixkv.errors import ConfigError
 from radixkv.signing import key_id
 from radixkv.tiers.files import Files, write_exactly
 from radixkv.tiers.private_folder import PrivateFolder
@@ -42,7 +43,8 @@ class Position(NamedTuple):
 class UsageAppender:
     """Appends to the log in a folder. For one thread, except ``synced``. ``close`` it.
 
-    ``key``: None for the one in the folder. ``previous``: keys under which its end may be proven.
+    ``key``: None for the one in the folder. ``previous``: keys under which its end may be proven too, besides the one
+    in the folder.
     Raises ConfigError for a folder that isn't ours, isn't private or is in use, and OSError.
     """
 
@@ -170,6 +172,7 @@ class UsageAppender:
         """Return the number of the next file, the end of the chain, and how many of its lines are missing."""
         with reading(self._folder.path) as reader:
             found, head = reader.log_files(), reader.head()
+            keys = [*keys, *_own_key(reader)]
             ends = (_end_of(reader.lines(file)) for file in reversed(found))
             link = next((end for end in ends if end is not None), START)
         if not found:
@@ -178,11 +181,20 @@ class UsageAppender:
         number = found[-1].number + 1
         if head is None:
             return number, link, 1
-        return number, link, max(head.link.n - link.n, 0) if any(map(head.is_proven, keys)) else 0
+        is_proven = any(map(head.is_proven, keys))
+        return number, link, max(head.link.n - link.n, 0 if is_proven else 1)
 
     def _state(self, link: Link) -> None:
         """Write ``head``. A log has one from its beginning. Raises OSError."""
         self._folder.write_small(self._folder.folder, HEAD, head_of(self._key, self._key_name, link))
+
+
+def _own_key(reader: LogReader) -> list[bytes]:
+    """Return the key in a folder, if it has one that can be read."""
+    with suppress(ConfigError, OSError):  # the log needs it no more, and its end is unproven without it
+        key = reader.key()
+        return [] if key is None else [key]
+    return []
 
 
 def _end_of(lines: Iterable[bytes]) -> Link | None:

@@ -191,5 +191,8 @@ def _refuse_type(name: str, setting: Setting, event: ScalarEvent) -> None:
         raise _refused(name, "has no value", setting.allowed)
     tag = getattr(yaml.compose(text, Loader=yaml.SafeLoader), "tag", _TEXT) if is_plain else _TEXT
     if tag != _TEXT:
-        problem = f"has a value that YAML reads as {tag.rpartition(':')[2]}, {shown(text, _SHOWN)}"
+        value = (
+            "…" if setting.kind == "secret file" else shown(text, _SHOWN)
+        )  # digits may be the secret itself
+        problem = f"has a value that YAML reads as {tag.rpartition(':')[2]}, {value}"
         raise _refused(name, problem, f"{setting.allowed}; put it in quotes if you mean it")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
+
+from radixkv.signing import shown_path
 
 Kind = Literal[
     "text", "integer", "number", "choice", "file", "secret file", "folder", "new file", "new folder", "url"
@@ -24,6 +25,7 @@ FORMS: Final[Mapping[Kind, str]] = {
 """The kinds that have no bounds, in words."""
 
 _PASSWORD = re.compile(r"(password=)[^&#]*")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +69,27 @@ class Setting:
 
 
 def without_password(url: str) -> str:
-    """Return the URL for display: without what is before its last @, and without the value of ``…password=``."""
-    start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
-    _, at, host = rest.rpartition("@")
-    return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
+    """Return the URL for display: without what is before its last @, and without the value of ``…password=``.
+
+    What doesn't begin with a scheme and ``://`` may be a password up to the @.
+    """
+    text = _PASSWORD.sub(r"\1…", url)
+    scheme = "" if (found := _SCHEME.match(text)) is None else found[0]
+    _, at, host = text[len(scheme) :].rpartition("@")
+    return f"{scheme}…@{host}" if at else text
 
 
 def displayed(setting: Setting, text: str) -> str:
     """Return a value for messages and lists.
 
     A URL has no password there. Where the file of a secret is wanted, a text that isn't a path may be the secret
-    itself, so it isn't shown.
+    itself, so it isn't shown. Never raises.
     """
     if setting.kind == "url":
         return without_password(text)
-    are_paths = all(
-        each.startswith(("/", "./", "../")) or not each or Path(each).exists() for each in text.split(",")
-    )
-    return text if are_paths or setting.kind != "secret file" else "…"
+    if setting.kind != "secret file":
+        return text
+    return text if all(shown_path(each) == each for each in text.split(",")) else "…"
 
 
 def _integer(name: str, text: str, default: int, low: int, high: int, *, reloads: bool = False) -> Setting:

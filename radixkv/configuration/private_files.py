@@ -1,4 +1,4 @@
-"""Warns of files with keys or secrets that other users of the machine can read or change."""
+"""Reads files of secrets, and warns of those that other users of the machine can read or change."""
 
 from __future__ import annotations
 

@@ -710,7 +710,7 @@ class LowerTiers:
 
         disk = settings.disk
         assert disk is not None
-        with disk_errors(disk.folder):
+        with disk_errors(disk.folder, disk.num_bytes):
             tier = DiskTier(
                 DiskSettings(
                     disk.folder,

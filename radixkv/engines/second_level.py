@@ -119,8 +119,10 @@ class SecondLevelSettings:
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), "a text")
         for name in ("keys", "control", "disk", "fleet_secret", "previous_secrets"):
-            if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
-                raise ConfigError(name, getattr(self, name), "a path")
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value == "":
+                is_shown = name in ("control", "disk") or value == ""  # others may be the secret itself
+                raise ConfigError(name, value if is_shown else "…", "a path")
         if not isinstance(self.anonymous, bool):
             raise ConfigError("anonymous", self.anonymous, "true or false")
         if self.scrub not in get_args(Scrub):
@@ -131,7 +133,7 @@ class SecondLevelSettings:
         if None in below and below != (None, None, None):
             raise ConfigError("disk, disk_size, fleet_secret", below[:2], "all three, or none")
         if self.previous_secrets is not None and self.fleet_secret is None:
-            raise ConfigError("previous_secrets", self.previous_secrets, "with fleet_secret")
+            raise ConfigError("previous_secrets", "…", "with fleet_secret")
         if self.disk_size is not None:
             bytes_of("disk_size", self.disk_size)
         if self.disk_writes is not None:

@@ -83,13 +83,17 @@ def require_rate(name: str, rate: object) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path | str) -> Iterator[None]:
-    """Let errors of a disk tier name the settings of a disk below an engine. OSError becomes a ConfigError."""
+def disk_errors(folder: Path | str, size: int | str | None) -> Iterator[None]:
+    """Let errors of a disk tier name the settings of a disk below an engine. OSError becomes a ConfigError.
+
+    ``size``: of the disk, as it was given. Errors show it in place of the bytes of whole records.
+    """
     try:
         yield
     except ConfigError as error:
         named = {"folder": "disk", "disk_bytes": "disk_size"}.get(error.setting, error.setting)
-        raise ConfigError(named, error.value, error.allowed, problem=error.problem) from None
+        value = size if error.setting == "disk_bytes" else error.value
+        raise ConfigError(named, value, error.allowed, problem=error.problem) from None
     except OSError as error:
         allowed = f"a folder that can be used ({error.strerror or error}: {error.filename or 'a file in it'})"
         raise ConfigError("disk", str(folder), allowed) from error

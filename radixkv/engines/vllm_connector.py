@@ -213,7 +213,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         if memory is None or vllm_config.parallel_config.world_size > 1:
             raise ConfigError("disk", settings.disk, "with one worker, in the engine's own process")
         assert settings.disk is not None
-        with disk_errors(settings.disk):
+        with disk_errors(settings.disk, settings.disk_size):
             tier = DiskTier(
                 DiskSettings(
                     settings.disk,

@@ -17,6 +17,7 @@ import re
 import secrets
 import socket
 import ssl
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +26,14 @@ from urllib.parse import quote, urlsplit
 
 from radixkv.config import Scrub, resolve
 from radixkv.configuration.definitions import COMMANDS, defaults, displayed, without_password
-from radixkv.configuration.private_files import warn_unless_private
+from radixkv.configuration.private_files import read_secrets, warn_unless_private
 from radixkv.coordination.routing.costs import COSTS
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
 from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, rate_of
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
-from radixkv.signing import MIN_SECRET_BYTES
+from radixkv.signing import mode_of, read_secret
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
 ROUTE_DEFAULTS: Mapping[str, str] = defaults("route")
@@ -276,17 +277,17 @@ class _Reader:
         text = self.text(setting)
         if text is None:
             return None
-        path = Path(text)
-        if not text or not path.exists() or path.is_dir() != directory:
+        mode = mode_of(text) if text else None
+        if mode is None or stat.S_ISDIR(mode) != directory:
             raise self.refuse(setting, "an existing directory" if directory else "an existing file")
-        return path
+        return Path(text)
 
     def new_path(self, setting: str) -> Path | None:
         text = self.text(setting)
         if text is None:
             return None
         path = Path(text)
-        if not text or path.is_dir() or not path.parent.is_dir():
+        if not _can_be_made(text) or path.is_dir() or not path.parent.is_dir():
             raise self.refuse(setting, "a file in an existing directory")
         return path
 
@@ -295,12 +296,16 @@ class _Reader:
         text, file_bytes = self.text("usage"), self.integer("usage-file-bytes")
         if text is None:
             return None
-        path = Path(text)
-        if not text or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
-            raise self.refuse("usage", "a folder, or the path of a new one in an existing directory")
+        path = self._new_folder("usage", text)
         return UsageSettings(
             path, file_bytes, None if self.text("fleet-secret") is None else secret, previous
         )
+
+    def _new_folder(self, setting: str, text: str) -> Path:
+        path = Path(text)
+        if not _can_be_made(text) or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+            raise self.refuse(setting, "a folder, or the path of a new one in an existing directory")
+        return path
 
     def tiers(self, secret: bytes, previous: tuple[bytes, ...]) -> TierSettings | None:
         """``secret``: the fleet's, under which the disks' keys are sealed."""
@@ -353,10 +358,7 @@ class _Reader:
         text, size = self.text(setting), self.text(f"{setting}-size")
         if text is None or size is None:
             return None
-        path = Path(text)
-        is_path = bool(text) and "\0" not in text
-        if not is_path or (path.exists() and not path.is_dir()) or not path.parent.is_dir():
-            raise self.refuse(setting, "a folder, or the path of a new one in an existing directory")
+        path = self._new_folder(setting, text)
         num_bytes = self._amount(bytes_of, f"{setting}-size", size)
         if not num_bytes:
             raise self.refuse(f"{setting}-size", "at least one record")
@@ -440,10 +442,7 @@ class _Reader:
             allowed = f"a URL without a password, because {self.name('redis-password')} is set"
             raise self.refuse("redis", allowed)
         warn_unless_private(path, self.name("redis-password"))
-        with path.open("rb") as file:
-            content = file.read(_MAX_PASSWORD_BYTES + 1).strip()
-        if not 0 < len(content) <= _MAX_PASSWORD_BYTES:
-            raise self.refuse("redis-password", f"a file that holds 1 to {_MAX_PASSWORD_BYTES} bytes")
+        content = read_secret(self.name("redis-password"), str(path), 1, _MAX_PASSWORD_BYTES)
         return f"{scheme}://{user if at else ''}:{quote(content, safe='')}@{host}"
 
     def base_url(self, setting: str) -> str | None:
@@ -464,14 +463,14 @@ class _Reader:
         return text
 
     def secret(self) -> bytes:
-        path = self.path("fleet-secret", directory=False)
-        if path is None:
+        text = self.text("fleet-secret")
+        if text is None:
             if self.text("redis") is not None:
                 raise self.refuse(
                     "fleet-secret", "a file with the secret that all replicas share, because --redis is set"
                 )
             return secrets.token_bytes(32)
-        return self._secret_in(path, "fleet-secret")
+        return self._secrets_in("fleet-secret", [text])[0]
 
     def previous_secrets(self) -> tuple[bytes, ...]:
         """Return the fleet's previous secrets, the latest first."""
@@ -480,20 +479,25 @@ class _Reader:
             return ()
         if self.text("fleet-secret") is None:
             raise self.refuse("fleet-secret", f"a value, because {self.name('previous-secrets')} is set")
-        paths = [Path(each) for each in text.split(",")]
-        if not all(each.name and each.exists() for each in paths):
+        paths = text.split(",")
+        if not all(paths):
             raise self.refuse("previous-secrets", "existing files, between commas")
-        return tuple(self._secret_in(each, "previous-secrets") for each in paths)
+        return tuple(self._secrets_in("previous-secrets", paths))
 
-    def _secret_in(self, path: Path, setting: str) -> bytes:
-        """Return the secret in a file that exists. Warns if other users can access it."""
-        warn_unless_private(path, self.name(setting))
-        if not path.is_file():
-            raise self.refuse(setting, f"a regular file, not {path}")
-        secret = path.read_bytes().strip()
-        if len(secret) < MIN_SECRET_BYTES:
-            raise self.refuse(setting, f"a file that holds at least {MIN_SECRET_BYTES} bytes, not {path}")
-        return secret
+    def _secrets_in(self, setting: str, paths: list[str]) -> list[bytes]:
+        """Return the secrets in files. Warns of files that other users can access."""
+        return read_secrets((self.name(setting), each) for each in paths)
+
+
+def _can_be_made(path: str) -> bool:
+    """Whether something is there, or may be: a path without NUL, whose names aren't too long."""
+    try:
+        Path(path).lstat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return bool(path)
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:

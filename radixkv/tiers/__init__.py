@@ -2,7 +2,10 @@
 
     record_identity   what a record is the KV of, and what proves it
     slots             which slot of a tier holds which record, in memory
+      slot_owners       what each tenant may have of them, and which loses a record next
     disk_tier         records on disk: sealed, and found again after a restart
+      tier_lanes        threads with a queue of their own for each partition
+      pace              a rate of bytes for operations that take turns
       folder            the keys and generations of tenants
       private_folder    the folder, its lock, small files
       slab              the file of all records

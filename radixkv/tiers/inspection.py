@@ -39,7 +39,8 @@ class Inspection(NamedTuple):
     - ``num_unreadable``: slots that the disk doesn't read.
     - ``num_tenants``: tenants with a key. ``num_damaged_tenants``: generations and keys that can't be read.
     - ``records_of``: records that open of each tenant that has any, by its tag in the folder, the most first.
-    - ``written_s``: seconds since the slab was last written. A tier syncs it within ``DiskSettings.sync_s`` then.
+    - ``written_s``: seconds since the slab was last written. After a crash, records sealed in the last ``sync_s``
+      seconds before that may be damaged.
     """
 
     num_slots: int

@@ -3,7 +3,8 @@
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
 ours: those of a disk tier, of a usage log, or the folders of lossy disks. A foreign name inside a disk tier's ``keys``
-or ``generations`` is refused too. Files of ours that others could access get mode 0600 again.
+or ``generations`` is refused too. Files of a disk tier that others could access get mode 0600 again, when its folder
+is opened.
 """
 
 from __future__ import annotations
@@ -145,10 +146,11 @@ class PrivateFolder:
             raise ConfigError("folder", self.path, allowed)
 
     def make_private(self, folder: int, inside: str = "") -> None:
-        """Take others' rights to the files in a folder away, and warn of each. O(files). Raises OSError.
+        """Take others' rights to the files in a folder away. Warns once, with their number. O(files). Raises OSError.
 
-        ``inside``: the folder's path in this one, for the warnings.
+        ``inside``: the folder's path in this one, for the warning.
         """
+        changed: list[tuple[str, int]] = []
         for name in self.files.names(folder):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
             is_folder = stat.S_ISDIR(mode)
@@ -159,8 +161,10 @@ class PrivateFolder:
                 self.files.set_mode(descriptor, 0o700 if is_folder else 0o600)
             finally:
                 self.files.close(descriptor)
-            text = "%s/%s%s had mode %04o, with rights for others; they were taken away"
-            log.warning(text, self.path, inside, name, stat.S_IMODE(mode))
+            changed.append((name, stat.S_IMODE(mode)))
+        if changed:
+            text = "%s/%s%s (mode %04o) and %d more had rights for others; they were taken away"
+            log.warning(text, self.path, inside, *changed[0], len(changed) - 1)
 
     def is_ours(self) -> bool:
         """Whether no other process opened the folder since, as one may where flock does nothing. Raises OSError."""

@@ -82,10 +82,6 @@ class SlotTable:
         """Number of slots that an owner has for itself."""
         return self._own[owner].capacity if owner in self._own else 0
 
-    def num_of(self, owner: bytes) -> int:
-        """Number of slots of an owner, in any state but free."""
-        return len(self._owners[owner].slots) if owner in self._owners else 0
-
     def set_partition(self, name: bytes, size: int) -> None:
         """Give an owner ``size`` slots of its own, in place of a quota; 0 for none. O(records that must go).
 
@@ -169,23 +165,11 @@ class SlotTable:
         """Return the sealed slot of a record, or None. O(1)."""
         return self._slots.get(locator)
 
-    def entry(self, slot: int) -> Entry:
-        """Return the record of a slot that isn't free."""
-        return self._entries[slot]
-
     def touch(self, slot: int) -> None:
         """Count a sealed record as just used. O(1)."""
         entry = self._entries[slot]
         if self._states[slot] == SEALED:
             self._owners[entry.owner].order.move_to_end(entry.locator)
-
-    def victim(self, name: bytes) -> int | None:
-        """Return the sealed slot that the owner's next ``take`` evicts; None if it needs none, or finds none.
-
-        O(log owners).
-        """
-        owner = self._owners.get(name) or Owner(name)
-        return self._victim(owner) if self._is_short(owner) else None
 
     def take(self, locator: bytes, name: bytes) -> int | None:
         """Return a slot to fill with an owner's record, evicting one if none is free, or if it has its most.

@@ -126,14 +126,70 @@ def test_a_cut_off_end_is_truncation_not_tampering(tmp_path: Path, kept: int) ->
 
 @pytest.mark.parametrize("knows_previous", [True, False])
 def test_lines_that_are_missing_at_a_rotation_are_written_down(tmp_path: Path, knows_previous: bool) -> None:
-    """The process with the new key proves the end with the previous one. Without it, it can't know."""
     written(tmp_path / "log", range(4))
     (path,) = log_files(tmp_path / "log")
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
     written(tmp_path / "log", [9], key=OTHER, previous=[KEY] if knows_previous else [])
     check = verify(tmp_path / "log", [OTHER, KEY])
-    assert check.num_missing == (4 if knows_previous else 0)
-    assert (check.verdict == "truncated") == knows_previous
+    assert check.verdict == "truncated" and check.num_missing == 4
+
+
+@pytest.mark.parametrize("claimed", ["fewer", "as many", "more", "absurdly many"])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_forged_head_hides_no_cut_off_end_from_the_next_process(
+    tmp_path: Path, key: bytes | None, claimed: str
+) -> None:
+    """Who has no key cuts off the end, and writes a head of the same form for what is left."""
+    folder = tmp_path / "log"
+    written(folder, range(4), key=key)
+    (path,) = log_files(folder)
+    kept = path.read_bytes().splitlines(keepends=True)[:3]
+    path.write_bytes(b"".join(kept))
+    last, wrong_key = parsed(kept[-1]), b"a key of 32 bytes of an attacker"
+    n = {"fewer": 1, "as many": last.n, "more": last.n + 2, "absurdly many": 10**3_000}[claimed]
+    name = key_id((folder / "key").read_bytes() if key is None else key).hex()
+    (folder / "head").write_bytes(head_of(wrong_key, name, Link(n, last.mac)))
+    keys = [] if key is None else [key]
+    assert verify(folder, keys).verdict == "truncated"
+    for number in (8, 9):
+        written(folder, [number], key=key)
+        check = verify(folder, keys)
+        assert check.verdict == "truncated" and check.num_missing == max(n - last.n, 1), check.problems
+    assert check.num_tampered == 0
+
+
+def test_a_new_key_without_the_previous_one_counts_the_end_as_cut_off(tmp_path: Path) -> None:
+    """A head of an attacker's key looks the same to the process that goes on."""
+    written(tmp_path / "log", [1])
+    written(tmp_path / "log", [2], key=OTHER)
+    written(tmp_path / "log", [3], key=OTHER)
+    check = verify(tmp_path / "log", [KEY, OTHER])
+    assert check.verdict == "truncated" and check.num_missing == 1 and check.num_records == 3
+
+
+def test_a_log_with_a_key_of_its_own_goes_on_under_a_secret_and_back(tmp_path: Path) -> None:
+    written(tmp_path / "log", [1], key=None)
+    written(tmp_path / "log", [2], key=KEY)
+    assert checked(tmp_path / "log", KEY).verdict == "intact"
+    written(tmp_path / "log", [3], key=None, previous=[KEY])
+    check = checked(tmp_path / "log", KEY)
+    assert check.verdict == "intact" and check.num_records == 3
+
+
+@pytest.mark.parametrize("kind", ["text", "fifo", "link", "folder"])
+def test_a_bad_key_file_keeps_no_process_with_a_secret_from_going_on(tmp_path: Path, kind: str) -> None:
+    written(tmp_path / "log", [1])
+    key = tmp_path / "log" / "key"
+    make: dict[str, Callable[[], object]] = {
+        "text": lambda: key.write_text("no key"),
+        "fifo": lambda: os.mkfifo(key),
+        "link": lambda: key.symlink_to("/dev/null"),
+        "folder": key.mkdir,
+    }
+    make[kind]()
+    written(tmp_path / "log", [2])
+    key.rmdir() if kind == "folder" else key.unlink()
+    assert checked(tmp_path / "log").verdict == "intact"
 
 
 def test_removed_files_are_found_except_the_oldest(tmp_path: Path) -> None:
@@ -164,7 +220,7 @@ def test_another_key_and_an_old_head_prove_nothing(tmp_path: Path) -> None:
 
 def test_a_log_goes_on_under_a_new_key(tmp_path: Path) -> None:
     written(tmp_path / "log", [1])
-    written(tmp_path / "log", [2], key=OTHER)
+    written(tmp_path / "log", [2], key=OTHER, previous=[KEY])
     assert checked(tmp_path / "log", KEY, OTHER).verdict == "intact"
     assert checked(tmp_path / "log", OTHER).verdict == "tampered", "nobody knows the first file's key"
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
-from radixkv.cli.main import commands
+from radixkv.cli.main import commands, main
 from radixkv.engines.control import ControlServer
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.errors import ConfigError, ControlError, RadixKVError
@@ -62,6 +62,34 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes | Non
     done = invoke("keys", "derive", "--fleet-secret", str(path), "--output", str(output))
     assert isinstance(done.exception, ConfigError) and "--fleet-secret" in str(done.exception)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("secret", ["S3cret-pa55word", "/S3cret/of/base64==", "S3cret-" + "a" * 300])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--port", "0", "--fleet-secret"),
+        ("route", "--redis", "redis://127.0.0.1:1", "--fleet-secret"),
+        ("config", "show", "--fleet-secret"),
+        ("config", "show", "--redis-password"),
+        ("keys", "derive", "--output", "keys", "--fleet-secret"),
+        ("keys", "derive", "--output", "keys", "--fleet-secret", __file__, "--previous"),
+        ("disk", "check", "folder", "--fleet-secret"),
+        ("disk", "forget", "folder", "--yes", "--tenant", "acme", "--fleet-secret"),
+        ("usage", "verify", "folder", "--fleet-secret"),
+        ("usage", "verify", "folder", "--previous"),
+    ],
+    ids=" ".join,
+)
+def test_no_command_shows_a_secret_in_place_of_its_path(
+    command: tuple[str, ...], secret: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, secret])
+    said = "".join(capfd.readouterr())
+    assert "S3cret" not in said and "…" in said
+    assert ended.value.code == (0 if command[0] == "config" else 2)
+    assert command[0] == "config" or f"{command[-1]}=" in said
 
 
 class Engine:

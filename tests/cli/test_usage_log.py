@@ -38,7 +38,7 @@ def test_a_log_is_checked_by_the_fleets_secrets(tmp_path: Path) -> None:
     for path, letter in zip(secrets, "no", strict=True):
         path.write_text(letter * 32)
     written(folder, [1], key=key_from(b"o" * 32))
-    written(folder, [2], key=key_from(b"n" * 32))
+    written(folder, [2], key=key_from(b"n" * 32), previous=[key_from(b"o" * 32)])
     new, old = map(str, secrets)
     assert invoke("verify", str(folder), "--fleet-secret", new, "--previous", old).exit_code == 0
     assert invoke("verify", str(folder), "--fleet-secret", new).exit_code == 1

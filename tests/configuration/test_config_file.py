@@ -161,6 +161,35 @@ def test_an_inline_secret_is_refused_and_not_shown(tmp_path: Path, setting: str)
     assert displayed(COMMANDS["serve"][setting], str(path)) == str(path), "a path is no secret"
 
 
+@pytest.mark.parametrize("secret", ["1234567890123456", "0x1f1f1f1f", "2026-01-01", "1.5", "true"])
+@pytest.mark.parametrize("setting", ["fleet-secret", "previous-secrets", "redis-password", "keys", "tls-key"])
+def test_an_inline_secret_that_yaml_reads_as_another_type_is_not_shown(
+    tmp_path: Path, setting: str, secret: str
+) -> None:
+    message = refusal(tmp_path, f"{setting}: {secret}")
+    assert secret not in message and "YAML reads as" in message
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis+cluster://a:1,b:2", "redis+cluster://a:1,b:2"),
+        ("redis://me:pa55word@host/0", "redis://…@host/0"),
+        ("redis://:pa55word@x@host/0", "redis://…@host/0"),
+        ("redis://:pa55//word@host/0", "redis://…@host/0"),
+        ("redis://host?password=pa55word&db=1", "redis://host?password=…&db=1"),
+        ("me:pa55word@host", "…@host"),
+        ("me:pa55//word@host", "…@host"),
+        ("redis:me:pa55word@host", "…@host"),
+        ("redis:/me:pa55word@host", "…@host"),
+        ("127.0.0.1:6379", "127.0.0.1:6379"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert displayed(COMMANDS["serve"]["redis"], url) == shown
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe", "missing", "device", "nul"])
 def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "other"

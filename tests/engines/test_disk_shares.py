@@ -21,6 +21,7 @@ from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_cache_tiers import PROMPT, SIZE
 from tests.engines.test_loading_from_disk import SECRET, DiskOwner, eventually
 from tests.engines.test_tier_dtype import LAYOUT as QUANTIZABLE
+from tests.tiers.support import num_of
 from tests.tiers.support import patience as patience
 
 NUM_BLOCKS, NUM_SLOTS = 40, 80
@@ -53,7 +54,7 @@ class SharedOwner(DiskOwner):
     def records(self, tenant: str) -> int:
         """The slots that a tenant has on the disk."""
         tier = self.disk.tier
-        return tier._table.num_of(bytes.fromhex(tier._folder.tag(tenant)))
+        return num_of(tier._table, bytes.fromhex(tier._folder.tag(tenant)))
 
     def quota(self, tenant: str) -> Quota:
         tier = self.disk.tier

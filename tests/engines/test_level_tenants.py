@@ -17,6 +17,7 @@ from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_second_level import KEYS, SIZE, ids_of
+from tests.tiers.support import num_of
 from tests.tiers.support import patience as patience
 
 NUM_SLOTS = 64
@@ -41,7 +42,7 @@ class ControlledEngine(DiskEngine):
     def records(self, tenant: str) -> int:
         """The slots that a tenant has on the disk."""
         tier = self.disk.tier
-        return tier._table.num_of(bytes.fromhex(tier._folder.tag(self.id_of(tenant))))
+        return num_of(tier._table, bytes.fromhex(tier._folder.tag(self.id_of(tenant))))
 
     def quota(self, tenant: str) -> Quota:
         tier = self.disk.tier

@@ -560,6 +560,22 @@ def test_settings_that_mean_nothing_are_refused_by_name(given: dict[str, Any], n
         SecondLevelSettings.read(given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fleet_secret": ["S3cret"], "disk": "d", "disk_size": "1GiB"},
+        {"fleet_secret": "S3cret", "disk": "d"},
+        {"previous_secrets": "S3cret"},
+        {"previous_secrets": {"S3cret": 1}},
+        {"keys": ["S3cret"]},
+    ],
+)
+def test_a_secret_in_a_refused_setting_is_not_shown(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SecondLevelSettings.read({"host_blocks": 5, **given})
+    assert "S3cret" not in str(caught.value) + repr(caught.value.value)
+
+
 def test_secrets_are_read_the_current_one_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [tmp_path / name for name in ("new", "old", "oldest")]
     for path in paths:

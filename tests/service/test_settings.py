@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import trustme
 
 from radixkv.cli import main as cli
 from radixkv.clock import ManualClock
+from radixkv.configuration.definitions import COMMANDS, displayed
 from radixkv.engines.lossy_folder import disks_in
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
-from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
+from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, RouteSettings, ServeSettings
 from radixkv.service.server import bind
 
 
@@ -61,7 +66,10 @@ def test_the_help_shows_the_defaults(told: Mapping[str, str], defaults: Mapping[
 def test_an_invalid_setting_is_named(setting: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServeSettings.parse({setting: value})
-    assert caught.value.setting == f"--{setting}" and caught.value.value == value and caught.value.allowed
+    shown = (
+        "…" if value == "/nowhere" and setting in ("keys", "fleet-secret") else value
+    )  # it may be the secret
+    assert caught.value.setting == f"--{setting}" and caught.value.value == shown and caught.value.allowed
 
 
 def test_an_error_names_a_setting_as_the_user_wrote_it() -> None:
@@ -184,9 +192,18 @@ def test_previous_secrets_that_can_not_be_used_are_named(
             "--previous-secrets='' is not allowed; allowed: existing files",
         ),
         ({"fleet-secret": str(new), "previous-secrets": f"{old},"}, "existing files, between commas"),
-        ({"fleet-secret": str(new), "previous-secrets": f"{old},/nowhere"}, "existing files, between commas"),
-        ({"fleet-secret": str(new), "previous-secrets": f"{tmp_path}"}, f"regular file, not {tmp_path}"),
-        ({"fleet-secret": str(new), "previous-secrets": f"{old},{tmp_path}/short"}, f"not {tmp_path}/short"),
+        (
+            {"fleet-secret": str(new), "previous-secrets": f"{old},/nowhere"},
+            "--previous-secrets='…' is not allowed; allowed: a file that can be read (No such file",
+        ),
+        (
+            {"fleet-secret": str(new), "previous-secrets": f"{tmp_path}"},
+            f"--previous-secrets='{tmp_path}' is not allowed; allowed: a regular file",
+        ),
+        (
+            {"fleet-secret": str(new), "previous-secrets": f"{old},{tmp_path}/short"},
+            f"--previous-secrets='{tmp_path}/short' is not allowed; allowed: a file that holds 16 to 65,536 bytes",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             ServeSettings.parse(given)
@@ -202,6 +219,95 @@ def test_previous_secrets_that_can_not_be_used_are_named(
     ServeSettings.parse({"fleet-secret": str(new), "previous-secrets": f"{new},{old}"})
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith(f"--previous-secrets {old}") and "mode 0644" in warning
+
+
+PASTED = {
+    "short": "S3cret-pa55word",
+    "long": "S3cret-" + "a" * 300,
+    "very long": "S3cret-" + "a" * 100_000,
+    "slash": "/S3cretWithASlash==",
+    "slashes": "//S3cretWithSlashes/of/base64==",
+    "nul": "S3cret\0nul",
+    "surrogate": "S3cret\udcff\ud800",
+    "lines": "S3cret\nof two lines",
+    "beside a file": f"S3cret,{__file__}",
+}
+"""Texts that were given in place of the path of a secret's file."""
+SECRET_FILES = [
+    (command, each.name)
+    for command, settings in COMMANDS.items()
+    for each in settings.values()
+    if each.kind == "secret file"
+]
+
+
+@pytest.mark.parametrize("kind", PASTED)
+@pytest.mark.parametrize(("command", "setting"), SECRET_FILES)
+def test_a_secret_in_place_of_its_path_is_never_shown(
+    command: str, setting: str, kind: str, tmp_path: Path
+) -> None:
+    (secret,) = secret_files(tmp_path, "n")
+    given = {"fleet-secret": str(secret), "redis": "redis://127.0.0.1", "tls-cert": str(secret)}
+    given[setting] = PASTED[kind]
+    parse = ServeSettings.parse if command == "serve" else RouteSettings.parse
+    with pytest.raises(ConfigError) as caught:
+        parse(given)
+    message = "".join(traceback.format_exception(caught.value)) + repr(caught.value.value)
+    assert "S3cret" not in message and caught.value.setting == f"--{setting}"
+    assert "S3cret" not in displayed(COMMANDS[command][setting], PASTED[kind])
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 300 + "/b", "a\0b"], ids=["name", "folder", "nul"])
+@pytest.mark.parametrize("setting", ["model", "tls-cert", "record", "usage", "disk", "lossy-disk"])
+def test_an_impossible_path_is_refused_by_name(setting: str, text: str, tmp_path: Path) -> None:
+    (secret,) = secret_files(tmp_path, "n")
+    given = {"fleet-secret": str(secret), "host-memory": "1GiB", "lossy-host-memory": "1GiB", setting: text}
+    if "disk" in setting:
+        given[f"{setting}-size"] = "1GiB"
+    with pytest.raises(ConfigError, match=f"^--{setting}="):
+        ServeSettings.parse(given)
+
+
+@pytest.mark.parametrize("setting", ["fleet-secret", "previous-secrets", "redis-password"])
+def test_every_file_of_a_secret_is_read_by_the_same_rules(setting: str, tmp_path: Path) -> None:
+    (secret,) = secret_files(tmp_path, "n")
+    given, path = {"fleet-secret": str(secret), "redis": "redis://127.0.0.1"}, tmp_path / "file"
+    given[setting] = str(path)
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError, match=f"^--{setting}='{path}' is not allowed") as caught:
+            ServeSettings.parse(given)
+        return str(caught.value)
+
+    path.write_bytes(b"x" * 93_000)
+    assert "a file that holds 1" in refusal()
+    path.write_bytes(b" \n")
+    assert "a file that holds 1" in refusal()
+    path.unlink()
+    os.mkfifo(path)
+    assert "a regular file" in refusal()
+    path.unlink()
+    path.symlink_to(path)
+    assert "file" in refusal()
+
+
+def test_an_unreadable_secret_is_refused_by_the_name_of_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, other = secret_files(tmp_path, "n", "o")
+
+    open_path = Path.open
+
+    def opened(path: Path, mode: str) -> IO[Any]:
+        if path == other:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_path(path, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    for setting in ("fleet-secret", "redis-password", "previous-secrets"):
+        given = {"redis": "redis://127.0.0.1", "fleet-secret": str(secret), setting: str(other)}
+        with pytest.raises(ConfigError, match=rf"^--{setting}='.*can be read \(Permission denied\)"):
+            ServeSettings.parse(given)
 
 
 def test_a_keys_file_that_becomes_readable_is_warned_of(

@@ -17,6 +17,8 @@ from radixkv.config import Namespace
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import Files
 from radixkv.tiers.record_identity import fingerprint_of
+from radixkv.tiers.slot_owners import Owner
+from radixkv.tiers.slots import SlotTable
 
 SECRET = b"a secret of the fleet, for tests"
 SEGMENT_TOKENS = 4
@@ -199,10 +201,21 @@ def records_by_locator(tier: DiskTier) -> dict[bytes, Record]:
     return found
 
 
+def num_of(table: SlotTable, name: bytes) -> int:
+    """Number of slots of an owner, in any state but free."""
+    return len(table._owners[name].slots) if name in table._owners else 0
+
+
+def next_victim(table: SlotTable, name: bytes) -> int | None:
+    """The sealed slot that the owner's next ``take`` evicts; None if it needs none, or finds none."""
+    owner = table._owners.get(name) or Owner(name)
+    return table._victim(owner) if table._is_short(owner) else None
+
+
 def evicted_by(tier: DiskTier, record: Record) -> Record | None:
     """The record that storing this one next will evict, if only one thread stores."""
     found, table = records_by_locator(tier), tier._table
     if any(each == record and table.find(locator) is not None for locator, each in found.items()):
         return None
-    victim = table.victim(bytes.fromhex(tier._folder.tag(record[0])))
-    return None if victim is None else found[table.entry(victim).locator]
+    victim = next_victim(table, bytes.fromhex(tier._folder.tag(record[0])))
+    return None if victim is None else found[table._entries[victim].locator]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.engines.tier_settings import disk_errors
 from radixkv.errors import ConfigError
 from radixkv.signing import read_secret
 from radixkv.tiers import inspection, io_threads
@@ -122,6 +123,18 @@ def test_a_refused_size_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has space"):
         DiskTier(settings(tmp_path / "b"), [SECRET], files=files)
     assert not list(tmp_path.glob("*/slab*"))
+
+
+def test_below_an_engine_a_refused_size_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    files = FaultyFiles(failing("allocate", errno.ENOSPC))
+    refused = pytest.raises(ConfigError, match=r"^disk_size='80kiB' is not allowed; allowed: .* has space")
+    with refused, disk_errors(tmp_path / "a", "80kiB"):
+        DiskTier(settings(tmp_path / "a", disk_bytes=80 * 1024), [SECRET], files=files)
+    refused = pytest.raises(ConfigError, match=r"^disk='.*/b' is not allowed; allowed: an empty folder")
+    (tmp_path / "b").mkdir(mode=0o700)
+    (tmp_path / "b" / "other").touch()
+    with refused, disk_errors(tmp_path / "b", "80kiB"):
+        DiskTier(settings(tmp_path / "b"), [SECRET])
 
 
 def test_a_slab_of_another_size_is_replaced_with_a_warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -576,15 +577,21 @@ def test_files_that_others_could_read_become_private_with_a_warning(
         tier.purge("globex")
     (key,), (generation,) = ((folder / name).iterdir() for name in (KEYS, "generations"))
     private = {path: mode for path, (mode, _) in state_of(folder).items()}
-    for path in (key, generation, folder / "master", folder / "slab"):
+    others = [folder / KEYS / ("0" * 31 + digit) for digit in "123"]
+    for path in (key, generation, folder / "master", folder / "slab", *others):
+        path.touch()
         path.chmod(0o644)
     (folder / KEYS).chmod(0o755)
     with tier_in(folder) as tier:
         assert right_or_missing(tier, ACME, prompt(1))
-    assert {path: mode for path, (mode, _) in state_of(folder).items()} == private
-    warned = [each.getMessage() for each in caplog.records]
-    assert len(warned) == 5 and f"{key} had mode 0644" in " ".join(warned)
-    assert f"{folder}/keys had mode 0755" in " ".join(warned)
+    now = {path: mode for path, (mode, _) in state_of(folder).items()}
+    assert {path: now[path] for path in private} == private
+    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folder.rglob("*"))
+    warned = sorted(message for each in caplog.records if "rights" in (message := each.getMessage()))
+    assert len(warned) == 3, "one for each folder"
+    assert f"{generation} (mode 0644) and 0 more had rights for others" in warned[0]
+    assert warned[1].startswith(f"{folder}/keys/") and "(mode 0644) and 3 more had" in warned[1]
+    assert warned[2].startswith(f"{folder}/") and "and 2 more had rights for others" in warned[2]
 
 
 # --- a refusal changes nothing

@@ -13,7 +13,17 @@ from radixkv.config import Namespace
 from radixkv.errors import ArgumentError
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
-from tests.tiers.support import ACME, GLOBEX, NUM_SLOTS, counted, prompt, right_or_missing, store, tier_in
+from tests.tiers.support import (
+    ACME,
+    GLOBEX,
+    NUM_SLOTS,
+    counted,
+    num_of,
+    prompt,
+    right_or_missing,
+    store,
+    tier_in,
+)
 
 MANY = 3 * NUM_SLOTS
 
@@ -143,4 +153,4 @@ def most_is_0(quotas: dict[str, Quota]) -> bool:
 def records(tier: DiskTier) -> dict[str, int]:
     """The slots that each tenant has."""
     names = ("acme", "globex", "initech")
-    return {name: tier._table.num_of(bytes.fromhex(tier._folder.tag(name))) for name in names}
+    return {name: num_of(tier._table, bytes.fromhex(tier._folder.tag(name))) for name in names}

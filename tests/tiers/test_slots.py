@@ -11,6 +11,7 @@ import pytest
 from radixkv.errors import ArgumentError, IntegrityError
 from radixkv.tiers.slot_owners import NO_QUOTA, Overuse, Owner, Quota
 from radixkv.tiers.slots import SlotTable
+from tests.tiers.support import next_victim, num_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
@@ -56,10 +57,10 @@ def test_partitions_take_nothing_of_each_other() -> None:
     table = SlotTable(4, {B: 1})
     for each in range(9):
         sealed(table, b"%d" % each)
-    assert table.num_of(A) == 3
+    assert num_of(table, A) == 3
     mine = sealed(table, b"own", B)
     sealed(table, b"another", B)
-    assert table.find(b"own") is None and table.find(b"another") == mine and table.num_of(A) == 3
+    assert table.find(b"own") is None and table.find(b"another") == mine and num_of(table, A) == 3
     table.set_quota(A, Quota(2))
     with pytest.raises(ArgumentError, match="size=3 is not allowed; allowed: 0 to 2"):
         table.set_partition(B, 3)
@@ -133,11 +134,11 @@ def test_random_partitions_lose_nothing_to_others() -> None:
         table, filling, leased = SlotTable(chance.randint(2, 12)), list[int](), list[int]()
         for number in range(150):
             name, deed = chance.choice((A, B, C)), chance.random()
-            own = {each: table.num_of(each) for each in table._own}
+            own = {each: num_of(table, each) for each in table._own}
             if deed < 0.6 and (slot := table.take(b"%d" % number, name)) is not None:
                 filling.append(slot)
-                assert all(table.num_of(each) >= num for each, num in own.items() if each != name)
-                assert all(table.num_of(each) <= table.partition(each) for each in own if each == name)
+                assert all(num_of(table, each) >= num for each, num in own.items() if each != name)
+                assert all(num_of(table, each) <= table.partition(each) for each in own if each == name)
                 num_full += name in own and table.is_full(name)
             elif deed < 0.75 and filling:
                 table.seal(filling.pop())
@@ -155,7 +156,7 @@ def test_random_partitions_lose_nothing_to_others() -> None:
         for slot in filling:
             table.seal(slot)
         table.check()
-        assert all(table.num_of(each) <= table.partition(each) for each in table._own)
+        assert all(num_of(table, each) <= table.partition(each) for each in table._own)
     assert num_changes > 100 and num_full > 100
 
 
@@ -216,7 +217,7 @@ def test_the_owner_furthest_above_its_share_loses_its_oldest_record() -> None:
     table.set_quota(B, Quota(weight=2.0))  # 4 above, by its weight 2
     for number in range(2):
         sealed(table, b"c%d" % number, C)
-    assert (table.num_of(A), table.num_of(B), table.num_of(C)) == (7, 3, 2)
+    assert (num_of(table, A), num_of(table, B), num_of(table, C)) == (7, 3, 2)
     sealed(table, b"c2", C)  # 2 above by itself; the others 1 and 1.5
     assert there(table, "c", 3) == [1, 2] and there(table, "a", 8) == [*range(1, 8)]
     assert there(table, "b", 4) == [1, 2, 3]
@@ -229,7 +230,7 @@ def test_owners_without_a_quota_end_up_with_equal_shares() -> None:
         sealed(table, b"b%d" % number, B)
     for number in range(30):
         sealed(table, b"c%d" % number, C)
-    assert sorted(map(table.num_of, (A, B, C))) == [3, 3, 3]
+    assert sorted(num_of(table, each) for each in (A, B, C)) == [3, 3, 3]
     assert there(table, "a", 9) == [6, 7, 8] and there(table, "c", 30) == [27, 28, 29]
     table.check()
 
@@ -256,7 +257,7 @@ def test_a_quota_may_change_while_there_are_records() -> None:
     assert leased is not None
     table.lease(leased)
     table.set_quota(A, Quota(0, 2))
-    assert table.num_of(A) == 6  # nothing is dropped here
+    assert num_of(table, A) == 6  # nothing is dropped here
     table.set_quota(A, Quota(0, 7))
     table.set_quota(A, Quota(0, 2))
     found = []
@@ -273,7 +274,7 @@ def test_a_quota_may_change_while_there_are_records() -> None:
     table.set_quota(A, NO_QUOTA)
     for number in range(40):
         sealed(table, b"c%d" % number, C)
-    assert (table.num_of(A), table.num_of(B), table.num_of(C)) == (2, 4, 4)  # A has less than its share
+    assert (num_of(table, A), num_of(table, B), num_of(table, C)) == (2, 4, 4)  # A has less than its share
     table.check()
 
 
@@ -285,7 +286,7 @@ def test_records_that_are_filled_when_a_limit_sinks_are_not_taken_away() -> None
     assert all(slot is not None and table.seal(slot) for slot in slots)
     for number in range(4, 9):
         sealed(table, b"a%d" % number, A)
-    assert there(table, "a", 9) == [8] and table.num_of(A) == 1
+    assert there(table, "a", 9) == [8] and num_of(table, A) == 1
     table.check()
 
 
@@ -346,9 +347,9 @@ def test_a_restart_keeps_the_order_of_each_owner() -> None:
     lost = []
     for number in range(3):
         owner = b"%016d" % number
-        victim = table.victim(owner)
+        victim = next_victim(table, owner)
         assert victim is not None
-        lost.append(table.entry(victim).locator)
+        lost.append(table._entries[victim].locator)
         sealed(table, b"c%d" % number, owner)
     assert lost == [b"7", b"5", b"3"]  # B is furthest above its share all the time
     table.check()
@@ -392,7 +393,7 @@ def test_random_quotas_evict_what_they_should() -> None:
                 is_short = not table.num_free or (name in table._owners and table._owners[name].is_full)
                 owner = table._owners.get(name) or Owner(name)
                 is_above, num_used = owner.is_above, owner.used
-                allowed, victim = allowed_victims(table, name), table.victim(name)
+                allowed, victim = allowed_victims(table, name), next_victim(table, name)
                 before = {entry.locator for entry in table._entries.values()}
                 owners = {entry.locator: entry.owner for entry in table._entries.values()}
                 within = {
@@ -447,12 +448,12 @@ def test_a_guarantee_is_met_when_nothing_is_in_use() -> None:
             name = chance.choices((A, B, C), (1, chance.random(), 9))[0]
             slot = table.take(b"%d" % number, name)
             if slot is None:  # the others need all for their guarantees
-                assert name == C and table.num_of(A) + table.num_of(B) == table._guaranteed == 12
+                assert name == C and num_of(table, A) + num_of(table, B) == table._guaranteed == 12
             else:
                 assert table.seal(slot)
             for each in most:
-                most[each] = max(most[each], min(table.num_of(each), table._owners[each].quota.guaranteed))
-                assert table.num_of(each) >= most[each]  # what it once had of its guarantee, it keeps
+                most[each] = max(most[each], min(num_of(table, each), table._owners[each].quota.guaranteed))
+                assert num_of(table, each) >= most[each]  # what it once had of its guarantee, it keeps
         table.check()
 
 
