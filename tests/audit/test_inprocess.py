@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
