@@ -198,7 +198,7 @@ class CacheTiers(LowerTiers):
 
     def close(self) -> None:
         """See LowerTiers. Loads end."""
-        with self.gate:
+        with self.moving():
             for loading in list(self._loadings):
                 loading.end()
             self._sweep()

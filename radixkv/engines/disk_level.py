@@ -105,7 +105,7 @@ class DiskLevel:
         )
         """The lane of all tenants without a partition."""
         self._memory, self._num_rows = memory, memory.num_staging - num_ahead_rows
-        index.watch(self._leave, lambda tenant: self.lane_of(tenant).stores.reserve)
+        index.watch(self._leave, lambda tenant: self.lane_of(tenant).stores.reserve_for(tenant))
 
     def _made_lane(
         self,

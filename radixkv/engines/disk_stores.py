@@ -119,10 +119,10 @@ class DiskStores:
         """What the budget had left when it was last asked."""
         self._counts = {"disk_unstored_blocks": 0, "disk_unchosen_blocks": 0}
 
-    @property
-    def reserve(self) -> int:
-        """Slots that should be free, or used by what leaves."""
-        return self._num_slots // LEAVING_PART if self._stores_later else 0
+    def reserve_for(self, tenant: str) -> int:
+        """Return how many slots should be free, or used by what leaves, when a tenant gets some."""
+        is_needed = self._serves(tenant) and self._stores_later
+        return self._num_slots // LEAVING_PART if is_needed else 0
 
     def set_rate(self, bytes_per_s: float) -> None:
         """Let the budget, if there is one, spend so many bytes a second from now on."""

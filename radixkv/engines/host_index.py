@@ -28,7 +28,7 @@ Used by one thread at a time, except for what other threads do with ``cache``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final, Literal
 
@@ -39,7 +39,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.block_copies import NONE, BlockCopies
 from radixkv.engines.spare_slots import SpareSlots
-from radixkv.errors import CapacityError, IntegrityError
+from radixkv.errors import ArgumentError, CapacityError, IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
@@ -57,6 +57,7 @@ Scrub = Literal["cross-tenant", "always"]
 
 Ids = NDArray[np.int64] | NDArray[np.int32]
 Slots = NDArray[np.int64]
+_NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 
 
 class _Pool:
@@ -245,10 +246,9 @@ class HostIndex:
         pool = self._pools[number]
         short = self._reserve(tenant) + self._short(pool, 0) - len(pool.spare)
         if short > 0:
-            is_orphan = self._is_orphan & (self._pool_of == number) if self._own else self._is_orphan
-            short -= int(np.count_nonzero(is_orphan))
+            short -= self._num_orphans(number)
         if short > 0:
-            self.cache.evict(short, tenant if number else None)
+            self.cache.evict(short, tenant)
             self.settle()
 
     def own_room(self, tenant: str, wanted: int) -> int:
@@ -333,33 +333,42 @@ class HostIndex:
     def undo(self, unsure: Slots, zero: Slots) -> None:
         """Take all slots away that are being filled, and ``unsure``: nobody fills them any more. Zero ``zero`` again.
 
-        All is counted anew, so it may follow an error in the middle of any call. O(slots + entries).
+        All is counted anew, so it may follow an error in the middle of any call. O(slots + entries). Entries that other
+        threads drop meanwhile have their slots until ``settle``.
         """
         self.settle()
         has_slot = self._slot_of != NO_SLOT
         self._is_filled[np.isin(self._slot_of, unsure) | ~has_slot] = False
-        self._slot_of[~self._is_filled] = NO_SLOT
+        is_filled = self._is_filled.copy()
+        self._slot_of[~is_filled] = NO_SLOT
+        filled = self._slot_of[is_filled]
         was_free, is_free = np.zeros((2, self.num_slots), np.bool_)
         was_free[self._free[: self._num_free]] = True
         is_free[:] = self._uses == 0
-        is_free[self._slot_of[self._is_filled]] = False
+        is_free[filled] = False
         self._is_orphan = self._uses > 0
-        self._is_orphan[self._slot_of[self._is_filled]] = False
+        self._is_orphan[filled] = False
         free = np.flatnonzero(is_free)
         self._free[: len(free)], self._num_free = free[::-1], len(free)
         self._pool_of[free] = NO_SLOT
         is_empty = np.ones(self.num_slots, np.bool_)
-        is_empty[self._slot_of[self._is_filled]] = False
+        is_empty[filled] = False
         self._to_zero += [zero[is_empty[zero]], np.flatnonzero(is_free & ~was_free)]
         for number, pool in enumerate(self._pools):
             pool.used = int((self._pool_of == number).sum())
             pool.spare.drop(np.flatnonzero(self._slot_of == NO_SLOT))
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others."""
+        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others.
+
+        What others have of them they lose when it needs them. Raises ArgumentError, and changes nothing, if other
+        tenants have too many of their own.
+        """
         shared, number = self._pools[0], self._own.get(tenant)
         before = 0 if number is None else self._pools[number].capacity
-        num_slots = min(num_slots, shared.capacity + before)
+        if not 0 <= num_slots <= shared.capacity + before:
+            allowed = f"0 to {shared.capacity + before}: others have the rest for themselves"
+            raise ArgumentError("num_slots", num_slots, allowed)
         shared.capacity += before - num_slots
         if number is None and num_slots:
             number = self._own[tenant] = self._new_pool()
@@ -367,6 +376,8 @@ class HostIndex:
             self._pools[number].capacity = num_slots
             if not num_slots:
                 del self._own[tenant]
+            else:
+                self._trim(number, [tenant])
 
     def _new_pool(self) -> int:
         """Return the number of a pool that nobody uses."""
@@ -385,10 +396,17 @@ class HostIndex:
         while self._dropped_entries:
             self._release(self._dropped_entries.popleft())
 
-    def take_to_zero(self) -> Slots:
-        """Return the slots to zero before anything is filled."""
+    def take_to_zero(self, filled: Slots = _NO_SLOTS) -> Slots:
+        """Return the slots to zero before anything is filled.
+
+        ``filled``: slots that are filled afterwards in this step. Those that were freed since that was decided are
+        zeroed in the next step once more.
+        """
         self.settle()
         found, self._to_zero = self._to_zero, []
+        stale = filled[self._pool_of[filled] == NO_SLOT]
+        if len(stale):
+            self._to_zero.append(stale)
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
     @property
@@ -454,14 +472,50 @@ class HostIndex:
             yield self._pools[number], its[numbers == number]
 
     def _make_room(self, pool: _Pool, tenant: str, wanted: int) -> None:
-        """Free slots of a pool until it can give so many, if that is possible."""
+        """Free slots of a pool until it can give so many, if that is possible.
+
+        A tenant with slots of its own evicts nothing of itself because others still have some of these.
+        """
         self._take_spare(pool, wanted)
+        is_own = pool is not self._pools[0]
+        if is_own and self._num_free < wanted:
+            self._trim(0, self._sharing())
+
+        def short() -> int:
+            return wanted - max(pool.capacity - pool.used, 0) if is_own else self._short(pool, wanted)
+
         step = 1
-        while (short := self._short(pool, wanted)) > 0:
-            if not self.cache.evict(max(short, step), tenant):
+        while (num := short()) > 0:
+            if not self.cache.evict(max(num, step), tenant):
                 return
             self.settle()
             step *= 2  # the next ones in the order may have no slots
+
+    def _trim(self, number: int, tenants: Iterable[str]) -> None:
+        """Free what a pool, of these tenants, has beyond its capacity; not what is in use."""
+        pool = self._pools[number]
+        over = pool.used - pool.capacity
+        if over > 0 and len(pool.spare):
+            self.take_away(pool.spare.oldest(over, lambda entries: self._uses[self._slot_of[entries]] == 0))
+        for tenant in tenants:
+            step = 1
+            while (over := pool.used - pool.capacity - self._num_orphans(number)) > 0:
+                if not self.cache.evict(max(over, step), tenant):
+                    break
+                self.settle()
+                step *= 2  # the next ones in the order may have no slots
+
+    def _sharing(self) -> list[str]:
+        """Return the tenants that have shared slots, that with the most first. O(slots)."""
+        numbers, counts = np.unique(self._owner_of[self._pool_of == 0], return_counts=True)
+        names = {number: tenant for (tenant, _), number in self._owners.items()}
+        ordered = numbers[np.argsort(-counts, kind="stable")].tolist()
+        return [names[number] for number in ordered if number in names]
+
+    def _num_orphans(self, number: int) -> int:
+        """Return how many slots of a pool no entry has, which are in use."""
+        is_its = self._is_orphan & (self._pool_of == number) if self._own else self._is_orphan
+        return int(np.count_nonzero(is_its))
 
     def _short(self, pool: _Pool, wanted: int) -> int:
         return wanted - min(self._num_free, max(pool.capacity - pool.used, 0))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from radixkv.errors import ArgumentError
+
 if TYPE_CHECKING:
     from radixkv.engines.disk_shares import DiskShares
     from radixkv.engines.second_level import SecondLevel
@@ -50,6 +52,12 @@ class LevelTenants:
             return
         with self._lock:
             changes, self._to_own = self._to_own, {}
-        for tenant, num_slots in changes.items():
-            if self._level.index.own_slots(tenant) != num_slots:
-                self._level.index.set_strict(tenant, num_slots)
+        index = self._level.index
+        for tenant, num_slots in sorted(changes.items(), key=lambda each: each[1] - index.own_slots(each[0])):
+            if index.own_slots(tenant) == num_slots:
+                continue
+            try:
+                index.set_strict(tenant, num_slots)
+            except ArgumentError:  # another one's change, which makes room, hasn't come yet
+                with self._lock:
+                    self._to_own.setdefault(tenant, num_slots)

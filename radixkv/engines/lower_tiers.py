@@ -406,10 +406,20 @@ class LowerTiers:
             self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
 
     def _set_own_slots(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant slots of its own. Waits for the gate only if that changes something."""
-        if self.level.index.own_slots(tenant) != num_slots:
-            with self.moving():
-                self.level.index.set_strict(tenant, num_slots)
+        """Give a tenant slots of its own. Waits for the gate only if that changes something.
+
+        If they don't fit beside others', nothing of it is kept: in shared slots others could tell its traffic.
+        """
+        index = self.level.index
+        if index.own_slots(tenant) == num_slots:
+            return
+        with self.moving():
+            try:
+                index.set_strict(tenant, num_slots)
+            except ArgumentError as error:
+                self._unkept.add(tenant)
+                index.set_strict(tenant, 0)
+                _log.warning("nothing of strict tenant %r is kept in host memory: %s", tenant, error)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
@@ -607,15 +617,19 @@ class LowerTiers:
 
         Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
         """
-        self._stop.set()
-        self._has_work.set()
-        if self._thread is not None:
-            self._thread.join()
-        with self.gate:
+        self.stop()
+        with self.moving():
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
             self._is_off = self._is_closed = True
         self._require_paid()
+
+    def stop(self) -> None:
+        """End the thread of ``start``. Outside of the gate."""
+        self._stop.set()
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _require_paid(self) -> None:
         disk, owed = self.level.disk, sorted(self.owed())

@@ -508,7 +508,7 @@ class SecondLevel:
             work.save_blocks = np.concatenate(self._save_blocks)
             self._reports[work.step] = 0
         self._taken = work
-        work.zero = self.index.take_to_zero()
+        work.zero = self.index.take_to_zero(work.fill_slots)
         self._new_loads, self._save_blocks, self._save_slots = [], [], []
         self._work = StepWork(work.step + 1)
         return work

@@ -266,7 +266,10 @@ class TiersByDtype:
         self._close()
 
     def _close(self, **refused: bool) -> None:
-        with ExitStack() as stack:
+        """All gates are held in the usual order: what one of the tiers gives to its disk passes the others' too."""
+        for each in self.tiers.values():
+            each.stop()
+        with self.moving(), ExitStack() as stack:
             if self._folder is not None:
                 stack.callback(self._folder.close, **refused)  # after the disks in it
             for each in self.tiers.values():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from radixkv import CacheConfig, Tenant
+from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines.tier_settings import DiskOptions
@@ -230,3 +230,30 @@ def test_all_of_it_is_there_after_a_restart(tmp_path: Path) -> None:
         assert [ask(owner, prompt_of(number)) for number in range(3)] == [1, 1, 1]
     finally:
         owner.cache.close()
+
+
+def test_a_new_strict_tenant_hits_whatever_idle_tenants_have() -> None:
+    owner = Owner(num_blocks=16, host_blocks=16, policy="lru")
+    for number in range(4):
+        owner.ask(prompt_of(number, 33), OTHER)
+        owner.evict()
+    assert owner.below.level.index.num_used == 16
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=8, max_blocks=8, mode="strict"))
+    owner.ask(prompt_of(9, 21))
+    for _ in range(3):
+        owner.evict()
+        assert owner.ask(prompt_of(9, 21)) == (20, 1)
+    owner.check()
+
+
+def test_more_strict_tenants_than_slots_keep_nothing_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Those without slots of their own: in shared ones they could tell each other's traffic."""
+    owner = Owner(num_blocks=40, host_blocks=4, policy="lru")
+    for number in range(6):
+        owner.cache.add_tenant(Tenant(f"s{number}", guaranteed_blocks=6, max_blocks=6, mode="strict"))
+    own = [owner.below.level.index.own_slots(f"s{number}") for number in range(6)]
+    assert own == [1, 1, 1, 1, 0, 0] and "nothing of strict tenant 's5' is kept in host memory" in caplog.text
+    for number in range(6):
+        name = Namespace(f"s{number}", "m")
+        owner.evicted(prompt_of(number, 5), name)
+        assert owner.ask(prompt_of(number, 5), name)[0] == (4 if own[number] else 0)

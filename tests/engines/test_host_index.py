@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from radixkv import Namespace, Tenant
 from radixkv.engines.host_index import HostIndex
-from radixkv.errors import IntegrityError
+from radixkv.errors import ArgumentError, IntegrityError
 from radixkv.index.tokens import encode
 
 SIZE = 4
@@ -92,6 +95,79 @@ def test_a_share_that_is_set_again_stays_one() -> None:
     assert index.own_slots("s") == 0 and index.own_slots("t") == 6
 
 
+def test_slots_of_ones_own_are_there_when_they_are_needed() -> None:
+    """Others had all slots when it got some: they lose them, and it loses none of its own."""
+    index = HostIndex(12, SIZE, num_above=12, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=10, max_blocks=10, mode="strict"))
+    index.set_strict("s", 3)
+    assert put(index, "s", 1, 3) == 3 and put(index, "b", 2, 9) == 9
+    index.set_strict("s", 6)
+    assert put(index, "s", 3, 3) == 3
+    assert index.reach(name_of("s"), key_of(1, 3), 0) == index.reach(name_of("s"), key_of(3, 3), 0) == 3
+    index.check()
+
+
+def test_a_tenant_loses_nothing_of_its_own_for_slots_that_others_use() -> None:
+    index = HostIndex(12, SIZE, num_above=12, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=10, max_blocks=10, mode="strict"))
+    index.set_strict("s", 3)
+    assert put(index, "s", 1, 3) == 3 and put(index, "b", 2, 9) == 9
+    in_use = index.slots_of(index.cache.match(name_of("b"), key_of(2, 9)).block_ids)
+    index.use(in_use)
+    index.set_strict("s", 6)
+    assert put(index, "s", 3, 3) == 0 and index.reach(name_of("s"), key_of(1, 3), 0) == 3
+    index.unuse(in_use)
+    assert put(index, "s", 3, 3) == 3 and index.reach(name_of("s"), key_of(1, 3), 0) == 3
+    index.check()
+
+
+def test_fewer_slots_of_ones_own_go_back_at_once() -> None:
+    index = HostIndex(12, SIZE, num_above=12, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=10, max_blocks=10, mode="strict"))
+    index.set_strict("s", 8)
+    assert put(index, "s", 1, 8) == 8
+    index.set_strict("s", 2)
+    assert put(index, "b", 2, 10) == 10
+    index.check()
+
+
+def test_more_slots_than_there_are_for_strict_tenants_are_refused() -> None:
+    index = HostIndex(12, SIZE, num_above=12, policy="lru")
+    index.set_strict("s", 8)
+    with pytest.raises(
+        ArgumentError, match="num_slots=5 is not allowed; allowed: 0 to 4: others have the rest"
+    ):
+        index.set_strict("t", 5)
+    assert index.own_slots("t") == 0 and index.own_slots("s") == 8
+    index.check()
+
+
+class _Meanwhile(np.ndarray):  # type: ignore[type-arg]
+    """Counts of uses. Whoever compares them lets another thread do something first."""
+
+    call: Callable[[], object] = staticmethod(lambda: None)
+
+    def __eq__(self, other: object) -> Any:
+        thread = threading.Thread(target=type(self).call)
+        thread.start()
+        thread.join()
+        return np.asarray(self) == other
+
+
+def test_a_purge_in_the_middle_of_undoing_gives_no_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = HostIndex(8, SIZE, num_above=8, policy="lru")
+    assert put(index, "a", 1, 4) == put(index, "b", 2, 4) == 4
+    monkeypatch.setattr(_Meanwhile, "call", staticmethod(lambda: index.cache.purge("a")))
+    uses = index._uses
+    index._uses = uses.view(_Meanwhile)
+    index.undo(np.empty(0, np.int64), np.empty(0, np.int64))
+    index._uses = uses
+    assert index.reach(name_of("a"), key_of(1, 4), 0) == 0
+    index.check()
+    assert put(index, "c", 3, 4) == 4
+    index.check()
+
+
 def test_a_wrong_count_is_found() -> None:
     index = HostIndex(5, SIZE, num_above=5)
     put(index, "a", 1)
@@ -131,6 +207,8 @@ def test_random_lives_keep_the_law(policy: str, seed: int) -> None:
             index.loaded(index.cache.match(namespace, key).block_ids)
         elif what < 0.65:
             index.cache.purge(tenant)
+        elif what < 0.68:
+            index.set_strict("s", dice.choice((0, 2, 4, 8)))
         elif what < 0.7:
             index.cache.evict(dice.randint(1, 8))
         elif what < 0.75:

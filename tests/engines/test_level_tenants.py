@@ -188,3 +188,13 @@ def test_without_a_disk_settings_count_in_host_memory(tmp_path: Path) -> None:
     engine.step()
     assert engine.level.index.own_slots("a") == 0 and engine.tenants.serves("a")
     engine.stop()
+
+
+def test_a_strict_tenant_gives_no_slot_to_a_disk_that_it_has_not(tmp_path: Path) -> None:
+    """Over a full disk some slots are kept free for what leaves: of tenants whose blocks it takes."""
+    with controlled(tmp_path) as (engine, client):
+        client.call("set_tenant", {"tenant": "a", "guaranteed_blocks": 4, "max_blocks": 4, "mode": "strict"})
+        engine.flood("b", engine.disk.tier.num_slots // 4 + 5)
+        assert engine.disk.tier.is_full
+        stores = engine.disk.shared.stores
+        assert stores.reserve_for(engine.id_of("b")) > 0 == stores.reserve_for(engine.id_of("a"))

@@ -176,3 +176,20 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
         assert {dtype for dtype, disk in disks.items() if disk is not None and disk.debts.owed} == set(hangs)
         released.set()
         assert eventually(lambda: not cache.unforgotten("a"))
+
+
+def test_all_dtypes_close_while_each_still_wants_to_evict_ahead(tmp_path: Path) -> None:
+    """What one dtype gives to its disk passes the others' gates, and their threads would pass its own one."""
+    owner = LossyDiskOwner(tmp_path, "int8")
+    cleaners = [each._cleaner for each in owner.tiers.tiers.values()]
+    for number in range(6):
+        owner.ask([1_000 * number + at for at in range(41)], OTHER)
+    thread = threading.Thread(target=owner.cache.close, daemon=True)
+    thread.start()
+    until = time.monotonic() + 30.0
+    while thread.is_alive() and time.monotonic() < until:
+        for each in cleaners:
+            each._wanted, each._is_due = 4, True
+            each._wake()
+        time.sleep(0.0005)
+    assert not thread.is_alive()

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv import audit
+from radixkv import Namespace, audit
 from radixkv.engines.host_blocks import NEVER, HostBlocks, StepReport, StepWork
+from radixkv.engines.host_index import ONE_MORE
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
 from radixkv.errors import ConfigError
+from radixkv.index.tokens import encode
 from radixkv.signing import KeySet
 
 SIZE = 4
@@ -657,3 +659,25 @@ def test_what_has_no_room_behind_a_running_save_is_not_known() -> None:
     engine.run()
     assert engine.level.cache.stats().num_sequences == 0
     index.check()
+
+
+def test_a_promotion_of_a_purged_tenant_leaves_no_bytes() -> None:
+    """It was to fill a slot in the step in which the tenant was purged. The next step zeroes the slot again."""
+    level = SecondLevel(8, SIZE, policy="lru", scrub="always")
+    memory = HostBlocks(8, {"l": torch.zeros((8, 2, SIZE, 1, 2))}, 8, num_staging=2)
+    namespace, key = Namespace("a", "m"), encode(list(range(SIZE)))
+    memory.staging_bytes(0)[:] = b"\x77" * memory.block_bytes
+    with level.cache.open(namespace, key + ONE_MORE) as sequence:
+        sequence.commit(SIZE)
+        entries = level.cache.match(namespace, key).block_ids.astype(np.int64)
+        slots = level.index.give("a", entries, may_evict=True)
+        level.fill(slots, np.array([0]))
+        level.index.filled(entries)
+    level.cache.purge("a")
+    for _ in range(2):
+        work = level.take_work(None)
+        memory.load(work)
+        memory.save(work)
+        level.reported(memory.take_report())
+        level.work_done()
+    assert not any(memory.slot_bytes(int(slots[0]))) and not any(memory.staging_bytes(0))
