@@ -30,8 +30,8 @@ WAIT_S = 1.0
 class LossyDiskOwner(LossyOwner):
     """Tenant a is lossy, tenant b exact; each has a disk."""
 
-    def __init__(self, folder: Path, dtype: Any, exact: bool = True) -> None:
-        config = CacheConfig(40, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
+    def __init__(self, folder: Path, dtype: Any, exact: bool = True, num_blocks: int = 40) -> None:
+        config = CacheConfig(num_blocks, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
         self.cache = TieredCache(
             config,
             disk=options(folder / "exact") if exact else None,
@@ -180,10 +180,10 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
 
 def test_all_dtypes_close_while_each_still_wants_to_evict_ahead(tmp_path: Path) -> None:
     """What one dtype gives to its disk passes the others' gates, and their threads would pass its own one."""
-    owner = LossyDiskOwner(tmp_path, "int8")
+    owner = LossyDiskOwner(tmp_path, "int8", exact=False, num_blocks=128)
     cleaners = [each._cleaner for each in owner.tiers.tiers.values()]
-    for number in range(6):
-        owner.ask([1_000 * number + at for at in range(41)], OTHER)
+    for number in range(20):
+        owner.ask([1_000 * number + at for at in range(41)], OTHER if number < 16 else NS)
     thread = threading.Thread(target=owner.cache.close, daemon=True)
     thread.start()
     until = time.monotonic() + 30.0
