@@ -444,12 +444,24 @@ class LowerTiers:
 
     def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
         with self.moving():
-            self._own_prefetches.pop(tenant, None)
+            before = disk.own_lane(tenant)
             self._off_disk.add(tenant)
-            disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            try:
+                disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            finally:
+                lane = disk.own_lane(tenant)
+                if lane is not before:
+                    self._follow_lane(tenant, lane)
             if num_slots:
-                self._own_prefetches[tenant] = self._made_prefetch(disk.lane_of(tenant))
                 self._off_disk.discard(tenant)
+
+    def _follow_lane(self, tenant: str, lane: DiskLane | None) -> None:
+        """Bring what will be requested of a tenant through its new lane; None for the shared one. Within the gate."""
+        prefetch = self._own_prefetches.pop(tenant, None)
+        if prefetch is not None:
+            prefetch.end()
+        if lane is not None:
+            self._own_prefetches[tenant] = self._made_prefetch(lane)
 
     def _made_prefetch(self, lane: DiskLane) -> Prefetch:
         return Prefetch(

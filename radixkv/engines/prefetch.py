@@ -169,6 +169,14 @@ class Prefetch:
                 self._running = running
                 return
 
+    def end(self) -> None:
+        """Forget all prompts, and drop what comes for one. Within the gate."""
+        self._take_new()
+        self._waiting.clear()
+        running, self._running = self._running, None
+        if running is not None:
+            self._promotions.forget(running.request_id)
+
     def _prompt(self, expected: Expected, *, is_asked: bool = False) -> _Prompt:
         return _Prompt(f"ahead-{next(self._numbers)}", expected, is_asked)
 
