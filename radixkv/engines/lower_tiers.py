@@ -158,7 +158,8 @@ class LowerTiers:
         self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
-        self._unkept: set[str] = set()
+        self._unkept: dict[str, Tenant] = {}
+        """Settings of tenants that were refused their share of host memory."""
         self._off_disk: set[str] = set()
         """Strict tenants without a partition of the disk."""
         self._added: set[str] = set()
@@ -379,15 +380,25 @@ class LowerTiers:
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that of host memory, nothing of it is kept here.
+        If it can't have that of host memory, nothing of it is kept here, until another change makes room: two tenants'
+        changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
         try:
-            self.level.cache.add_tenant(self._scaled(tenant))
-            self._unkept.discard(tenant.id)
+            self._give_share(tenant)
         except ArgumentError as error:
-            self._unkept.add(tenant.id)
+            self._unkept[tenant.id] = tenant
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
+        self._give_parts(tenant)
+        self._meet_unmet()
+
+    def _give_share(self, tenant: Tenant) -> None:
+        """Give a tenant its share of host memory. Raises ArgumentError."""
+        self.level.cache.add_tenant(self._scaled(tenant))
+        self._unkept.pop(tenant.id, None)
+
+    def _give_parts(self, tenant: Tenant) -> None:
+        """Give a tenant slots of its own, if it is strict, and its part of the disk."""
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
         if tenant.mode == "strict":
@@ -420,8 +431,9 @@ class LowerTiers:
         self._set_own_slots(tenant, 0)
         self._set_partition(tenant, None)
         self._share_disk(tenant)
-        self._unkept.discard(tenant)
+        self._unkept.pop(tenant, None)
         self._off_disk.discard(tenant)
+        self._meet_unmet()
 
     def _set_partition(self, tenant: str, guaranteed: int | None) -> None:
         """Give a strict tenant slots and a lane of its own on the disk, as much as its guarantee is of the cache.
@@ -440,7 +452,6 @@ class LowerTiers:
         except ArgumentError as error:
             _log.warning("nothing of strict tenant %r is kept on disk: %s", tenant, error)
             self._unmet_partitions[tenant] = num_slots
-        self._meet_unmet()
 
     def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
         with self.moving():
@@ -480,10 +491,13 @@ class LowerTiers:
         """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
         if self._shares is not None:
             self._shares.set(tenant, guaranteed, most, weight)
-            self._meet_unmet()
 
     def _meet_unmet(self) -> None:
-        """Give what the disk refused before, if there is room now."""
+        """Give what host memory or the disk refused before, if there is room now."""
+        for tenant in list(self._unkept.values()):
+            with suppress(ArgumentError):
+                self._give_share(tenant)
+                self._give_parts(tenant)
         disk, shares = self.level.disk, self._shares
         if disk is None or shares is None:
             return

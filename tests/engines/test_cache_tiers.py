@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -343,6 +343,26 @@ def test_a_strict_tenant_has_its_own_share() -> None:
     owner.evict()
     assert owner.ask(PROMPT) == (40, 1)
     owner.check()
+
+
+@pytest.mark.parametrize("mode", ["burst", "strict"])
+def test_a_share_that_does_not_fit_yet_is_given_later(mode: Literal["burst", "strict"]) -> None:
+    """The tiers may hear of two tenants' changes in another order than the cache."""
+    owner = Owner(16, 16)
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12))
+    owner.below.add_tenant(Tenant("b", guaranteed_blocks=10, max_blocks=10, mode=mode))
+    assert not owner.below.keeps(OTHER)
+    owner.below.add_tenant(Tenant("c"))
+    assert not owner.below.keeps(OTHER), "there is no room yet"
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=2))
+    assert owner.below.keeps(OTHER)
+    assert owner.below.level.index.own_slots("b") == (10 if mode == "strict" else 0)
+    owner.evicted(PROMPT[:21], OTHER)
+    assert owner.ask(PROMPT[:21], OTHER) == (20, 1)
+    owner.below.add_tenant(Tenant("c", guaranteed_blocks=5))
+    assert not owner.below.keeps(Namespace("c", "m"))
+    owner.below.leave_out("a")
+    assert owner.below.keeps(Namespace("c", "m"))
 
 
 def test_a_failed_copy_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
