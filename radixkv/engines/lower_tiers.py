@@ -302,14 +302,22 @@ class LowerTiers:
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
-        self._owe(tenant)
         try:
+            self._owe(tenant)
             yield
         finally:
-            self._owe(tenant)
-            with self._lock:
-                self._changing[tenant] -= 1
-                self._marks[tenant] += 1
+            try:
+                self._owe(tenant)
+            finally:
+                self._changed(tenant)
+
+    def _changed(self, tenant: str) -> None:
+        """Take that a purge or a clear of a tenant has ended, or was interrupted."""
+        with self._lock:
+            self._marks[tenant] += 1
+            self._changing[tenant] -= 1
+            if not self._changing[tenant]:
+                del self._changing[tenant]
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:

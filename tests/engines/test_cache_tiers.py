@@ -324,6 +324,26 @@ def test_what_is_computed_after_a_clear_is_not_kept() -> None:
     assert owner.below.level.cache.namespaces() == []
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupted_purge_leaves_the_tenant_usable(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, calls = Owner(), [0]
+
+    def interrupt(self: LowerTiers, tenant: str) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LowerTiers, "_owe", interrupt)
+    before = owner.below.mark("a")
+    with pytest.raises(KeyboardInterrupt):
+        owner.cache.purge("a")
+    monkeypatch.undo()
+    assert owner.below.mark("a") not in (None, before), "rows that began before keep nothing"
+    owner.evicted(PROMPT)
+    assert owner.ask(PROMPT) == (40, 1)
+    assert not owner.below._changing, "nothing stays of a tenant"
+
+
 def test_readers_of_a_base_keep_nothing() -> None:
     owner = Owner(32)
     with owner.cache.publish("base", NS, PROMPT, ["b"]) as sequence:
