@@ -89,8 +89,10 @@ class TenantCommands:
         return {"tenants": names}
 
     def remove(self, fields: Fields, ids: bytes) -> Answer:
-        """Forget a tenant's settings, and what it has."""
+        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
         names = self.names(fields)
+        for name in names:
+            self._cache.require_removable(name)
         for name in names:
             self._cache.remove_tenant(name)
             self._follow(name)

@@ -35,8 +35,8 @@ def add(cache: CacheState, tenant: Tenant) -> bool:
     return is_other_dtype
 
 
-def remove(cache: CacheState, tenant: str) -> list[Namespace]:
-    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
+def removable(cache: CacheState, tenant: str) -> tuple[TenantState, Tenant]:
+    """Return a tenant that may be removed, and the settings that it has then. See PrefixCache.require_removable."""
     state = cache._tenants.get(tenant)
     if state is None or not state.is_added:
         raise ArgumentError("tenant", tenant, "a tenant that was added")
@@ -44,6 +44,12 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     if settings.limit is not None and state.protected_blocks > settings.limit:
         allowed = f"a tenant whose sequences and pins hold at most {settings.limit} blocks, the default limit"
         raise ArgumentError("tenant", tenant, allowed)
+    return state, settings
+
+
+def remove(cache: CacheState, tenant: str) -> list[Namespace]:
+    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
+    state, settings = removable(cache, tenant)
     if state.waiting is not None:
         state.waiting.end_all()
     _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant

@@ -608,12 +608,14 @@ def test_a_removed_tenant_gets_the_default_limit() -> None:
     )
     cache.add_tenant(Tenant("a", guaranteed_blocks=10))
     running = cache.open(Namespace("a", "m"), range(24))
-    with pytest.raises(ArgumentError, match="at most 4 blocks"):
-        cache.remove_tenant("a")
+    for refuse in (cache.require_removable, cache.remove_tenant):
+        with pytest.raises(ArgumentError, match="at most 4 blocks"):
+            refuse("a")
     assert cache.tenant("a") == Tenant("a", guaranteed_blocks=10)
     audit.check(cache)
     running.commit(24)
     running.release()
+    cache.require_removable("a")
     cache.remove_tenant("a")
     assert cache.tenant("a") == Tenant("a", max_blocks=4) and cache.stats().free_blocks == 16
     audit.check(cache)

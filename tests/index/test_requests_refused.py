@@ -338,6 +338,7 @@ BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
     "tenant": PrefixCache.tenant,
     "tenant_stats": PrefixCache.tenant_stats,
     "remove_tenant": PrefixCache.remove_tenant,
+    "require_removable": PrefixCache.require_removable,
     "blocks_of": PrefixCache.blocks_of,
     "pins": PrefixCache.pins,
     "namespaces": PrefixCache.namespaces,
