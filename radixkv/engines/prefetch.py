@@ -39,6 +39,7 @@ ASKED_S: Final = 5.0
 """The time after which an asked prompt isn't brought any further."""
 MAX_TENANTS: Final = 1_024
 MAX_ARRIVED: Final = 4_096
+"""Announced prompts of all tenants that may come between two calls of ``go_on``. More of those with most are dropped."""
 _AT_ONCE: Final = 8
 """Prompts that are looked at in one call, each for a hash of its key."""
 
@@ -121,10 +122,12 @@ class Prefetch:
     ) -> None:
         self._promotions, self._keeps, self._generation = promotions, keeps, generation
         self._numbers = count(1)
-        self._arrived: deque[_Prompt] = deque(maxlen=MAX_ARRIVED)
+        self._arrived: dict[str, deque[_Prompt]] = {}
+        """Those that were announced since the last ``go_on``, by tenant."""
+        self._num_arrived = 0
         self._asked: dict[str, deque[_Prompt]] = {}
-        """Those that were asked since the last ``go_on``, by tenant."""
-        self._asking = threading.Lock()
+        """Those that were asked since then, by tenant."""
+        self._arriving = threading.Lock()
         self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None
@@ -136,14 +139,34 @@ class Prefetch:
         return self._running is not None or bool(self._arrived or self._asked or self._waiting)
 
     def add(self, expected: Expected) -> None:
-        """Remember an announced prompt. O(1), by any thread."""
-        self._arrived.append(self._prompt(expected))
+        """Remember an announced prompt, unless its tenant has too many. By any thread.
+
+        O(1); O(tenants) if too many of all tenants have come.
+        """
+        with self._arriving:
+            self._arrive(expected.namespace.tenant, self._prompt(expected))
         self._wake()
+
+    def _arrive(self, tenant: str, prompt: _Prompt) -> None:
+        arrived = self._arrived.get(tenant)
+        if arrived is None and len(self._arrived) >= MAX_TENANTS:
+            return
+        if self._num_arrived >= MAX_ARRIVED:
+            most = max(self._arrived.values(), key=len)
+            if len(most) <= len(arrived or ()) + 1:
+                return
+            most.pop()
+            self._num_arrived -= 1
+        if arrived is None:
+            arrived = self._arrived[tenant] = deque()
+        if len(arrived) < MAX_PROMPTS:
+            arrived.append(prompt)
+            self._num_arrived += 1
 
     def ask(self, expected: Expected) -> None:
         """Remember an asked prompt, in place of its tenant's oldest if there are too many. O(1), by any thread."""
         tenant, prompt = expected.namespace.tenant, self._prompt(expected, is_asked=True)
-        with self._asking:
+        with self._arriving:
             asked = self._asked.get(tenant)
             if asked is None:
                 if len(self._asked) >= MAX_TENANTS:
@@ -182,12 +205,11 @@ class Prefetch:
 
     def _take_new(self) -> None:
         """Let what came wait in its tenant's line."""
-        with self._asking:
+        with self._arriving:
             asked, self._asked = self._asked, {}
-        new = [prompt for prompts in asked.values() for prompt in prompts]
-        while self._arrived:
-            new.append(self._arrived.popleft())
-        for prompt in new:
+            arrived, self._arrived, self._num_arrived = self._arrived, {}, 0
+        lines = (*asked.values(), *arrived.values())
+        for prompt in (prompt for prompts in lines for prompt in prompts):
             tenant = prompt.expected.namespace.tenant
             if tenant in self._waiting or len(self._waiting) < MAX_TENANTS:
                 self._waiting.setdefault(tenant, _Line()).add(prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -122,14 +122,45 @@ def test_a_flood_is_bounded(folder: Path, by_hand: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(prefetch, "MAX_PROMPTS", 5)
     monkeypatch.setattr(prefetch, "MAX_TENANTS", 3)
     with on_disk(folder) as owner:
-        for at in range(200):
-            owner.cache.announce(Namespace(f"tenant {at % 10}", "m"), PROMPT)
         held = owner.below._prefetch
-        assert held is not None and len(held._arrived) == 200 < prefetch.MAX_ARRIVED
-        monkeypatch.setattr(prefetch, "_AT_ONCE", 0)
-        ticks(owner, lambda: True)
-        assert [len(each) for each in held._waiting.values()] == [5, 5, 5]
-        assert not held._arrived
+        assert held is not None
+        for _ in range(2):
+            for at in range(200):
+                owner.cache.announce(Namespace(f"tenant {at % 10}", "m"), PROMPT)
+            assert [len(each) for each in held._arrived.values()] == [5, 5, 5]
+            with monkeypatch.context() as patch:
+                patch.setattr(prefetch, "_AT_ONCE", 0)
+                ticks(owner, lambda: True)
+            assert [len(each) for each in held._waiting.values()] == [5, 5, 5]
+            assert not held._arrived
+
+
+class Announced:
+    """One that is never open."""
+
+    key, is_open, resident_tokens = b"", False, 0
+
+    def __init__(self, tenant: str) -> None:
+        self.namespace = Namespace(tenant, "m")
+
+
+def arrived(*tenants: str) -> dict[str, int]:
+    """How many announced prompts of each tenant wait, if these come between two ticks."""
+    held = prefetch.Prefetch(cast("Any", None), lambda namespace: True, lambda tenant: 0, lambda: None)
+    for each in tenants:
+        held.add(Announced(each))
+    held._take_new()
+    return {tenant: len(line) for tenant, line in held._waiting.items()}
+
+
+def test_a_burst_drops_no_other_tenants_prompts() -> None:
+    """Nor if all together are too many: then those of the tenants with most."""
+    assert arrived("a", *20_000 * ["b"], "c") == {"a": 1, "b": prefetch.MAX_PROMPTS, "c": 1}
+    flood = [f"tenant {at % 20}" for at in range(20 * prefetch.MAX_PROMPTS)]
+    found = arrived("a", *flood, "c", "c")
+    assert (found.pop("a"), found.pop("c")) == (1, 2)
+    assert sum(found.values()) == prefetch.MAX_ARRIVED - 3
+    assert max(found.values()) - min(found.values()) <= 2
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
