@@ -483,10 +483,15 @@ class LowerTiers:
             self._own_prefetches[tenant] = self._made_prefetch(lane)
 
     def _made_prefetch(self, lane: DiskLane) -> Prefetch:
+        def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
+            stop = len(key) // (self._size * TOKEN_BYTES)
+            return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
+
         return Prefetch(
             lane.promotions,
             lambda namespace: self.keeps(namespace) and self.has(namespace),
             self.level.cache.generation,
+            is_there,
             self._has_work.set,
         )
 

@@ -110,7 +110,8 @@ class _Line:
 class Prefetch:
     """Brings what a lane's ``promotions`` have of prompts for which ``keeps`` is true.
 
-    ``generation``: of a tenant, in host memory. ``wake``: is called when a prompt has come.
+    ``generation``: of a tenant, in host memory. ``is_there``: whether host memory has a key behind its first so many
+    tokens. ``wake``: is called when a prompt has come.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class Prefetch:
         promotions: DiskPromotions,
         keeps: Callable[[Namespace], bool],
         generation: Callable[[str], int],
+        is_there: Callable[[Namespace, bytes, int], bool],
         wake: Callable[[], None],
     ) -> None:
         self._promotions, self._keeps, self._generation = promotions, keeps, generation
+        self._is_there = is_there
         self._numbers = count(1)
         self._arrived: dict[str, deque[_Prompt]] = {}
         """Those that were announced since the last ``go_on``, by tenant."""
@@ -131,6 +134,8 @@ class Prefetch:
         self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None
+        self._has_begun = False
+        """Whether a part of the running one is on its way."""
         self._wake = wake
 
     @property
@@ -179,6 +184,7 @@ class Prefetch:
         """Take what came, and begin more. Within the gate. Never waits."""
         self._take_new()
         for _ in range(_AT_ONCE):
+            self._has_begun &= self._running is not None
             running = self._running or self._next()
             if running is None:
                 return
@@ -226,22 +232,28 @@ class Prefetch:
         return prompt
 
     def _is_coming(self, prompt: _Prompt) -> bool:
-        """Whether the disk brings some of a prompt now. After a part it is the next one's turn."""
+        """Whether the disk brings some of a prompt now.
+
+        After a part it is the next one's turn. So while another one waits, the promotions get an empty key: they end
+        the part that is on its way, and begin no further one.
+        """
         expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
-        is_coming = self._promotions.is_waiting(
+        promotions, num_resident = self._promotions, expected.resident_tokens
+        gives_way, num_running = self._has_begun and self._must_yield(prompt), promotions.num_running
+        is_coming = promotions.is_waiting(
             prompt.request_id,
             namespace,
             self._generation(namespace.tenant),
-            key,
-            expected.resident_tokens,
+            b"" if gives_way else key,
+            num_resident,
             need="asked" if prompt.is_asked else "announced",
         )
-        has_part = self._promotions.take_brought(prompt.request_id) > 0
-        if is_coming and has_part and self._must_yield(prompt):
+        self._has_begun = promotions.num_running >= num_running + (0 if self._has_begun else 1)
+        has_part = promotions.take_brought(prompt.request_id) > 0
+        if gives_way and has_part and not is_coming and not self._is_there(namespace, key, num_resident):
             self._waiting.setdefault(namespace.tenant, _Line()).give_back(prompt)
-            return False
         return is_coming
 
     def _must_yield(self, prompt: _Prompt) -> bool:

@@ -118,6 +118,54 @@ def test_tenants_take_turns(folder: Path, by_hand: None, monkeypatch: pytest.Mon
         assert ticks(owner, lambda: in_host(owner) == in_host(owner, OTHER) == 40)
 
 
+@pytest.mark.parametrize("call", ["announce", "prefetch"])
+def test_what_gives_way_begins_no_reads_in_vain(
+    folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Also if rows are free when a part has come, because host memory has what lies between two parts."""
+    monkeypatch.setattr(lower_tiers, "ASKED_S", 60.0)
+    with on_disk(folder) as owner:
+        owner.known()
+        tier, began = owner.disk.tier, list[tuple[str, int]]()
+        load, locate = tier.load, tier.locate
+
+        def counted(namespace: Namespace, key: bytes, block: int, *others: Any, **named: Any) -> Any:
+            began.append((namespace.tenant, block))
+            return load(namespace, key, block, *others, **named)
+
+        monkeypatch.setattr(tier, "load", counted)
+        monkeypatch.setattr(tier, "locate", lambda *arguments: min(locate(*arguments), 4))
+        for namespace in (NS, OTHER):
+            getattr(owner.cache, call)(namespace, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert in_host(owner) == in_host(owner, OTHER) == 40
+        assert sorted(began) == [(tenant, block) for tenant in "ab" for block in range(10)], "each once"
+        turns = [tenant for at, (tenant, _) in enumerate(began) if not at or began[at - 1][0] != tenant]
+        assert turns == ["a", "b"] * 3, "after each part it is the other one's turn"
+
+
+def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
+    folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(folder) as owner:
+        owner.known()
+        told = list[str]()
+        stores = owner.disk.shared.stores
+        original = stores.tell_budget
+
+        def tell_budget(namespace: Namespace, *others: Any) -> None:
+            told.append(namespace.tenant)
+            original(namespace, *others)
+
+        monkeypatch.setattr(stores, "tell_budget", tell_budget)
+        owner.cache.announce(NS, PROMPT)
+        owner.cache.announce(OTHER, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert in_host(owner) == in_host(owner, OTHER) == 40 and told == ["a", "b"]
+
+
 def test_a_flood_is_bounded(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MAX_PROMPTS", 5)
     monkeypatch.setattr(prefetch, "MAX_TENANTS", 3)
@@ -146,7 +194,8 @@ class Announced:
 
 def arrived(*tenants: str) -> dict[str, int]:
     """How many announced prompts of each tenant wait, if these come between two ticks."""
-    held = prefetch.Prefetch(cast("Any", None), lambda namespace: True, lambda tenant: 0, lambda: None)
+    never: Any = lambda *arguments: pytest.fail("nothing is brought")  # noqa: E731
+    held = prefetch.Prefetch(cast("Any", None), never, never, never, lambda: None)
     for each in tenants:
         held.add(Announced(each))
     held._take_new()
