@@ -496,7 +496,7 @@ class LowerTiers:
         )
 
     def _prefetch_of(self, tenant: str) -> Prefetch | None:
-        return self._own_prefetches.get(tenant, self._prefetch)
+        return None if self._is_off else self._own_prefetches.get(tenant, self._prefetch)
 
     def _share_disk(
         self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
@@ -601,7 +601,8 @@ class LowerTiers:
 
     def _look_after_disk(self, shared: Prefetch) -> None:
         while not self._stop.wait(_BUSY_TICK_S):
-            if not any(each.is_busy for each in (shared, *list(self._own_prefetches.values()))):
+            prefetches = (shared, *list(self._own_prefetches.values()))
+            if self._is_off or not any(each.is_busy for each in prefetches):
                 self._has_work.wait(_TICK_S)
             self._has_work.clear()
             self._tick_safely()
@@ -949,7 +950,8 @@ def _num_slots(settings: TierSettings, block_bytes: int) -> int:
     if wanted > physical:
         raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")
     if not 2 <= wanted // block_bytes <= MAX_SLOTS:
-        raise ConfigError(name, value, f"at least two blocks, {2 * block_bytes:,} bytes")
+        least, most = 2 * block_bytes, MAX_SLOTS * block_bytes
+        raise ConfigError(name, value, f"2 to {MAX_SLOTS:,} blocks, {least:,} to {most:,} bytes")
     return wanted // block_bytes
 
 

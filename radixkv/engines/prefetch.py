@@ -39,7 +39,7 @@ ASKED_S: Final = 5.0
 """The time after which an asked prompt isn't brought any further."""
 MAX_TENANTS: Final = 1_024
 MAX_ARRIVED: Final = 4_096
-"""Announced prompts of all tenants that may come between two calls of ``go_on``. More of those with most are dropped."""
+"""Announced prompts of all tenants that may come between two calls of ``go_on``. The longest lines lose the rest."""
 _AT_ONCE: Final = 8
 """Prompts that are looked at in one call, each for a hash of its key."""
 

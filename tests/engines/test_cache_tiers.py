@@ -14,6 +14,7 @@ import torch
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.engines import lower_tiers
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.lower_tiers import MOST_ERRORS, LowerTiers
@@ -417,6 +418,15 @@ def test_errors_of_a_save_cost_hits_only(monkeypatch: pytest.MonkeyPatch) -> Non
     owner.check(errors=MOST_ERRORS)
 
 
+def test_too_much_host_memory_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_tiers, "MAX_SLOTS", 8)
+    Owner(host_blocks=8)
+    with pytest.raises(
+        ConfigError, match=r"host_blocks=9 is not allowed; allowed: 2 to 8 blocks, \S+ to \S+ bytes"
+    ):
+        Owner(host_blocks=9)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="host_blocks"):
         CacheConfig(16, host_blocks=-1)
@@ -424,7 +434,7 @@ def test_what_is_refused() -> None:
         CacheConfig(16, host_blocks=4, blocks="engine")
     with pytest.raises(ConfigError, match="a layout or a storage"):
         PrefixCache(CacheConfig(16, host_blocks=4))
-    with pytest.raises(ConfigError, match="at least two"):
+    with pytest.raises(ConfigError, match="2 to 2,147,483,647 blocks"):
         PrefixCache(CacheConfig(16, SIZE, LAYOUT, host_blocks=1))
     with pytest.raises(ConfigError, match="what the machine has"):
         PrefixCache(CacheConfig(16, 16, KVLayout(32, 8, 128), host_blocks=2**31 - 1))

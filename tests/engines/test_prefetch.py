@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -210,6 +211,35 @@ def test_a_burst_drops_no_other_tenants_prompts() -> None:
     assert (found.pop("a"), found.pop("c")) == (1, 2)
     assert sum(found.values()) == prefetch.MAX_ARRIVED - 3
     assert max(found.values()) - min(found.values()) <= 2
+
+
+def test_while_the_tiers_are_off_nothing_is_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error that could not be undone, the disk's thread only repeats what is owed, and keeps no prompts."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        owner.cache.announce(NS, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and eventually(lambda: held._running is not None)
+        num, tick = [0], owner.below.tick
+
+        def counted() -> None:
+            num[0] += 1
+            tick()
+
+        monkeypatch.setattr(owner.below, "tick", counted)
+        owner.below._is_off = True
+        time.sleep(0.1)
+        num[0] = 0
+        for call in (owner.cache.announce, owner.cache.prefetch):
+            call(OTHER, PROMPT)
+        time.sleep(1.0)
+        assert 0 < num[0] < 10
+        assert not held._arrived and not held._asked and not held._waiting
+        owner.below._is_off = False
+        reads.open()
+        assert eventually(lambda: not held.is_busy)
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
