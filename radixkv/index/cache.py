@@ -525,12 +525,6 @@ class PrefixCache(CacheState):
             for namespace in namespaces:
                 self.clear(namespace)
 
-    def require_removable(self, tenant: TenantId) -> None:
-        """Raise ArgumentError if ``remove_tenant`` would. Changes nothing. O(1)."""
-        require_tenant_id(tenant)
-        with self._lock:
-            tenant_settings.removable(self, tenant)
-
     def tenant(self, tenant: TenantId) -> Tenant | None:
         """Return a tenant's settings; None for a tenant that the cache doesn't know."""
         require_tenant_id(tenant)
