@@ -409,7 +409,8 @@ class LowerTiers:
         """Give a tenant slots of its own, if it is strict, and its part of the disk."""
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
-        if tenant.mode == "strict":
+        has_lane = self.level.disk is not None and self.level.disk.own_lane(tenant.id) is not None
+        if tenant.mode == "strict" and not (is_strict and has_lane):
             self._off_disk.add(tenant.id)
         self._set_own_slots(tenant.id, max(own, 1) if is_strict else 0)
         if is_strict:

@@ -183,7 +183,7 @@ def test_what_does_not_fit_leaves_nothing_on_disk_until_it_does(
         assert owner.ask_again(PROMPT) == 40
 
 
-def test_the_same_settings_again_end_no_prefetch(tmp_path: Path) -> None:
+def test_the_same_settings_again_end_no_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs goes on, and gives its row back; another guarantee ends it."""
     reads = Reads()
     with strict(tmp_path / "disk", FaultyFiles(reads)) as owner:
@@ -193,9 +193,17 @@ def test_the_same_settings_again_end_no_prefetch(tmp_path: Path) -> None:
         reads.is_armed = True
         owner.cache.prefetch(Namespace("a", "m"), PROMPT)
         assert eventually(lambda: owner.disk.lane_of("a").promotions.num_running == 1)
-        held = owner.below._own_prefetches["a"]
+        held, was_off = owner.below._own_prefetches["a"], list[bool]()
+        own_slots = owner.below._set_own_slots
+
+        def set_own_slots(tenant: str, num_slots: int) -> None:
+            was_off.append(tenant in owner.below._off_disk)
+            own_slots(tenant, num_slots)
+
+        monkeypatch.setattr(owner.below, "_set_own_slots", set_own_slots)
         owner.cache.add_tenant(BANK)
         assert owner.below._own_prefetches["a"] is held and held.is_busy
+        assert was_off == [False], "a tick in between would end what comes in parts"
         reads.open()
         assert eventually(lambda: not held.is_busy and not owner.disk.num_used_rows)
         assert owner.below.level.cache.match(Namespace("a", "m"), PROMPT).num_blocks > 0
