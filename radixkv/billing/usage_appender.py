@@ -9,6 +9,9 @@ A process begins with a new file and never writes to an earlier one. If ``head``
 gone, or no known key proves it, the header says how many are ``missing``, at least one. So an end that was cut off
 stays known after ``head`` is written again. A failed write is taken back and repeated in the same place.
 
+Anybody who can write to the folder may put a key there. So for a process with a secret, the folder's key proves
+``head`` only if the last line is under that key too; the check tells such lines apart.
+
 ``append`` costs one ``pwrite``, and never waits for the medium. ``positions`` says what another thread should wait for,
 with ``synced``.
 """
@@ -44,7 +47,7 @@ class UsageAppender:
     """Appends to the log in a folder. For one thread, except ``synced``. ``close`` it.
 
     ``key``: None for the one in the folder. ``previous``: keys under which its end may be proven too, besides the one
-    in the folder.
+    in the folder, if the last line is under that.
     Raises ConfigError for a folder that isn't ours, isn't private or is in use, and OSError.
     """
 
@@ -172,9 +175,9 @@ class UsageAppender:
         """Return the number of the next file, the end of the chain, and how many of its lines are missing."""
         with reading(self._folder.path) as reader:
             found, head = reader.log_files(), reader.head()
-            keys = [*keys, *_own_key(reader)]
+            own = _own_key(reader)
             ends = (_end_of(reader.lines(file)) for file in reversed(found))
-            link = next((end for end in ends if end is not None), START)
+            link, name = next((end for end in ends if end is not None), (START, ""))
         if not found:
             self._state(START)
             return 1, START, 0
@@ -182,6 +185,10 @@ class UsageAppender:
         if head is None:
             return number, link, 1
         is_proven = any(map(head.is_proven, keys))
+        if not is_proven and own is not None and head.is_proven(own) and name == key_id(own).hex():
+            is_proven = True
+            if head.link.n >= link.n:  # an earlier one would prove that later lines aren't missing
+                self._state(head.link)  # under the new key, before the first line is
         return number, link, max(head.link.n - link.n, 0 if is_proven else 1)
 
     def _state(self, link: Link) -> None:
@@ -189,21 +196,20 @@ class UsageAppender:
         self._folder.write_small(self._folder.folder, HEAD, head_of(self._key, self._key_name, link))
 
 
-def _own_key(reader: LogReader) -> list[bytes]:
+def _own_key(reader: LogReader) -> bytes | None:
     """Return the key in a folder, if it has one that can be read."""
     with suppress(ConfigError, OSError):  # the log needs it no more, and its end is unproven without it
-        key = reader.key()
-        return [] if key is None else [key]
-    return []
+        return reader.key()
+    return None
 
 
-def _end_of(lines: Iterable[bytes]) -> Link | None:
-    """Return the end of the whole lines of a file; None if there is none."""
-    end: Link | None = None
+def _end_of(lines: Iterable[bytes]) -> tuple[Link, str] | None:
+    """Return the end of the whole lines of a file, and the name of their key; None if there is none."""
+    end: tuple[Link, str] | None = None
     for each in lines:
         try:
             line = parsed(each)
         except ValueError:
             break
-        end = Link(line.n, line.mac)
+        end = Link(line.n, line.mac), str(line.fields.get("key")) if end is None else end[1]
     return end

@@ -6,11 +6,13 @@ The verdict is the first of these that holds:
 |---|---|
 | tampered | a line that the key's owner didn't write there, or a file that is missing between others |
 | truncated | fewer lines than the log has had: ``head`` or a later header knows of more, or ``head`` is gone |
+| unproven | lines that only the key in the folder proves, though a secret was given; the caller may trust that key |
 | torn | a part of a line at the end of a file: the process or the machine crashed there |
 | intact | nothing of this |
 
 Who can write to the folder and brings back an older state of *all* files, ``head`` too, isn't found: copy ``head``
-elsewhere to compare. Who has the key can write any log.
+elsewhere to compare. Who has the key can write any log: the key in the folder is anybody's who can write there. So it
+proves ``head`` only if it proves the last line too.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from radixkv.billing.usage_record import Counts, Row, UsageRecord, record_of
 from radixkv.errors import ConfigError
 from radixkv.signing import key_id
 
-Verdict = Literal["intact", "torn", "truncated", "tampered"]
+Verdict = Literal["intact", "torn", "unproven", "truncated", "tampered"]
 MOST_PROBLEMS: Final = 20
 
 
 @dataclass(slots=True)
 class UsageCheck:
-    """What a check found. ``is_ended``: whether the last file was ended, so no process writes to it."""
+    """What a check found.
+
+    - ``is_ended``: whether the last file was ended, so no process writes to it.
+    - ``num_by_folder_key``: lines that only the key in the folder proves, if other keys were given.
+    """
 
     num_files: int = 0
     num_records: int = 0
@@ -40,6 +46,8 @@ class UsageCheck:
     num_tampered: int = 0
     num_missing: int = 0
     num_torn: int = 0
+    num_by_folder_key: int = 0
+    trusts_folder_key: bool = False
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -49,6 +57,8 @@ class UsageCheck:
             return "tampered"
         if self.num_missing:
             return "truncated"
+        if self.num_by_folder_key and not self.trusts_folder_key:
+            return "unproven"
         return "torn" if self.num_torn else "intact"
 
     def tell(self, problem: str) -> None:
@@ -57,17 +67,24 @@ class UsageCheck:
             self.problems.append(problem)
 
 
-def verify(path: Path | str, keys: Sequence[bytes]) -> UsageCheck:
-    """Check every line of a log. ``keys``: the chain's keys, the folder's own is added. O(bytes), 20 µs a record.
+def verify(path: Path | str, keys: Sequence[bytes], *, trusts_folder_key: bool = False) -> UsageCheck:
+    """Check every line of a log. O(bytes), 20 µs a record.
 
+    ``keys``: the chain's keys; without one, the key in the folder counts. ``trusts_folder_key``: it counts besides.
     Raises ConfigError for no folder or no key, OSError.
     """
     with reading(path) as reader:
         own = reader.key()
-        known = [*keys, *([] if own is None else [own])]
+        known = [*([] if own is None else [own]), *keys]
         if not known:
             raise ConfigError("--fleet-secret", None, "the secret of the log, because the folder has no key")
-        checking = _Checking({key_id(key).hex(): key for key in known}, reader.head())
+        is_apart = bool(keys) and own not in keys
+        checking = _Checking(
+            {key_id(key).hex(): key for key in known},
+            reader.head(),
+            own if is_apart else None,
+            UsageCheck(trusts_folder_key=trusts_folder_key),
+        )
         for file in reader.log_files():
             checking.read(reader, file)
         return checking.end()
@@ -111,11 +128,13 @@ def _records_in(
 
 
 class _Checking:
-    """Follows the chain from file to file."""
+    """Follows the chain from file to file. ``own``: the key in the folder, if others were given."""
 
-    def __init__(self, keys: Mapping[str, bytes], head: Head | None) -> None:
-        self.found = UsageCheck()
-        self._keys, self._head = keys, head
+    def __init__(
+        self, keys: Mapping[str, bytes], head: Head | None, own: bytes | None, found: UsageCheck
+    ) -> None:
+        self.found = found
+        self._keys, self._head, self._own = keys, head, own
         self._link: Link | None = None
         self._key: bytes | None = None
         self._number: int | None = None
@@ -152,6 +171,12 @@ class _Checking:
                 found.num_missing += 1
                 found.tell("head: it is missing, damaged or of an unknown key, so the end may be cut off")
             return found
+        if key == self._own != self._key:
+            found.num_missing += 1
+            found.tell(
+                "head: only the folder's key proves it, and a secret the last line, so the end may be cut off"
+            )
+            return found
         last = 0 if self._link is None else self._link.n
         if not head.link.n:
             return found
@@ -169,8 +194,12 @@ class _Checking:
 
     def _begin(self, line: Line, file: LogFile) -> None:
         """Take the key and the link of a header."""
-        fields = line.fields
+        fields, key_before = line.fields, self._key
         self._key = self._keys.get(str(fields.get("key")))
+        if self._key is not None and self._key == self._own and key_before not in (None, self._own):
+            self.found.tell(
+                f"{self._place}: only the folder's key proves it, and a secret the line before it"
+            )
         before = _hex(fields.get("previous"))
         if fields.get("file") != file.number or before is None:
             self._tampered(f"{self._place}: it is not the header of this file")
@@ -199,8 +228,10 @@ class _Checking:
             self._tampered(f"{self._place}: it is of a key that isn't known")
         elif line.n != self._link.n + 1 or not line.follows(self._link.mac, self._key):
             self._tampered(f"{self._place}: its MAC or its number is wrong")
-        elif not is_header:
-            self._count(line)
+        else:
+            self.found.num_by_folder_key += self._key == self._own
+            if not is_header:
+                self._count(line)
         self._link = Link(line.n, line.mac)
         self._met_head |= self._head is not None and self._head.link == self._link
         self.found.is_ended = "end" in line.fields

@@ -33,6 +33,7 @@ BY: Final = ("hour", "tenant", "key", "model", "kind")
 _SAID: Final = {
     "intact": "intact: every line follows from the one before",
     "torn": "intact, with the torn end of a crash",
+    "unproven": "UNPROVEN: the secret doesn't prove all lines",
     "truncated": "TRUNCATED: lines that were there are missing",
     "tampered": "TAMPERED: lines were changed, moved, added or removed",
 }
@@ -66,20 +67,28 @@ def usage() -> None:
     multiple=True,
     help="File with a previous secret. May be repeated.",
 )
+@click.option(
+    "--trust-folder-key",
+    is_flag=True,
+    help="Accept lines that only the key in FOLDER proves: those from before the service had a secret.",
+)
 @json_option
-def verify(folder: str, fleet_secret: str | None, previous: tuple[str, ...], as_json: bool) -> None:
-    """Check the chain of MACs in FOLDER. The exit code is 1 if records were changed, or are missing at the end.
+def verify(
+    folder: str, fleet_secret: str | None, previous: tuple[str, ...], trust_folder_key: bool, as_json: bool
+) -> None:
+    """Check the chain of MACs in FOLDER.
 
-    The oldest files may be gone. An older state of the whole folder isn't noticed.
+    The exit code is 1 if records were changed, are missing at the end, or aren't proven by a secret that was given. The
+    oldest files may be gone. An older state of the whole folder isn't noticed.
     """
     from radixkv.billing import usage_check
     from radixkv.billing.usage_folder import key_from
     from radixkv.cli.secret_files import secrets_in
 
     keys = [key_from(secret) for secret in secrets_in(fleet_secret, previous)]
-    found = usage_check.verify(folder, keys)
+    found = usage_check.verify(folder, keys, trusts_folder_key=trust_folder_key)
     _show_check(found, as_json)
-    raise click.exceptions.Exit(1 if found.verdict in ("truncated", "tampered") else 0)
+    raise click.exceptions.Exit(0 if found.verdict in ("intact", "torn") else 1)
 
 
 def _show_check(found: UsageCheck, as_json: bool) -> None:
@@ -87,9 +96,14 @@ def _show_check(found: UsageCheck, as_json: bool) -> None:
         print_json({"verdict": found.verdict, **asdict(found)})
         return
     end = "ended" if found.is_ended else "not ended: a service writes to it, or was killed"
+    by_folder_key = (
+        f"{found.num_by_folder_key:,} lines are proven only by the key in the folder: "
+        "anybody who can write to the folder could have made them"
+    )
     click.echo("\n".join([
         _SAID[found.verdict],
         f"{found.num_records:,} records in {found.num_files:,} files, {end}",
+        *([by_folder_key] if found.num_by_folder_key else []),
         *found.problems,
     ]))  # fmt: skip
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from math import ceil
 from typing import Final
 
 AHEAD_PART: Final = 64
+_KEPT_PART: Final = 15 / 16
+_LEAST_WANTED: Final = 0.5
 _cleaning: Final = threading.local()
 """Which cleaner runs in a thread. A cache whose tenants have several dtypes has one for each, and all hear of it."""
 
@@ -21,7 +24,7 @@ class Cleaner:
 
     def __init__(self, num_blocks: int, wake: Callable[[], None]) -> None:
         self._most, self._wake = num_blocks // AHEAD_PART, wake
-        self._wanted, self._is_due = 0, False
+        self._wanted, self._is_due = 0.0, False
         self.num_blocks = 0
         """Blocks that were evicted ahead."""
         self.free_ahead: Callable[[int], None] = lambda num_blocks: None
@@ -47,11 +50,14 @@ class Cleaner:
             self._wake()
 
     def run(self) -> None:
-        """Evict ahead, if that is due. It wants less with each time at which no request evicted."""
+        """Evict ahead, if that is due. It wants a 16th less each time, at last nothing, until requests evict again."""
         if self._is_due:
             self._is_due, _cleaning.cleaner = False, self
-            self._wanted -= self._wanted // 16
+            wanted = ceil(self._wanted)
+            self._wanted *= _KEPT_PART
+            if self._wanted < _LEAST_WANTED:
+                self._wanted = 0.0
             try:
-                self.free_ahead(self._wanted)
+                self.free_ahead(wanted)
             finally:
                 _cleaning.cleaner = None

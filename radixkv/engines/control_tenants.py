@@ -18,6 +18,7 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.pins import Pin
+from radixkv.index.tenant_settings import require_removable
 
 MAX_PAGE: Final = 32
 """Most tenants or pins in an answer: half a millisecond of an engine's step."""
@@ -89,8 +90,10 @@ class TenantCommands:
         return {"tenants": names}
 
     def remove(self, fields: Fields, ids: bytes) -> Answer:
-        """Forget a tenant's settings, and what it has."""
+        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
         names = self.names(fields)
+        for name in names:
+            require_removable(self._cache, name)
         for name in names:
             self._cache.remove_tenant(name)
             self._follow(name)

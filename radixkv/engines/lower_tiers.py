@@ -158,7 +158,8 @@ class LowerTiers:
         self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
-        self._unkept: set[str] = set()
+        self._unkept: dict[str, Tenant] = {}
+        """Settings of tenants that were refused their share of host memory."""
         self._off_disk: set[str] = set()
         """Strict tenants without a partition of the disk."""
         self._added: set[str] = set()
@@ -301,14 +302,22 @@ class LowerTiers:
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
-        self._owe(tenant)
         try:
+            self._owe(tenant)
             yield
         finally:
-            self._owe(tenant)
-            with self._lock:
-                self._changing[tenant] -= 1
-                self._marks[tenant] += 1
+            try:
+                self._owe(tenant)
+            finally:
+                self._changed(tenant)
+
+    def _changed(self, tenant: str) -> None:
+        """Take that a purge or a clear of a tenant has ended, or was interrupted."""
+        with self._lock:
+            self._marks[tenant] += 1
+            self._changing[tenant] -= 1
+            if not self._changing[tenant]:
+                del self._changing[tenant]
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
@@ -379,18 +388,29 @@ class LowerTiers:
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that of host memory, nothing of it is kept here.
+        If it can't have that of host memory, nothing of it is kept here, until another change makes room: two tenants'
+        changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
         try:
-            self.level.cache.add_tenant(self._scaled(tenant))
-            self._unkept.discard(tenant.id)
+            self._give_share(tenant)
         except ArgumentError as error:
-            self._unkept.add(tenant.id)
+            self._unkept[tenant.id] = tenant
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
+        self._give_parts(tenant)
+        self._meet_unmet()
+
+    def _give_share(self, tenant: Tenant) -> None:
+        """Give a tenant its share of host memory. Raises ArgumentError."""
+        self.level.cache.add_tenant(self._scaled(tenant))
+        self._unkept.pop(tenant.id, None)
+
+    def _give_parts(self, tenant: Tenant) -> None:
+        """Give a tenant slots of its own, if it is strict, and its part of the disk."""
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
         own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
-        if tenant.mode == "strict":
+        has_lane = self.level.disk is not None and self.level.disk.own_lane(tenant.id) is not None
+        if tenant.mode == "strict" and not (is_strict and has_lane):
             self._off_disk.add(tenant.id)
         self._set_own_slots(tenant.id, max(own, 1) if is_strict else 0)
         if is_strict:
@@ -430,8 +450,9 @@ class LowerTiers:
         self._set_own_slots(tenant, 0)
         self._set_partition(tenant, None)
         self._share_disk(tenant)
-        self._unkept.discard(tenant)
+        self._unkept.pop(tenant, None)
         self._off_disk.discard(tenant)
+        self._meet_unmet()
 
     def _set_partition(self, tenant: str, guaranteed: int | None) -> None:
         """Give a strict tenant slots and a lane of its own on the disk, as much as its guarantee is of the cache.
@@ -450,27 +471,43 @@ class LowerTiers:
         except ArgumentError as error:
             _log.warning("nothing of strict tenant %r is kept on disk: %s", tenant, error)
             self._unmet_partitions[tenant] = num_slots
-        self._meet_unmet()
 
     def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
         with self.moving():
-            self._own_prefetches.pop(tenant, None)
+            before = disk.own_lane(tenant)
             self._off_disk.add(tenant)
-            disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            try:
+                disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            finally:
+                lane = disk.own_lane(tenant)
+                if lane is not before:
+                    self._follow_lane(tenant, lane)
             if num_slots:
-                self._own_prefetches[tenant] = self._made_prefetch(disk.lane_of(tenant))
                 self._off_disk.discard(tenant)
 
+    def _follow_lane(self, tenant: str, lane: DiskLane | None) -> None:
+        """Bring what will be requested of a tenant through its new lane; None for the shared one. Within the gate."""
+        prefetch = self._own_prefetches.pop(tenant, None)
+        if prefetch is not None:
+            prefetch.end()
+        if lane is not None:
+            self._own_prefetches[tenant] = self._made_prefetch(lane)
+
     def _made_prefetch(self, lane: DiskLane) -> Prefetch:
+        def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
+            stop = len(key) // (self._size * TOKEN_BYTES)
+            return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
+
         return Prefetch(
             lane.promotions,
             lambda namespace: self.keeps(namespace) and self.has(namespace),
             self.level.cache.generation,
+            is_there,
             self._has_work.set,
         )
 
     def _prefetch_of(self, tenant: str) -> Prefetch | None:
-        return self._own_prefetches.get(tenant, self._prefetch)
+        return None if self._is_off else self._own_prefetches.get(tenant, self._prefetch)
 
     def _share_disk(
         self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
@@ -478,10 +515,13 @@ class LowerTiers:
         """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
         if self._shares is not None:
             self._shares.set(tenant, guaranteed, most, weight)
-            self._meet_unmet()
 
     def _meet_unmet(self) -> None:
-        """Give what the disk refused before, if there is room now."""
+        """Give what host memory or the disk refused before, if there is room now."""
+        for tenant in list(self._unkept.values()):
+            with suppress(ArgumentError):
+                self._give_share(tenant)
+                self._give_parts(tenant)
         disk, shares = self.level.disk, self._shares
         if disk is None or shares is None:
             return
@@ -572,7 +612,8 @@ class LowerTiers:
 
     def _look_after_disk(self, shared: Prefetch) -> None:
         while not self._stop.wait(_BUSY_TICK_S):
-            if not any(each.is_busy for each in (shared, *list(self._own_prefetches.values()))):
+            prefetches = (shared, *list(self._own_prefetches.values()))
+            if self._is_off or not any(each.is_busy for each in prefetches):
                 self._has_work.wait(_TICK_S)
             self._has_work.clear()
             self._tick_safely()
@@ -924,7 +965,8 @@ def _num_slots(settings: TierSettings, block_bytes: int) -> int:
     if wanted > physical:
         raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")
     if not 2 <= wanted // block_bytes <= MAX_SLOTS:
-        raise ConfigError(name, value, f"at least two blocks, {2 * block_bytes:,} bytes")
+        least, most = 2 * block_bytes, MAX_SLOTS * block_bytes
+        raise ConfigError(name, value, f"2 to {MAX_SLOTS:,} blocks, {least:,} to {most:,} bytes")
     return wanted // block_bytes
 
 

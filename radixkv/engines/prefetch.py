@@ -39,6 +39,7 @@ ASKED_S: Final = 5.0
 """The time after which an asked prompt isn't brought any further."""
 MAX_TENANTS: Final = 1_024
 MAX_ARRIVED: Final = 4_096
+"""Announced prompts of all tenants that may come between two calls of ``go_on``. The longest lines lose the rest."""
 _AT_ONCE: Final = 8
 """Prompts that are looked at in one call, each for a hash of its key."""
 
@@ -109,7 +110,8 @@ class _Line:
 class Prefetch:
     """Brings what a lane's ``promotions`` have of prompts for which ``keeps`` is true.
 
-    ``generation``: of a tenant, in host memory. ``wake``: is called when a prompt has come.
+    ``generation``: of a tenant, in host memory. ``is_there``: whether host memory has a key behind its first so many
+    tokens. ``wake``: is called when a prompt has come.
     """
 
     def __init__(
@@ -117,17 +119,23 @@ class Prefetch:
         promotions: DiskPromotions,
         keeps: Callable[[Namespace], bool],
         generation: Callable[[str], int],
+        is_there: Callable[[Namespace, bytes, int], bool],
         wake: Callable[[], None],
     ) -> None:
         self._promotions, self._keeps, self._generation = promotions, keeps, generation
+        self._is_there = is_there
         self._numbers = count(1)
-        self._arrived: deque[_Prompt] = deque(maxlen=MAX_ARRIVED)
+        self._arrived: dict[str, deque[_Prompt]] = {}
+        """Those that were announced since the last ``go_on``, by tenant."""
+        self._num_arrived = 0
         self._asked: dict[str, deque[_Prompt]] = {}
-        """Those that were asked since the last ``go_on``, by tenant."""
-        self._asking = threading.Lock()
+        """Those that were asked since then, by tenant."""
+        self._arriving = threading.Lock()
         self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None
+        self._has_begun = False
+        """Whether a part of the running one is on its way."""
         self._wake = wake
 
     @property
@@ -136,14 +144,34 @@ class Prefetch:
         return self._running is not None or bool(self._arrived or self._asked or self._waiting)
 
     def add(self, expected: Expected) -> None:
-        """Remember an announced prompt. O(1), by any thread."""
-        self._arrived.append(self._prompt(expected))
+        """Remember an announced prompt, unless its tenant has too many. By any thread.
+
+        O(1); O(tenants) if too many of all tenants have come.
+        """
+        with self._arriving:
+            self._arrive(expected.namespace.tenant, self._prompt(expected))
         self._wake()
+
+    def _arrive(self, tenant: str, prompt: _Prompt) -> None:
+        arrived = self._arrived.get(tenant)
+        if arrived is None and len(self._arrived) >= MAX_TENANTS:
+            return
+        if self._num_arrived >= MAX_ARRIVED:
+            most = max(self._arrived.values(), key=len)
+            if len(most) <= len(arrived or ()) + 1:
+                return
+            most.pop()
+            self._num_arrived -= 1
+        if arrived is None:
+            arrived = self._arrived[tenant] = deque()
+        if len(arrived) < MAX_PROMPTS:
+            arrived.append(prompt)
+            self._num_arrived += 1
 
     def ask(self, expected: Expected) -> None:
         """Remember an asked prompt, in place of its tenant's oldest if there are too many. O(1), by any thread."""
         tenant, prompt = expected.namespace.tenant, self._prompt(expected, is_asked=True)
-        with self._asking:
+        with self._arriving:
             asked = self._asked.get(tenant)
             if asked is None:
                 if len(self._asked) >= MAX_TENANTS:
@@ -156,6 +184,7 @@ class Prefetch:
         """Take what came, and begin more. Within the gate. Never waits."""
         self._take_new()
         for _ in range(_AT_ONCE):
+            self._has_begun &= self._running is not None
             running = self._running or self._next()
             if running is None:
                 return
@@ -169,17 +198,24 @@ class Prefetch:
                 self._running = running
                 return
 
+    def end(self) -> None:
+        """Forget all prompts, and drop what comes for one. Within the gate."""
+        self._take_new()
+        self._waiting.clear()
+        running, self._running = self._running, None
+        if running is not None:
+            self._promotions.forget(running.request_id)
+
     def _prompt(self, expected: Expected, *, is_asked: bool = False) -> _Prompt:
         return _Prompt(f"ahead-{next(self._numbers)}", expected, is_asked)
 
     def _take_new(self) -> None:
         """Let what came wait in its tenant's line."""
-        with self._asking:
+        with self._arriving:
             asked, self._asked = self._asked, {}
-        new = [prompt for prompts in asked.values() for prompt in prompts]
-        while self._arrived:
-            new.append(self._arrived.popleft())
-        for prompt in new:
+            arrived, self._arrived, self._num_arrived = self._arrived, {}, 0
+        lines = (*asked.values(), *arrived.values())
+        for prompt in (prompt for prompts in lines for prompt in prompts):
             tenant = prompt.expected.namespace.tenant
             if tenant in self._waiting or len(self._waiting) < MAX_TENANTS:
                 self._waiting.setdefault(tenant, _Line()).add(prompt)
@@ -196,22 +232,28 @@ class Prefetch:
         return prompt
 
     def _is_coming(self, prompt: _Prompt) -> bool:
-        """Whether the disk brings some of a prompt now. After a part it is the next one's turn."""
+        """Whether the disk brings some of a prompt now.
+
+        After a part it is the next one's turn. So while another one waits, the promotions get an empty key: they end
+        the part that is on its way, and begin no further one.
+        """
         expected, namespace, key = prompt.expected, prompt.expected.namespace, prompt.expected.key
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
-        is_coming = self._promotions.is_waiting(
+        promotions, num_resident = self._promotions, expected.resident_tokens
+        gives_way, num_running = self._has_begun and self._must_yield(prompt), promotions.num_running
+        is_coming = promotions.is_waiting(
             prompt.request_id,
             namespace,
             self._generation(namespace.tenant),
-            key,
-            expected.resident_tokens,
+            b"" if gives_way else key,
+            num_resident,
             need="asked" if prompt.is_asked else "announced",
         )
-        has_part = self._promotions.take_brought(prompt.request_id) > 0
-        if is_coming and has_part and self._must_yield(prompt):
+        self._has_begun = promotions.num_running >= num_running + (0 if self._has_begun else 1)
+        has_part = promotions.take_brought(prompt.request_id) > 0
+        if gives_way and has_part and not is_coming and not self._is_there(namespace, key, num_resident):
             self._waiting.setdefault(namespace.tenant, _Line()).give_back(prompt)
-            return False
         return is_coming
 
     def _must_yield(self, prompt: _Prompt) -> bool:

@@ -1,4 +1,7 @@
-"""Guarantees and limits of tenants, and their changes. Each function runs under the cache's lock."""
+"""Guarantees and limits of tenants, and their changes.
+
+Each function runs under the cache's lock. ``require_removable`` takes it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING
 from radixkv.config import Namespace, Tenant
 from radixkv.errors import ArgumentError
 from radixkv.index.recovery import taken_over
+from radixkv.index.validation import require_tenant_id
 
 if TYPE_CHECKING:
     from radixkv.index.state import CacheState
@@ -35,8 +39,15 @@ def add(cache: CacheState, tenant: Tenant) -> bool:
     return is_other_dtype
 
 
-def remove(cache: CacheState, tenant: str) -> list[Namespace]:
-    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
+def require_removable(cache: CacheState, tenant: str) -> None:
+    """Raise ArgumentError if ``PrefixCache.remove_tenant`` would. O(1)."""
+    require_tenant_id(tenant)
+    with cache._lock:
+        _removable(cache, tenant)
+
+
+def _removable(cache: CacheState, tenant: str) -> tuple[TenantState, Tenant]:
+    """Return a tenant that may be removed, and the settings that it has then. Raises ArgumentError for another one."""
     state = cache._tenants.get(tenant)
     if state is None or not state.is_added:
         raise ArgumentError("tenant", tenant, "a tenant that was added")
@@ -44,6 +55,12 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     if settings.limit is not None and state.protected_blocks > settings.limit:
         allowed = f"a tenant whose sequences and pins hold at most {settings.limit} blocks, the default limit"
         raise ArgumentError("tenant", tenant, allowed)
+    return state, settings
+
+
+def remove(cache: CacheState, tenant: str) -> list[Namespace]:
+    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
+    state, settings = _removable(cache, tenant)
     if state.waiting is not None:
         state.waiting.end_all()
     _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant

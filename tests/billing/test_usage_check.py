@@ -168,12 +168,95 @@ def test_a_new_key_without_the_previous_one_counts_the_end_as_cut_off(tmp_path: 
 
 
 def test_a_log_with_a_key_of_its_own_goes_on_under_a_secret_and_back(tmp_path: Path) -> None:
-    written(tmp_path / "log", [1], key=None)
-    written(tmp_path / "log", [2], key=KEY)
-    assert checked(tmp_path / "log", KEY).verdict == "intact"
-    written(tmp_path / "log", [3], key=None, previous=[KEY])
-    check = checked(tmp_path / "log", KEY)
-    assert check.verdict == "intact" and check.num_records == 3
+    folder = tmp_path / "log"
+    written(folder, [1], key=None)
+    written(folder, [2], key=KEY)
+    check = checked(folder)
+    assert check.verdict == "unproven" and check.num_by_folder_key == 4 and not check.problems
+    assert verify(folder, [KEY], trusts_folder_key=True).verdict == "intact"
+    written(folder, [3], key=None, previous=[KEY])
+    assert checked(folder).verdict == "unproven"
+    check = verify(folder, [KEY], trusts_folder_key=True)
+    assert check.verdict == "intact" and check.num_records == 3 and check.num_by_folder_key == 8
+    (problem,) = check.problems
+    place = f"{log_files(folder)[2].name}:1"
+    assert problem == f"{place}: only the folder's key proves it, and a secret the line before it"
+
+
+def forge(folder: Path, kept: int, *, has_line: bool = False, is_old: bool = False) -> None:
+    """What somebody without the secret can do: cut off the end, plant a key, and write under it.
+
+    ``has_line``: a file of records too. ``is_old``: ``head`` says what was true before.
+    """
+    (path,) = log_files(folder)
+    lines = path.read_bytes().splitlines(keepends=True)[:kept]
+    path.write_bytes(b"".join(lines))
+    (folder / "key").write_text(OTHER.hex())
+    last = parsed(lines[1 if is_old else -1])
+    link, name = Link(last.n, last.mac), key_id(OTHER).hex()
+    if has_line:
+        header = {"file": 2, "previous": link.mac.hex(), "key": name}
+        fields = {**record(9).fields(), "id": "f" * 24}
+        first, link = sealed(OTHER, link, header)
+        second, link = sealed(OTHER, link, fields)
+        (folder / path.name.replace("-00000001-", "-00000002-")).write_bytes(first + second)
+    (folder / "head").write_bytes(head_of(OTHER, name, link))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("trusts", [False, True])
+def test_a_planted_key_hides_no_cut_off_end(tmp_path: Path, is_old: bool, trusts: bool) -> None:
+    """Nor from the next process, which would write a head of its own."""
+    folder = tmp_path / "log"
+    written(folder, range(4))
+    forge(folder, 3, is_old=is_old)
+    for number in (8, 9):
+        check = verify(folder, [KEY], trusts_folder_key=trusts)
+        assert check.verdict == "truncated" and check.num_missing == 1, check.problems
+        written(folder, [number])
+    assert check.num_by_folder_key == check.num_tampered == 0
+
+
+def test_lines_under_a_planted_key_are_told_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    written(folder, range(4))
+    forge(folder, 3, has_line=True)
+    for number in (8, 9):
+        check = checked(folder)
+        assert check.verdict == "unproven" and check.num_by_folder_key == 2
+        assert "only the folder's key" in check.problems[0]
+        written(folder, [number])
+    assert verify(folder, []).verdict == "tampered", "the folder's key alone doesn't prove the others"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_planted_file_that_is_removed_again_hides_no_cut_off_end(tmp_path: Path, is_old: bool) -> None:
+    """A process that begins between writes nothing under the secret that would prove an earlier end."""
+    folder = tmp_path / "log"
+    written(folder, range(4))
+    forge(folder, 3, has_line=True)
+    if is_old:
+        (path, _) = log_files(folder)
+        line = parsed(path.read_bytes().splitlines(keepends=True)[1])
+        (folder / "head").write_bytes(head_of(OTHER, key_id(OTHER).hex(), Link(line.n, line.mac)))
+    written(folder, [])
+    log_files(folder)[1].unlink()
+    for trusts in (False, True):
+        assert verify(folder, [KEY], trusts_folder_key=trusts).verdict == "truncated"
+
+
+def test_a_crash_after_the_change_to_a_secret_counts_nothing_as_missing(tmp_path: Path) -> None:
+    """The head is under the secret before the first line is."""
+    folder = tmp_path / "log"
+    written(folder, [1], key=None)
+    with appending(folder) as appender:
+        appender.append([record(2)], HOUR)
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    assert verify(folder, [KEY], trusts_folder_key=True).verdict == "intact"
+    written(folder, [3])
+    assert verify(folder, [KEY], trusts_folder_key=True).verdict == "intact"
 
 
 @pytest.mark.parametrize("kind", ["text", "fifo", "link", "folder"])

@@ -46,6 +46,27 @@ def test_a_log_is_checked_by_the_fleets_secrets(tmp_path: Path) -> None:
     assert isinstance(invoke("verify", str(tmp_path / "nothing")).exception, ConfigError)
 
 
+def test_lines_under_the_folders_key_are_trusted_only_if_the_caller_says_so(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "log", tmp_path / "secret"
+    secret.write_text("n" * 32)
+    written(folder, [1, 2], key=None)
+    written(folder, [3], key=key_from(b"n" * 32))
+    arguments = ["verify", str(folder), "--fleet-secret", str(secret)]
+    done = invoke(*arguments)
+    said = "5 lines are proven only by the key in the folder: anybody who can write to the folder could have made them"
+    assert done.exit_code == 1 and "UNPROVEN" in done.output and said in done.output
+    found = json.loads(invoke(*arguments, "--json").output)
+    assert (found["verdict"], found["num_by_folder_key"], found["trusts_folder_key"]) == (
+        "unproven",
+        5,
+        False,
+    )
+    done = invoke(*arguments, "--trust-folder-key")
+    assert done.exit_code == 0 and done.output.startswith("intact") and said in done.output
+    (folder / "key").unlink()
+    assert invoke(*arguments, "--trust-folder-key").exit_code == 1
+
+
 def test_records_are_summed_by_any_columns(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     with appending(folder) as appender:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.engines import lower_tiers
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.lower_tiers import MOST_ERRORS, LowerTiers
@@ -324,6 +325,26 @@ def test_what_is_computed_after_a_clear_is_not_kept() -> None:
     assert owner.below.level.cache.namespaces() == []
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupted_purge_leaves_the_tenant_usable(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, calls = Owner(), [0]
+
+    def interrupt(self: LowerTiers, tenant: str) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LowerTiers, "_owe", interrupt)
+    before = owner.below.mark("a")
+    with pytest.raises(KeyboardInterrupt):
+        owner.cache.purge("a")
+    monkeypatch.undo()
+    assert owner.below.mark("a") not in (None, before), "rows that began before keep nothing"
+    owner.evicted(PROMPT)
+    assert owner.ask(PROMPT) == (40, 1)
+    assert not owner.below._changing, "nothing stays of a tenant"
+
+
 def test_readers_of_a_base_keep_nothing() -> None:
     owner = Owner(32)
     with owner.cache.publish("base", NS, PROMPT, ["b"]) as sequence:
@@ -343,6 +364,26 @@ def test_a_strict_tenant_has_its_own_share() -> None:
     owner.evict()
     assert owner.ask(PROMPT) == (40, 1)
     owner.check()
+
+
+@pytest.mark.parametrize("mode", ["burst", "strict"])
+def test_a_share_that_does_not_fit_yet_is_given_later(mode: Literal["burst", "strict"]) -> None:
+    """The tiers may hear of two tenants' changes in another order than the cache."""
+    owner = Owner(16, 16)
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12))
+    owner.below.add_tenant(Tenant("b", guaranteed_blocks=10, max_blocks=10, mode=mode))
+    assert not owner.below.keeps(OTHER)
+    owner.below.add_tenant(Tenant("c"))
+    assert not owner.below.keeps(OTHER), "there is no room yet"
+    owner.cache.add_tenant(Tenant("a", guaranteed_blocks=2))
+    assert owner.below.keeps(OTHER)
+    assert owner.below.level.index.own_slots("b") == (10 if mode == "strict" else 0)
+    owner.evicted(PROMPT[:21], OTHER)
+    assert owner.ask(PROMPT[:21], OTHER) == (20, 1)
+    owner.below.add_tenant(Tenant("c", guaranteed_blocks=5))
+    assert not owner.below.keeps(Namespace("c", "m"))
+    owner.below.leave_out("a")
+    assert owner.below.keeps(Namespace("c", "m"))
 
 
 def test_a_failed_copy_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +418,15 @@ def test_errors_of_a_save_cost_hits_only(monkeypatch: pytest.MonkeyPatch) -> Non
     owner.check(errors=MOST_ERRORS)
 
 
+def test_too_much_host_memory_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_tiers, "MAX_SLOTS", 8)
+    Owner(host_blocks=8)
+    with pytest.raises(
+        ConfigError, match=r"host_blocks=9 is not allowed; allowed: 2 to 8 blocks, \S+ to \S+ bytes"
+    ):
+        Owner(host_blocks=9)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="host_blocks"):
         CacheConfig(16, host_blocks=-1)
@@ -384,7 +434,7 @@ def test_what_is_refused() -> None:
         CacheConfig(16, host_blocks=4, blocks="engine")
     with pytest.raises(ConfigError, match="a layout or a storage"):
         PrefixCache(CacheConfig(16, host_blocks=4))
-    with pytest.raises(ConfigError, match="at least two"):
+    with pytest.raises(ConfigError, match="2 to 2,147,483,647 blocks"):
         PrefixCache(CacheConfig(16, SIZE, LAYOUT, host_blocks=1))
     with pytest.raises(ConfigError, match="what the machine has"):
         PrefixCache(CacheConfig(16, 16, KVLayout(32, 8, 128), host_blocks=2**31 - 1))

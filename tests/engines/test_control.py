@@ -151,6 +151,23 @@ def test_settings_reach_a_tenant_of_salts_by_its_name(cache: PrefixCache, tmp_pa
             client.call("set_tenant", {"tenant": "acme", "guaranteed_blocks": 10**6})
 
 
+def test_a_tenant_of_salts_is_removed_under_all_keys_or_none(tmp_path: Path) -> None:
+    cache = PrefixCache(CacheConfig(256, 4, KVLayout(1, 1, 8)))
+    keys = KeySet.derive([NEW, SECRET])
+    reader = SaltReader(keys)
+    with serving(cache, tmp_path, salts=reader) as control, ControlClient(control.path, KEYS) as client:
+        names = reader.tenant_ids("acme")
+        assert len(names) == 2
+        cache.add_tenant(Tenant(names[0], guaranteed_blocks=2))
+        compute(cache, Namespace(names[0], "m"), IDS)
+        assert "a tenant that was added" in refused(client, "remove_tenant", {"tenant": "acme"})
+        assert cache.tenant(names[0]) == Tenant(names[0], guaranteed_blocks=2)
+        assert cache.match(Namespace(names[0], "m"), IDS).num_tokens == 64, "nothing was forgotten"
+        client.call("set_tenant", {"tenant": "acme", "guaranteed_blocks": 2})
+        assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": names}
+        assert cache.match(Namespace(names[0], "m"), IDS).num_tokens == 0
+
+
 def test_pins_in_pages_touches_and_clears(cache: PrefixCache, client: ControlClient) -> None:
     where = {"tenant": "acme", "model": "m"}
     for size in (4, 8, 12):

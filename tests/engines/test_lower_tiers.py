@@ -334,7 +334,7 @@ def test_requests_that_leave_nothing_leave_nothing_below() -> None:
 def test_what_is_refused() -> None:
     model = model_of()
     config = CacheConfig(32, SIZE, layout_of(model))
-    with pytest.raises(ConfigError, match="at least two blocks"):
+    with pytest.raises(ConfigError, match="2 to 2,147,483,647 blocks, 2,048 to"):
         HFEngine(model, TieredCache(config), tiers=TierSettings(host_bytes(1)))
     with pytest.raises(ConfigError, match="what the machine has"):
         HFEngine(model, TieredCache(config), tiers=TierSettings(2**60))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -118,18 +119,127 @@ def test_tenants_take_turns(folder: Path, by_hand: None, monkeypatch: pytest.Mon
         assert ticks(owner, lambda: in_host(owner) == in_host(owner, OTHER) == 40)
 
 
+@pytest.mark.parametrize("call", ["announce", "prefetch"])
+def test_what_gives_way_begins_no_reads_in_vain(
+    folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Also if rows are free when a part has come, because host memory has what lies between two parts."""
+    monkeypatch.setattr(lower_tiers, "ASKED_S", 60.0)
+    with on_disk(folder) as owner:
+        owner.known()
+        tier, began = owner.disk.tier, list[tuple[str, int]]()
+        load, locate = tier.load, tier.locate
+
+        def counted(namespace: Namespace, key: bytes, block: int, *others: Any, **named: Any) -> Any:
+            began.append((namespace.tenant, block))
+            return load(namespace, key, block, *others, **named)
+
+        monkeypatch.setattr(tier, "load", counted)
+        monkeypatch.setattr(tier, "locate", lambda *arguments: min(locate(*arguments), 4))
+        for namespace in (NS, OTHER):
+            getattr(owner.cache, call)(namespace, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert in_host(owner) == in_host(owner, OTHER) == 40
+        assert sorted(began) == [(tenant, block) for tenant in "ab" for block in range(10)], "each once"
+        turns = [tenant for at, (tenant, _) in enumerate(began) if not at or began[at - 1][0] != tenant]
+        assert turns == ["a", "b"] * 3, "after each part it is the other one's turn"
+
+
+def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
+    folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(folder) as owner:
+        owner.known()
+        told = list[str]()
+        stores = owner.disk.shared.stores
+        original = stores.tell_budget
+
+        def tell_budget(namespace: Namespace, *others: Any) -> None:
+            told.append(namespace.tenant)
+            original(namespace, *others)
+
+        monkeypatch.setattr(stores, "tell_budget", tell_budget)
+        owner.cache.announce(NS, PROMPT)
+        owner.cache.announce(OTHER, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert in_host(owner) == in_host(owner, OTHER) == 40 and told == ["a", "b"]
+
+
 def test_a_flood_is_bounded(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MAX_PROMPTS", 5)
     monkeypatch.setattr(prefetch, "MAX_TENANTS", 3)
     with on_disk(folder) as owner:
-        for at in range(200):
-            owner.cache.announce(Namespace(f"tenant {at % 10}", "m"), PROMPT)
         held = owner.below._prefetch
-        assert held is not None and len(held._arrived) == 200 < prefetch.MAX_ARRIVED
-        monkeypatch.setattr(prefetch, "_AT_ONCE", 0)
-        ticks(owner, lambda: True)
-        assert [len(each) for each in held._waiting.values()] == [5, 5, 5]
-        assert not held._arrived
+        assert held is not None
+        for _ in range(2):
+            for at in range(200):
+                owner.cache.announce(Namespace(f"tenant {at % 10}", "m"), PROMPT)
+            assert [len(each) for each in held._arrived.values()] == [5, 5, 5]
+            with monkeypatch.context() as patch:
+                patch.setattr(prefetch, "_AT_ONCE", 0)
+                ticks(owner, lambda: True)
+            assert [len(each) for each in held._waiting.values()] == [5, 5, 5]
+            assert not held._arrived
+
+
+class Announced:
+    """One that is never open."""
+
+    key, is_open, resident_tokens = b"", False, 0
+
+    def __init__(self, tenant: str) -> None:
+        self.namespace = Namespace(tenant, "m")
+
+
+def arrived(*tenants: str) -> dict[str, int]:
+    """How many announced prompts of each tenant wait, if these come between two ticks."""
+    never: Any = lambda *arguments: pytest.fail("nothing is brought")  # noqa: E731
+    held = prefetch.Prefetch(cast("Any", None), never, never, never, lambda: None)
+    for each in tenants:
+        held.add(Announced(each))
+    held._take_new()
+    return {tenant: len(line) for tenant, line in held._waiting.items()}
+
+
+def test_a_burst_drops_no_other_tenants_prompts() -> None:
+    """Nor if all together are too many: then those of the tenants with most."""
+    assert arrived("a", *20_000 * ["b"], "c") == {"a": 1, "b": prefetch.MAX_PROMPTS, "c": 1}
+    flood = [f"tenant {at % 20}" for at in range(20 * prefetch.MAX_PROMPTS)]
+    found = arrived("a", *flood, "c", "c")
+    assert (found.pop("a"), found.pop("c")) == (1, 2)
+    assert sum(found.values()) == prefetch.MAX_ARRIVED - 3
+    assert max(found.values()) - min(found.values()) <= 2
+
+
+def test_while_the_tiers_are_off_nothing_is_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error that could not be undone, the disk's thread only repeats what is owed, and keeps no prompts."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        owner.cache.announce(NS, PROMPT)
+        held = owner.below._prefetch
+        assert held is not None and eventually(lambda: held._running is not None)
+        num, tick = [0], owner.below.tick
+
+        def counted() -> None:
+            num[0] += 1
+            tick()
+
+        monkeypatch.setattr(owner.below, "tick", counted)
+        owner.below._is_off = True
+        time.sleep(0.1)
+        num[0] = 0
+        for call in (owner.cache.announce, owner.cache.prefetch):
+            call(OTHER, PROMPT)
+        time.sleep(1.0)
+        assert 0 < num[0] < 10
+        assert not held._arrived and not held._asked and not held._waiting
+        owner.below._is_off = False
+        reads.open()
+        assert eventually(lambda: not held.is_busy)
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:

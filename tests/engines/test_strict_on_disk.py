@@ -26,7 +26,7 @@ from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.tier_lanes import USED_PART
 from tests.engines.test_cache_tiers import PROMPT, SIZE
 from tests.engines.test_disk_shares import NUM_BLOCKS, NUM_SLOTS, SharedOwner
-from tests.engines.test_loading_from_disk import SECRET, eventually
+from tests.engines.test_loading_from_disk import SECRET, Reads, eventually
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 
@@ -181,6 +181,58 @@ def test_what_does_not_fit_leaves_nothing_on_disk_until_it_does(
         assert owner.disk.tier.partition("a") == OWN, "the next change gives it"
         owner.stored("a", PROMPT, 10)
         assert owner.ask_again(PROMPT) == 40
+
+
+def test_the_same_settings_again_end_no_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs goes on, and gives its row back; another guarantee ends it."""
+    reads = Reads()
+    with strict(tmp_path / "disk", FaultyFiles(reads)) as owner:
+        owner.stored("a", PROMPT, 10)
+        owner.evict_host()
+        assert eventually(lambda: owner.disk.debts.is_known("a"))
+        reads.is_armed = True
+        owner.cache.prefetch(Namespace("a", "m"), PROMPT)
+        assert eventually(lambda: owner.disk.lane_of("a").promotions.num_running == 1)
+        held, was_off = owner.below._own_prefetches["a"], list[bool]()
+        own_slots = owner.below._set_own_slots
+
+        def set_own_slots(tenant: str, num_slots: int) -> None:
+            was_off.append(tenant in owner.below._off_disk)
+            own_slots(tenant, num_slots)
+
+        monkeypatch.setattr(owner.below, "_set_own_slots", set_own_slots)
+        owner.cache.add_tenant(BANK)
+        assert owner.below._own_prefetches["a"] is held and held.is_busy
+        assert was_off == [False], "a tick in between would end what comes in parts"
+        reads.open()
+        assert eventually(lambda: not held.is_busy and not owner.disk.num_used_rows)
+        assert owner.below.level.cache.match(Namespace("a", "m"), PROMPT).num_blocks > 0
+        assert owner.below.level.cache.stats().num_sequences == 0
+        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
+        assert owner.below._own_prefetches["a"] is not held
+
+
+@pytest.mark.parametrize("guaranteed", [20, None])
+def test_another_lane_ends_what_the_prefetch_began(tmp_path: Path, guaranteed: int | None) -> None:
+    reads = Reads()
+    with strict(tmp_path / "disk", FaultyFiles(reads)) as owner:
+        owner.stored("a", PROMPT, 10)
+        owner.evict_host()
+        assert eventually(lambda: owner.disk.debts.is_known("a"))
+        reads.is_armed = True
+        for number in range(3):
+            owner.cache.prefetch(Namespace("a", "m"), PROMPT[: 41 - number])
+        assert eventually(lambda: owner.disk.lane_of("a").promotions.num_running == 1)
+        held = owner.below._own_prefetches["a"]
+        if guaranteed is None:
+            owner.cache.add_tenant(Tenant("a", guaranteed_blocks=12))
+        else:
+            owner.cache.add_tenant(
+                Tenant("a", guaranteed_blocks=guaranteed, max_blocks=guaranteed, mode="strict")
+            )
+        assert not held.is_busy
+        assert eventually(lambda: owner.below.level.cache.stats().num_sequences == 0)
+        reads.open()
 
 
 # --- noninterference

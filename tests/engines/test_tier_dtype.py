@@ -399,7 +399,7 @@ def test_without_tiers_a_dtype_changes_nothing() -> None:
         ({"lossy_host_blocks": True}, "lossy_host_blocks"),
         ({"lossy_host_blocks": 4, "blocks": "engine"}, "engine"),
         ({"lossy_host_blocks": 4}, "a layout or a storage"),
-        ({"lossy_host_blocks": 1, "layout": LAYOUT}, "lossy_host_blocks.*at least two"),
+        ({"lossy_host_blocks": 1, "layout": LAYOUT}, "lossy_host_blocks.*2 to 2,147,483,647 blocks"),
         ({"lossy_host_blocks": 2**30, "layout": KVLayout(80, 8, 128)}, "lossy_host_blocks.*the machine"),
         ({"lossy_host_blocks": 4, "layout": KVLayout(1, 1, 8, "float64")}, "float64"),
         ({"lossy_host_blocks": 4, "layout": KVLayout(1, 1, 8, "float8_e4m3fn")}, "float8_e4m3fn"),

@@ -29,6 +29,7 @@ from radixkv import (
     audit,
 )
 from radixkv.config import MAX_WEIGHT, MIN_WEIGHT
+from radixkv.index.tenant_settings import require_removable
 from radixkv_policies import POLICIES
 from tests.index.support import compute, make_cache, same, scrubbed
 
@@ -608,12 +609,14 @@ def test_a_removed_tenant_gets_the_default_limit() -> None:
     )
     cache.add_tenant(Tenant("a", guaranteed_blocks=10))
     running = cache.open(Namespace("a", "m"), range(24))
-    with pytest.raises(ArgumentError, match="at most 4 blocks"):
-        cache.remove_tenant("a")
+    for refuse in (require_removable, PrefixCache.remove_tenant):
+        with pytest.raises(ArgumentError, match="at most 4 blocks"):
+            refuse(cache, "a")
     assert cache.tenant("a") == Tenant("a", guaranteed_blocks=10)
     audit.check(cache)
     running.commit(24)
     running.release()
+    require_removable(cache, "a")
     cache.remove_tenant("a")
     assert cache.tenant("a") == Tenant("a", max_blocks=4) and cache.stats().free_blocks == 16
     audit.check(cache)

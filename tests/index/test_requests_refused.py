@@ -25,6 +25,7 @@ from radixkv import (
     audit,
 )
 from radixkv.index import recovery
+from radixkv.index.tenant_settings import require_removable
 from tests.index.support import NS, compute, make_cache, same
 from tests.index.test_changes import Recorder
 from tests.model import resident_prefixes
@@ -338,6 +339,7 @@ BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
     "tenant": PrefixCache.tenant,
     "tenant_stats": PrefixCache.tenant_stats,
     "remove_tenant": PrefixCache.remove_tenant,
+    "require_removable": require_removable,
     "blocks_of": PrefixCache.blocks_of,
     "pins": PrefixCache.pins,
     "namespaces": PrefixCache.namespaces,
