@@ -401,20 +401,25 @@ class LowerTiers:
         self._meet_unmet()
 
     def _give_share(self, tenant: Tenant) -> None:
-        """Give a tenant its share of host memory. Raises ArgumentError."""
+        """Give a tenant its share of host memory: slots of its own, if it is strict. Raises ArgumentError.
+
+        In shared slots a strict tenant could tell others' traffic.
+        """
         self.level.cache.add_tenant(self._scaled(tenant))
+        own = max(tenant.guaranteed_blocks * self.num_slots // self._num_blocks, 1)
+        self._set_own_slots(tenant.id, own if tenant.mode == "strict" else 0)
         self._unkept.pop(tenant.id, None)
 
     def _give_parts(self, tenant: Tenant) -> None:
-        """Give a tenant slots of its own, if it is strict, and its part of the disk."""
+        """Give a tenant its part of the disk. One that isn't kept in host memory has no slots of its own there."""
         is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
-        own = tenant.guaranteed_blocks * self.num_slots // self._num_blocks
         has_lane = self.level.disk is not None and self.level.disk.own_lane(tenant.id) is not None
         if tenant.mode == "strict" and not (is_strict and has_lane):
             self._off_disk.add(tenant.id)
-        self._set_own_slots(tenant.id, max(own, 1) if is_strict else 0)
         if is_strict:
             self._share_disk(tenant.id)
+        else:
+            self._set_own_slots(tenant.id, 0)
         self._set_partition(tenant.id, tenant.guaranteed_blocks if is_strict else None)
         if tenant.mode != "strict":
             self._off_disk.discard(tenant.id)
@@ -426,20 +431,10 @@ class LowerTiers:
             self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
 
     def _set_own_slots(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant slots of its own. Waits for the gate only if that changes something.
-
-        If they don't fit beside others', nothing of it is kept: in shared slots others could tell its traffic.
-        """
-        index = self.level.index
-        if index.own_slots(tenant) == num_slots:
-            return
-        with self.moving():
-            try:
-                index.set_strict(tenant, num_slots)
-            except ArgumentError as error:
-                self._unkept.add(tenant)
-                index.set_strict(tenant, 0)
-                _log.warning("nothing of strict tenant %r is kept in host memory: %s", tenant, error)
+        """Give a tenant slots of its own. Waits for the gate only if that changes something. Raises ArgumentError."""
+        if self.level.index.own_slots(tenant) != num_slots:
+            with self.moving():
+                self.level.index.set_strict(tenant, num_slots)
 
     def leave_out(self, tenant: str) -> None:
         """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""

@@ -252,7 +252,7 @@ def test_more_strict_tenants_than_slots_keep_nothing_there(caplog: pytest.LogCap
     for number in range(6):
         owner.cache.add_tenant(Tenant(f"s{number}", guaranteed_blocks=6, max_blocks=6, mode="strict"))
     own = [owner.below.level.index.own_slots(f"s{number}") for number in range(6)]
-    assert own == [1, 1, 1, 1, 0, 0] and "nothing of strict tenant 's5' is kept in host memory" in caplog.text
+    assert own == [1, 1, 1, 1, 0, 0] and "nothing of tenant 's5' is kept in host memory" in caplog.text
     for number in range(6):
         name = Namespace(f"s{number}", "m")
         owner.evicted(prompt_of(number, 5), name)
