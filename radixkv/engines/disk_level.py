@@ -11,6 +11,7 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 Its parts, which engines may hold themselves:
 
     debts         purges that are owed, news of the fleet, resets         (``disk_debts``)
+    filling       slots whose bytes haven't come yet: they aren't stored  (``filling_slots``)
     lane_of       what a tenant shares with others, or has for itself     (``DiskLane``)
 
         promotions    what comes: promotions, single flight, single records   (``disk_promotions``)
@@ -37,6 +38,7 @@ from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.disk_promotions import DiskPromotions
 from radixkv.engines.disk_stores import DiskStores
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory, StagingRows
@@ -94,6 +96,7 @@ class DiskLevel:
         self.load_durations = Durations()
         """How long requests' loads took, of all lanes."""
         self._lanes: dict[str, DiskLane] = {}
+        self._filling = FillingSlots(index.num_slots)
         self._left_counts: Counter[str] = Counter()
         self._left_rows: list[StagingRows] = []
         """Of lanes that have ended; some of their rows were in use then."""
@@ -119,9 +122,12 @@ class DiskLevel:
         if tenant and rate is not None:
             rate *= tier.partition(tenant) / tier.num_slots
         patience = DiskPatience(index.cache.config.block_size, clock)
-        stores = DiskStores(tier, index, memory, self.debts, patience, serves, rate, clock, num_slots, tenant)
+        debts, filling = self.debts, self._filling
+        stores = DiskStores(
+            tier, index, memory, debts, patience, filling, serves, rate, clock, num_slots, tenant
+        )
         promotions = DiskPromotions(
-            tier, index, self._fill, rows, patience, self.debts, stores, serves, clock, self.load_durations
+            tier, index, self._fill, rows, patience, debts, stores, filling, serves, clock, self.load_durations
         )
         return DiskLane(rows, patience, stores, promotions)
 
@@ -243,6 +249,7 @@ class DiskLevel:
         self.debts.retry()
         for rows in self._rows:
             rows.begin_step(step)
+        self._filling.begin_step(step)
         for lane in self.lanes:
             lane.stores.step()
         self.tier.maintain()
@@ -254,11 +261,13 @@ class DiskLevel:
         steps = list(steps)
         for rows in self._rows:
             rows.filled(steps)
+        self._filling.filled(steps)
 
     def undo(self) -> None:
         """Take that no worker fills slots any more."""
         for rows in self._rows:
             rows.undo()
+        self._filling.undo()
 
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""

@@ -24,6 +24,7 @@ from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.disk_stores import DiskStores
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.engines.staging_rows import StagingRows
@@ -71,12 +72,14 @@ class DiskPromotions:
         patience: DiskPatience,
         debts: DiskDebts,
         stores: DiskStores,
+        filling: FillingSlots,
         serves: Callable[[str], bool],
         clock: Clock,
         load_durations: Durations,
     ) -> None:
         self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
         self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
+        self._filling = filling
         self._serves, self._clock, self._size = serves, clock, index.cache.config.block_size
         self._promotions: dict[str, _Promotion] = {}
         self._asked: set[str] = set()
@@ -363,6 +366,7 @@ class DiskPromotions:
         if rows:
             self._rows.fill(rows)
             promotion.rows[:] = [row for row in promotion.rows if row not in set(rows)]
+            self._filling.begin(slots)
             self._fill(slots, np.array(rows, np.int64))
             self._index.filled(entries[used])
         return self._index.num_filled(entries)

@@ -10,6 +10,9 @@ What leaves beyond that is not stored. A block that is being stored needs its sl
 gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
 it can write, and never holds up host memory, even if it hangs.
 
+A slot that a worker is still to fill holds other bytes until then, maybe another tenant's (``filling_slots``). Its
+block waits until it is filled. If it leaves before, or the disk is closed, it is lost.
+
 Nothing is written while that isn't worth it (``disk_patience``), until ``close``. What was saved waits, what leaves is
 lost.
 """
@@ -28,6 +31,7 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory
@@ -97,6 +101,7 @@ class DiskStores:
         memory: HostMemory,
         debts: DiskDebts,
         patience: DiskPatience,
+        filling: FillingSlots,
         serves: Callable[[str], bool],
         bytes_per_s: float | None,
         clock: Clock,
@@ -105,6 +110,7 @@ class DiskStores:
     ) -> None:
         self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
         self._debts, self._patience, self._serves, self._clock = debts, patience, serves, clock
+        self._filling = filling
         self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
         self._waiting: deque[_Saved] = deque()
         self._stores: list[_Store] = []
@@ -285,14 +291,14 @@ class DiskStores:
             self._num_leaving -= len(slots)
 
     def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
-        """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
+        """Keep slots whose entries are evicted until they are stored, up to the first that is being filled. Under the lock of host memory's index."""
         tenant = namespace.tenant
         known = self._debts.known(tenant)
         is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)
         if is_shut or known is None or self._debts.is_resetting or not self._is_open:
             return
         room = 0 if self._is_worthless else self._most_leaving - self._num_leaving
-        kept = slots[:room]
+        kept = slots[: min(self._filling.num_ready(slots), room)]
         self._counts["disk_unstored_blocks"] += len(slots) - len(kept)
         if len(kept):
             leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
@@ -366,6 +372,7 @@ class DiskStores:
             num_running += self._store_leaving(most - num_running)
         if self._is_worthless:
             return
+        unready: list[_Saved] = []
         while self._waiting and num_running < most and self._is_open:
             saved = self._waiting.popleft()
             if (
@@ -377,17 +384,21 @@ class DiskStores:
                 continue
             if not self._debts.is_known(saved.namespace.tenant):
                 self._waiting.appendleft(saved)
-                return
+                break
             stop = min(saved.stop, saved.first + most - num_running)
-            num_stores = self._store(saved._replace(stop=stop))
+            num_stores = self._store(saved._replace(stop=stop), unready)
             num_running += max(num_stores, 0)
             if num_stores < 0:
                 self._counts["disk_unchosen_blocks"] += saved.stop - saved.first
             elif stop < saved.stop:
                 self._waiting.appendleft(saved._replace(first=stop))
+        self._waiting.extend(unready)
 
-    def _store(self, saved: _Saved) -> int:
-        """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left."""
+    def _store(self, saved: _Saved, unready: list[_Saved]) -> int:
+        """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left.
+
+        Blocks from the first whose slot is being filled on go to ``unready``; with ``close`` they are lost.
+        """
         on_disk = self._debts.on_disk(saved.namespace)
         since = self._tier.num_purges(saved.namespace.tenant)
         if not self._is_current(saved) or self._debts.is_owed(saved.namespace.tenant):
@@ -396,8 +407,14 @@ class DiskStores:
         there = self._tier.locate(on_disk, key, saved.first)
         entries = self._cache.match(saved.namespace, key).block_ids[saved.first + there : saved.stop]
         slots = self._index.filled_slots(entries)
+        num_ready = self._filling.num_ready(slots)
+        if num_ready < len(slots):
+            self._leave_unready(saved._replace(first=saved.first + there + num_ready), unready)
+            slots = slots[:num_ready]
+        if not len(slots):
+            return 0
         blocks = range(saved.first + there, saved.first + there + len(slots))
-        if self._budget is not None and blocks:
+        if self._budget is not None:
             num_bytes = len(blocks) * self._record_bytes
             is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
             self.budget_bytes = int(self._budget.left_bytes())
@@ -413,6 +430,13 @@ class DiskStores:
                 break
             store.jobs.append(job)
         return len(store.jobs)
+
+    def _leave_unready(self, saved: _Saved, unready: list[_Saved]) -> None:
+        """Let blocks whose slots are being filled wait. After ``begin_to_close`` no worker tells of them any more."""
+        if self._is_closing:
+            self._counts["disk_unstored_blocks"] += saved.stop - saved.first
+        else:
+            unready.append(saved)
 
     def _is_current(self, saved: _Saved) -> bool:
         return self._cache.generation(saved.namespace.tenant) == saved.generation

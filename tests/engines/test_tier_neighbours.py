@@ -16,6 +16,7 @@ from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading
 from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.staging_rows import SHARED_S
+from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
@@ -381,3 +382,115 @@ def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loading.poll() and loading.num_loaded_tokens == 40
         claiming.join()
         assert claims == [41] and owner.is_right(sequence)
+
+
+# --- slots that a worker is still to fill
+
+
+class Filling:
+    """A promotion of the prompt's first block, which was proven: its slot still holds another tenant's bytes."""
+
+    def __init__(self, owner: DiskOwner) -> None:
+        self.owner, self.tier, self.stores = owner, owner.disk.tier, owner.disk.shared.stores
+        self.level, self.promotions = owner.below.level, owner.disk.shared.promotions
+        owner.ask(PROMPT[:5])
+        assert eventually(lambda: len(self.tier) == 1)
+        self.evict()
+        owner.ask([700 + each for each in range(41)], OTHER)
+        assert eventually(lambda: len(self.tier) == 11 and owner.is_idle())
+        self.evict()
+        self.key, self.generation = encode(PROMPT[:4]), self.level.cache.generation("a")
+
+    def evict(self) -> None:
+        self.owner.evict()
+        with self.owner.below.gate:
+            self.level.cache.evict(1_000)
+
+    def begin(self) -> None:
+        """Let the present step fill the slot. Its record on the disk makes way for others. Within the gate."""
+        assert self.is_waiting()
+        job = self.promotions._promotions["r"].jobs[0]
+        assert eventually(lambda: job.is_done)
+        tags = self.tier._folder.keys("a")
+        assert tags is not None
+        found = self.tier._table.find(self.tier._locator(tags, NS, memoryview(self.key)))
+        assert found is not None
+        with self.tier._lock:
+            self.tier._table.drop(found)
+        assert not self.is_waiting()
+
+    def is_waiting(self) -> bool:
+        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0)
+
+    def slot_bytes(self) -> bytes:
+        entries = self.level.cache.match(NS, self.key).block_ids
+        return bytes(self.owner.below.memory.slot_bytes(int(self.level.index.slots_of(entries)[0])))
+
+    def stored(self) -> bytes | None:
+        """Return what the disk proves of the block."""
+        into = bytearray(self.owner.below.memory.block_bytes)
+        job = self.tier.load(NS, self.key, 0, memoryview(into))
+        assert job is not None
+        return bytes(into) if job.wait(30) else None
+
+    def unstored(self) -> int:
+        return self.stores._counts["disk_unstored_blocks"]
+
+
+def test_a_slot_that_is_being_filled_is_stored_when_it_is_filled(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=16) as owner:
+        filling = Filling(owner)
+        with owner.below.gate:
+            filling.begin()
+            assert any(filling.slot_bytes()), "it holds other bytes"
+            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            filling.stores.step()
+            assert filling.stores.num_waiting == 1 and not filling.stores.num_running
+            owner.below._run()
+            right = filling.slot_bytes()
+        assert eventually(lambda: filling.stores.is_idle and len(filling.tier) == 11)
+        assert filling.stored() == right
+
+
+def test_a_slot_that_is_being_filled_is_lost_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=64) as owner:
+        filling = Filling(owner)
+        monkeypatch.setattr(type(filling.stores), "_stores_later", property(lambda self: True))
+        with owner.below.gate:
+            filling.begin()
+            before = filling.unstored()
+            filling.level.cache.evict(1_000)
+            assert not filling.stores._leaving and filling.unstored() == before + 1
+            owner.below._run()
+        assert filling.stored() is None
+
+
+def test_a_fill_that_never_ends_does_not_hold_up_the_close_of_its_disk(tmp_path: Path) -> None:
+    owner = DiskOwner(tmp_path / "disk", host_blocks=16)
+    filling = Filling(owner)
+    owner.below._stop.set()
+    with owner.below.gate:
+        filling.begin()
+        filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+        began_at = time.monotonic()
+        owner.disk.close()
+        assert time.monotonic() - began_at < 5.0 and filling.stores.is_idle
+        assert len(filling.tier) == 10 and filling.unstored() >= 1
+    owner.cache.close()
+
+
+def test_after_an_error_no_slot_is_being_filled(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=16) as owner:
+        filling = Filling(owner)
+        with owner.below.gate:
+            filling.begin()
+            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            owner.below._undo()
+            assert owner.disk._filling.num_ready(np.arange(16)) == 16
+            owner.below._run()
+        assert eventually(lambda: filling.stores.is_idle)
+        assert filling.stored() is None and owner.ask(PROMPT[:5]) == (0, 5)
+        assert owner.below.counts()["host"]["errors"] == 1
+        owner.below._counts["errors"] = 0
