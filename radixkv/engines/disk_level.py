@@ -127,7 +127,17 @@ class DiskLevel:
             tier, index, memory, debts, patience, filling, serves, rate, clock, num_slots, tenant
         )
         promotions = DiskPromotions(
-            tier, index, self._fill, rows, patience, debts, stores, filling, serves, clock, self.load_durations
+            tier,
+            index,
+            self._fill,
+            rows,
+            patience,
+            debts,
+            stores,
+            filling,
+            serves,
+            clock,
+            self.load_durations,
         )
         return DiskLane(rows, patience, stores, promotions)
 

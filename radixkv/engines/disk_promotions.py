@@ -121,14 +121,10 @@ class DiskPromotions:
         if self.place_of(namespace) is None:
             self._asked.add(request_id)
             return False
-        if not self._debts.is_known(namespace.tenant) and self._clock() < self._debts.waits_until(
-            namespace.tenant
-        ):
-            return True
         if not self._debts.is_known(namespace.tenant):
+            if self._debts.may_wait(namespace.tenant):
+                return True
             self._asked.add(request_id)
-            if need == "waits":
-                self._patience.rest()
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
         if need == "waits" and self._take_over(namespace, key, first):

@@ -291,7 +291,10 @@ class DiskStores:
             self._num_leaving -= len(slots)
 
     def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
-        """Keep slots whose entries are evicted until they are stored, up to the first that is being filled. Under the lock of host memory's index."""
+        """Keep slots whose entries are evicted until they are stored, up to the first that is being filled.
+
+        Under the lock of host memory's index.
+        """
         tenant = namespace.tenant
         known = self._debts.known(tenant)
         is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)

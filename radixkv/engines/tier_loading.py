@@ -11,6 +11,8 @@ threads of the tier, while the engine computes from the front. Where they meet, 
 - A loaded range is committed as soon as the committed tokens reach it, and never before.
 - A record that fails leaves a gap, which the engine computes.
 - A load that nobody claims from ends after ``patience_s``. If a record was slow, the disk rests.
+- One whose tenant's purges the folder doesn't know waits for them ``LEARNING_S`` at most, then goes without the disk.
+  So do the tenant's later ones, at once, until they are known.
 - One that nobody polls either gives its staging memory back ``IDLE_S`` seconds later, or ``COMPUTING_S`` while claimed
   tokens aren't committed. So does one whose sequence has committed all of it.
 - The tiers' gate is open to others between parts of a copy from host memory. Each part is written only if the load and
@@ -240,8 +242,11 @@ class TierLoading:
 
     def _run_out(self, reader: RecordReader) -> None:
         """End it, unless its records were only just begun, because nobody polled before."""
+        if self._place is None:
+            self.end()
+            return
         now, least_s = self._clock(), self._lane(reader).patience.patience_s(0)
-        is_slow = self._place is None or any(now - each.began_at >= least_s for each in self._flights)
+        is_slow = any(now - each.began_at >= least_s for each in self._flights)
         if self._flights and not is_slow:
             self._ends_at = now + least_s
             return
@@ -255,9 +260,12 @@ class TierLoading:
         if self._place is None:
             tenant = self._target.namespace.tenant
             place = self._lane(reader).promotions.place_of(self._target.namespace)
-            self.is_done = place is None
-            if place is None or not reader.disk.debts.is_known(tenant):
+            is_known = place is not None and reader.disk.debts.is_known(tenant)
+            if place is None or not is_known:
+                is_computing = self._claimed_at is not None  # meanwhile, so it waits for nothing
+                self.is_done = place is None or not (is_computing or reader.disk.debts.may_wait(tenant))
                 return False
+            self.is_done = False
             num = self._lane(reader).promotions.located(
                 self._target.namespace, self._target.key, self._host_stop
             )

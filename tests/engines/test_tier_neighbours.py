@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -494,3 +495,67 @@ def test_after_an_error_no_slot_is_being_filled(tmp_path: Path) -> None:
         assert filling.stored() is None and owner.ask(PROMPT[:5]) == (0, 5)
         assert owner.below.counts()["host"]["errors"] == 1
         owner.below._counts["errors"] = 0
+
+
+# --- a tenant whose purges the disk can't learn
+
+
+@contextmanager
+def unlearnable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskOwner]:
+    """Tenant b was purged by the fleet, and its file of the disk is damaged."""
+    monkeypatch.setattr(disk_debts, "LEARNING_S", 0.1)
+    with on_disk(path) as owner:
+        owner.cache.follow_generations(lambda tenant: int(tenant == "b"), lambda: True)
+        learn = owner.disk.tier.learn_generation
+
+        def failing(tenant: str, generation: int) -> None:
+            if tenant == "b":
+                raise OSError("planted")
+            learn(tenant, generation)
+
+        monkeypatch.setattr(owner.disk.tier, "learn_generation", failing)
+        yield owner
+        monkeypatch.setattr(owner.disk.tier, "learn_generation", learn)
+
+
+def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unlearnable(folder, monkeypatch) as owner:
+        for number in range(3):
+            with owner.cache.open(OTHER, PROMPT) as sequence:
+                loading = sequence.loading
+                assert (loading is None) == (number > 0), "only the first one waits"
+                assert loading is None or loading.wait(30)
+            assert not owner.disk.shared.patience.is_resting
+        assert eventually(lambda: owner.disk.debts.is_known("a"))
+        with owner.cache.open(NS, PROMPT) as sequence:
+            assert loading_of(sequence).wait(30) and sequence.num_committed_tokens == 40
+        assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
+
+
+def test_who_computes_meanwhile_uses_what_is_learned_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(folder) as owner:
+        known = owner.disk.debts.is_known
+        monkeypatch.setattr(owner.disk.debts, "is_known", lambda tenant: False)
+        monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: True)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            stop = loading.claim(4)
+            monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: False)
+            owner.compute(sequence, stop)
+            assert not loading.poll()
+            assert eventually(lambda: known("a"))
+            monkeypatch.setattr(owner.disk.debts, "is_known", known)
+            assert loading.wait(30) and loading.num_loaded_tokens == 36
+            assert owner.is_right(sequence)
+
+
+def test_what_is_learned_of_tenants_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_debts, "_MAX_KNOWN", 8)
+    with on_disk(folder) as owner, owner.below.gate:
+        for number in range(30):
+            owner.disk.debts.is_known(f"t{number}")
+        assert len(owner.disk.debts._learning) <= 8
