@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock
-from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading
+from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading, waiting_stores
 from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.staging_rows import SHARED_S
@@ -22,7 +22,7 @@ from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
-from tests.engines.test_second_level import ids_of
+from tests.engines.test_second_level import Engine, ids_of
 from tests.tiers.support import FaultyFiles
 
 __all__ = ["folder"]
@@ -559,3 +559,140 @@ def test_what_is_learned_of_tenants_is_bounded(folder: Path, monkeypatch: pytest
         for number in range(30):
             owner.disk.debts.is_known(f"t{number}")
         assert len(owner.disk.debts._learning) <= 8
+
+
+# --- what waits for the disk
+
+
+def test_a_tenant_that_cannot_be_learned_stops_no_stores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unlearnable(folder, monkeypatch) as owner:
+        before = len(owner.disk.tier)
+        for namespace in (OTHER, NS):
+            owner.ask([900 + each for each in range(41)], namespace)
+        assert eventually(lambda: len(owner.disk.tier) == before + 10)
+        assert {each.namespace.tenant for each in owner.disk.shared.stores._waiting} == {"b"}
+
+
+def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_stores, "MAX_LOOKS", 8)
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    namespace = engine.level.cache.namespaces()[0]
+    stores, patience, num_looks = engine.disk.shared.stores, engine.disk.shared.patience, list[int]()
+    locate = engine.disk.tier.locate
+    monkeypatch.setattr(engine.disk.tier, "locate", lambda *given: (num_looks.append(1), locate(*given))[1])
+    for most_bytes, most_looks in ((1 << 20, 8), (3 * 4 * 40, 3)):
+        monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", most_bytes)
+        patience.rest()
+        patience.rest()
+        for number in range(40):
+            stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 0, 10)
+        patience._rests_until = engine.disk._clock()
+        while stores.num_waiting:
+            num_looks.clear()
+            stores.step()
+            assert 0 < len(num_looks) <= most_looks
+    engine.run()
+    engine.stop()
+
+
+def test_what_waits_is_bounded_by_the_bytes_of_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_stores, "MAX_WAITING_BYTES", 10 * 4 * 40)
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.shared.stores
+    for _ in range(2):
+        engine.disk.shared.patience.rest()
+    for number in range(30):
+        stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 8, 10)
+    assert stores.num_waiting == 10 and stores._waiting.num_bytes == 10 * 4 * 40
+    assert engine.disk.take_counts()["disk_unstored_blocks"] == 20 * 2
+    stores.forget_waiting()
+    assert stores._waiting.num_bytes == 0 and engine.disk.take_counts()["disk_unstored_blocks"] == 10 * 2
+    engine.stop()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interruption_leaves_no_slot_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """The interruption comes before the slots are free, or just afterwards."""
+    with on_disk(tmp_path / "disk") as owner:
+        index = owner.below.level.index
+        unuse, stores = index.unuse, owner.disk.shared.stores
+
+        def interrupted(slots: Any) -> None:
+            if is_done:
+                unuse(slots)
+            monkeypatch.setattr(index, "unuse", unuse)
+            raise KeyboardInterrupt
+
+        with owner.below.gate:
+            slots = index.give("a", np.arange(2), may_evict=False)
+            index.use(slots)
+            store = disk_stores._Store(slots, True, 0.0)
+            stores._stores.append(store)
+            stores._num_leaving = 2
+            monkeypatch.setattr(index, "unuse", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stores._free_slots(store)
+            stores.step()
+            assert not index._uses.any() and not stores._num_leaving and not stores._stores
+            index.take_away(np.arange(2))
+            index.check()
+
+
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_what_the_disk_is_too_busy_for_goes_on_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
+) -> None:
+    engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
+    stores, store, num_calls = engine.disk.shared.stores, engine.disk.tier.store, list[int]()
+
+    def busy(*given: Any, **named: Any) -> Job | None:
+        num_calls.append(1)
+        return None if len(num_calls) > 2 else store(*given, **named)
+
+    monkeypatch.setattr(engine.disk.tier, "store", busy)
+    engine.add("a", ids_of(41))
+    Engine.run(engine)
+    assert eventually(lambda: (engine.step(0), len(engine.disk.tier) == 2)[1])
+    assert sum(each.num_blocks for each in stores._waiting) == 8
+    if stores._budget is not None:
+        income = stores._budget.bytes_per_s
+        assert stores._budget.left_bytes() == income - 2 * stores._record_bytes
+    monkeypatch.setattr(engine.disk.tier, "store", store)
+    engine.run()
+    assert len(engine.disk.tier) == 10 and engine.disk.take_counts()["disk_unstored_blocks"] == 0
+    engine.stop()
+
+
+@pytest.mark.parametrize("reason", ["busy", "unknown", "owed", "shut"])
+def test_what_leaves_and_is_refused_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    with on_disk(tmp_path / "disk") as owner:
+        owner.ask(PROMPT)
+        disk, stores = owner.disk, owner.disk.shared.stores
+        assert eventually(lambda: len(disk.tier) == 10 and not owner.below.level.index._uses.any())
+        with owner.below.gate, monkeypatch.context() as patch:
+            patch.setattr(type(stores), "_stores_later", property(lambda self: True))
+            patch.setattr(disk.tier, "locate", lambda *given: 0)
+            if reason == "busy":
+                patch.setattr(disk.tier, "store", lambda *given, **named: None)
+            elif reason == "unknown":
+                patch.setattr(disk.debts, "known", lambda tenant: None)
+            elif reason == "owed":
+                patch.setattr(disk.debts, "is_owed", lambda tenant: True)
+            else:
+                patch.setattr(type(stores), "_is_open", property(lambda self: False))
+            before = stores._counts["disk_unstored_blocks"]
+            owner.below.level.cache.evict(1)
+            stores.step()
+            stores.step()
+            assert stores._counts["disk_unstored_blocks"] == before + 1
+            assert not owner.below.level.index._uses.any()
