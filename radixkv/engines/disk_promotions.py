@@ -212,9 +212,10 @@ class DiskPromotions:
         """Begin to read a record into a row of staging memory. None if the disk refuses."""
         return self._tier.load(place, key, block, self._rows.bytes_of(row))
 
-    def read_ended(self, is_good: bool) -> None:
-        """Count a record that was read for one request."""
-        self._counts["disk_loaded_blocks" if is_good else "disk_failed_blocks"] += 1
+    def read_ended(self, *, is_good: bool, is_used: bool) -> None:
+        """Count a record that was read for one request: a hit if that used it."""
+        self._counts["disk_loaded_blocks"] += is_used
+        self._counts["disk_failed_blocks"] += not is_good
 
     def load_ended(self, seconds: float) -> None:
         """Count a request's load, and how long it took."""
@@ -316,11 +317,12 @@ class DiskPromotions:
 
     def _used(self, request_id: str, promotion: _Promotion) -> int:
         self.load_ended(self._clock() - promotion.began_at)
-        if all(job.is_done for job in promotion.jobs):
-            self._patience.was_fast()
-        elif promotion.need == "waits":
-            self._patience.rest()
         num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
+        is_awaited = promotion.need == "waits"
+        if is_awaited and not all(job.is_done for job in promotion.jobs):
+            self._patience.rest()
+        elif is_awaited and num_good:
+            self._patience.was_fast()
         self._counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
         is_current = self._cache.generation(promotion.namespace.tenant) == promotion.generation
         if not num_good or not is_current or self._debts.is_resetting:
@@ -330,7 +332,8 @@ class DiskPromotions:
         self._drop(promotion)
         if not num_good:
             return 0
-        self._counts["disk_loaded_blocks"] += num_good
+        if is_awaited:  # what came ahead counts where a request finds it
+            self._counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
         stop = promotion.start + num_good
         if promotion.need == "asked":

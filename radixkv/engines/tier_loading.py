@@ -95,7 +95,7 @@ class TierLoading:
         self._measured = self._began_at
         self._ranges: Ranges = []
         """Loaded blocks that aren't committed."""
-        self._num_loaded = self._num_kept = 0
+        self._num_loaded = self._num_kept = self._num_from_disk = 0
         self._has_host, self.is_done = host_stop * block_size <= self._began_at, False
         self._place: Namespace | None = None
         self._stop = self._next = host_stop  # the end of what lies below, and of what was not begun
@@ -281,10 +281,11 @@ class TierLoading:
             self._flights.remove(flight)
             block = flight.where.block
             try:
-                is_good = flight.job.wait(0)
+                is_good, is_used = flight.job.wait(0), False
                 if is_good and block >= low:
-                    self._put(block, block + 1, self._source.row_copy(flight.row))
-                self._lane(reader).promotions.read_ended(is_good)
+                    is_used = self._put(block, block + 1, self._source.row_copy(flight.row))
+                self._num_from_disk += is_used
+                self._lane(reader).promotions.read_ended(is_good=is_good, is_used=is_used)
             finally:
                 reader.end(flight)
         assert self._place is not None
@@ -299,7 +300,7 @@ class TierLoading:
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
             self._lane(reader).promotions.load_ended(self._clock() - self._found_at)
-        if self.is_done and self._num_loaded:
+        if self.is_done and self._num_from_disk:
             self._lane(reader).patience.was_fast()
 
     def _drop_claimed(self) -> None:
