@@ -21,8 +21,9 @@ Its parts, which engines may hold themselves:
 
 **Strict tenants** notice nothing of others here, nor are they noticed. ``set_partition`` gives each slots of the disk,
 threads and a part of its bandwidth (``tiers.tier_lanes``), and a lane. In its lane it has rows, waiting stores, a bound
-of running ones, rests, samples of computing, and a part of the write budget, as large as its part of the disk. What is
-left is that all use one device and one process.
+of running ones, rests, and a part of the write budget, as large as its part of the disk. What is left is that all use
+one device and one process: how long a step computes is measured for all lanes, because its tokens are those of all.
+What one load measured while it computed counts for its tenant's lane alone (``TierLoading``).
 """
 
 from __future__ import annotations
@@ -159,8 +160,9 @@ class DiskLevel:
     def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
         """Give a tenant slots of the disk and a lane of its own, 0 for none.
 
-        What comes for it, and what waits to be stored, is lost if that changes. Raises ArgumentError, and leaves it
-        none, if the slots or the rows of staging memory don't suffice.
+        If that changes, its lane ends. What comes in it is dropped and read again when it is asked for; what waits or
+        leaves in it isn't stored, which is counted. What waits in the shared lane is stored all the same. Raises
+        ArgumentError, and leaves it none, if the slots or the rows of staging memory don't suffice.
         """
         if tenant in self._lanes and self.tier.partition(tenant) == num_slots:
             return
@@ -255,7 +257,8 @@ class DiskLevel:
         A step without tokens waits a moment for the disk. None: it doesn't, and isn't measured (``computed_in``).
         """
         if num_tokens is not None:
-            self.shared.patience.begin_step(step, num_tokens)
+            for lane in self.lanes:
+                lane.patience.begin_step(step, num_tokens)
         self.debts.retry()
         for rows in self._rows:
             rows.begin_step(step)
@@ -265,6 +268,17 @@ class DiskLevel:
         self.tier.maintain()
         if num_tokens == 0:
             self.shared.promotions.poll(_POLL_S)
+
+    def computed(self, steps: Iterable[int]) -> None:
+        """Take that these steps have ended: they tell all lanes how long computing takes."""
+        steps = list(steps)
+        for lane in self.lanes:
+            lane.patience.computed(steps)
+
+    def computed_in(self, seconds: float, num_tokens: int) -> None:
+        """Tell all lanes that the engine computed so many tokens, of any tenants, in so many seconds."""
+        for lane in self.lanes:
+            lane.patience.computed_in(seconds, num_tokens)
 
     def filled(self, steps: Iterable[int]) -> None:
         """Take that the worker has filled the slots of these steps."""

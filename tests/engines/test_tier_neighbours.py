@@ -276,6 +276,15 @@ def test_patience_is_bounded(folder: Path) -> None:
         assert owner.disk.shared.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
 
 
+def test_steps_that_save_nothing_are_forgotten() -> None:
+    patience = disk_patience.DiskPatience(16, ManualClock())
+    for step in range(1_000):
+        patience.begin_step(step, 32)
+        patience.computed([])
+    assert len(patience._computing) == disk_patience.MOST_STEPS
+    assert 999 in patience._computing, "the last ones are measured"
+
+
 # --- long copies from host memory
 
 
