@@ -410,8 +410,15 @@ class DiskStores:
         self._num_look_bytes += len(saved.key)
         key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
         first = saved.first + self._tier.locate(on_disk, key, saved.first)
-        stop = min(saved.stop, first + self._room)
-        slots = self._index.filled_slots(self._cache.match(saved.namespace, key).block_ids[first:stop])
+        entries = self._cache.match(saved.namespace, key).block_ids[first : saved.stop]
+        ranges = self._index.filled_ranges(entries)
+        if not ranges:
+            return True
+        start, stop = ranges[0]
+        if start:  # what lay before has left; the disk may have some of the next ones
+            self._waiting.give_back(saved._replace(first=first + start), is_next=True)
+            return True
+        slots = self._index.slots_of(entries[: min(stop, self._room)])
         num_ready = self._filling.num_ready(slots)
         if num_ready and self._budget is not None and not self._budget.can_spend(tenant, self._clock()):
             self._counts["disk_unchosen_blocks"] += saved.stop - first
@@ -420,12 +427,11 @@ class DiskStores:
         if self._budget is not None and num_begun:
             self._budget.spend(tenant, num_begun * self._record_bytes, self._clock())
             self.budget_bytes = int(self._budget.left_bytes())
-        if num_begun < num_ready:
-            self._waiting.give_back(saved._replace(first=first + num_begun), is_next=True)
-        elif num_ready < len(slots):
-            self._leave_unready(saved._replace(first=first + num_ready))
-        elif stop < saved.stop:
-            self._waiting.give_back(saved._replace(first=stop), is_next=True)
+        left = saved._replace(first=first + num_begun)
+        if num_begun == num_ready < len(slots):
+            self._leave_unready(left)
+        elif num_begun < ranges[-1][1]:
+            self._waiting.give_back(left, is_next=True)
         return num_begun == num_ready
 
     def _begin(self, on_disk: Namespace, key: bytes, first: int, slots: Slots, since: int) -> int:

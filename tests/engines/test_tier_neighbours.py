@@ -603,6 +603,11 @@ def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pyt
             num_looks.clear()
             stores.step()
             assert 0 < len(num_looks) <= most_looks
+    monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", 1 << 20)
+    num_looks.clear()
+    for number in range(5):
+        stores.note_saved(namespace, 0, encode(ids_of(40, 50 + number)), 0, 10)
+    assert not stores.num_waiting and len(num_looks) == 5, "what memory doesn't have is looked at once"
     engine.run()
     engine.stop()
 
