@@ -90,14 +90,14 @@ class DiskDebts:
         """Return the generations of a tenant that the folder knows, of the cache and of the salts."""
         return self._known.get(tenant)
 
-    def waits_until(self, tenant: str) -> float:
-        """Return until when a request waits for what ``is_known`` began."""
-        return self._learning[tenant][1]
+    def may_wait(self, tenant: str) -> bool:
+        """Whether a request may wait for what ``is_known`` began: not if one has already waited in vain."""
+        return self._clock() < self._learning.get(tenant, (_FAILED, 0.0))[1]
 
     def is_known(self, tenant: str) -> bool:
         """Whether the folder has applied the tenant's purges. If not, a thread begins to, again if it failed.
 
-        The time until which a request waits for it is that of the first try.
+        Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
         """
         generations = self._cache.generation(tenant), self._fleet_generation(tenant)
         if self._known.get(tenant) == generations:
@@ -108,6 +108,8 @@ class DiskDebts:
             learning = self._thread_of(tenant).submit(
                 lambda job, memory: self._learn(tenant, generations), is_load=True
             )
+            if tenant not in self._learning and len(self._learning) >= _MAX_KNOWN:
+                self._learning = {each: begun for each, begun in self._learning.items() if each in self._own}
             self._learning[tenant] = learning or _FAILED, ends_at
         return False
 

@@ -11,6 +11,7 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 Its parts, which engines may hold themselves:
 
     debts         purges that are owed, news of the fleet, resets         (``disk_debts``)
+    filling       slots whose bytes haven't come yet: they aren't stored  (``filling_slots``)
     lane_of       what a tenant shares with others, or has for itself     (``DiskLane``)
 
         promotions    what comes: promotions, single flight, single records   (``disk_promotions``)
@@ -20,8 +21,9 @@ Its parts, which engines may hold themselves:
 
 **Strict tenants** notice nothing of others here, nor are they noticed. ``set_partition`` gives each slots of the disk,
 threads and a part of its bandwidth (``tiers.tier_lanes``), and a lane. In its lane it has rows, waiting stores, a bound
-of running ones, rests, samples of computing, and a part of the write budget, as large as its part of the disk. What is
-left is that all use one device and one process.
+of running ones, rests, and a part of the write budget, as large as its part of the disk. What is left is that all use
+one device and one process: how long a step computes is measured for all lanes, because its tokens are those of all.
+What one load measured while it computed counts for its tenant's lane alone (``TierLoading``).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.disk_promotions import DiskPromotions
 from radixkv.engines.disk_stores import DiskStores
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory, StagingRows
@@ -94,6 +97,7 @@ class DiskLevel:
         self.load_durations = Durations()
         """How long requests' loads took, of all lanes."""
         self._lanes: dict[str, DiskLane] = {}
+        self._filling = FillingSlots(index.num_slots)
         self._left_counts: Counter[str] = Counter()
         self._left_rows: list[StagingRows] = []
         """Of lanes that have ended; some of their rows were in use then."""
@@ -119,9 +123,22 @@ class DiskLevel:
         if tenant and rate is not None:
             rate *= tier.partition(tenant) / tier.num_slots
         patience = DiskPatience(index.cache.config.block_size, clock)
-        stores = DiskStores(tier, index, memory, self.debts, patience, serves, rate, clock, num_slots, tenant)
+        debts, filling = self.debts, self._filling
+        stores = DiskStores(
+            tier, index, memory, debts, patience, filling, serves, rate, clock, num_slots, tenant
+        )
         promotions = DiskPromotions(
-            tier, index, self._fill, rows, patience, self.debts, stores, serves, clock, self.load_durations
+            tier,
+            index,
+            self._fill,
+            rows,
+            patience,
+            debts,
+            stores,
+            filling,
+            serves,
+            clock,
+            self.load_durations,
         )
         return DiskLane(rows, patience, stores, promotions)
 
@@ -143,8 +160,9 @@ class DiskLevel:
     def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
         """Give a tenant slots of the disk and a lane of its own, 0 for none.
 
-        What comes for it, and what waits to be stored, is lost if that changes. Raises ArgumentError, and leaves it
-        none, if the slots or the rows of staging memory don't suffice.
+        If that changes, its lane ends. What comes in it is dropped and read again when it is asked for; what waits or
+        leaves in it isn't stored, which is counted. What waits in the shared lane is stored all the same. Raises
+        ArgumentError, and leaves it none, if the slots or the rows of staging memory don't suffice.
         """
         if tenant in self._lanes and self.tier.partition(tenant) == num_slots:
             return
@@ -239,26 +257,41 @@ class DiskLevel:
         A step without tokens waits a moment for the disk. None: it doesn't, and isn't measured (``computed_in``).
         """
         if num_tokens is not None:
-            self.shared.patience.begin_step(step, num_tokens)
+            for lane in self.lanes:
+                lane.patience.begin_step(step, num_tokens)
         self.debts.retry()
         for rows in self._rows:
             rows.begin_step(step)
+        self._filling.begin_step(step)
         for lane in self.lanes:
             lane.stores.step()
         self.tier.maintain()
         if num_tokens == 0:
             self.shared.promotions.poll(_POLL_S)
 
+    def computed(self, steps: Iterable[int]) -> None:
+        """Take that these steps have ended: they tell all lanes how long computing takes."""
+        steps = list(steps)
+        for lane in self.lanes:
+            lane.patience.computed(steps)
+
+    def computed_in(self, seconds: float, num_tokens: int) -> None:
+        """Tell all lanes that the engine computed so many tokens, of any tenants, in so many seconds."""
+        for lane in self.lanes:
+            lane.patience.computed_in(seconds, num_tokens)
+
     def filled(self, steps: Iterable[int]) -> None:
         """Take that the worker has filled the slots of these steps."""
         steps = list(steps)
         for rows in self._rows:
             rows.filled(steps)
+        self._filling.filled(steps)
 
     def undo(self) -> None:
         """Take that no worker fills slots any more."""
         for rows in self._rows:
             rows.undo()
+        self._filling.undo()
 
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""

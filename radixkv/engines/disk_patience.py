@@ -31,6 +31,8 @@ FIRST_SECONDS_A_TOKEN: Final = 1e-4
 MOST_SECONDS_A_TOKEN: Final = 0.1
 """A sample above that is no measure of computing: something held it up."""
 NUM_SAMPLES: Final = 15
+MOST_STEPS: Final = 16
+"""Steps that are measured at once. Of most of them nobody tells when they end, because they save nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class DiskPatience:
         """Take that a step begins, which computes so many tokens."""
         if num_tokens >= self._size:
             self._computing[step] = self._clock(), num_tokens
+            if len(self._computing) > MOST_STEPS:
+                del self._computing[next(iter(self._computing))]
 
     def computed(self, steps: Iterable[int]) -> None:
         """Take that these steps have ended: they tell how long computing takes."""

@@ -24,6 +24,7 @@ from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.disk_stores import DiskStores
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import ONE_MORE, HostIndex
 from radixkv.engines.staging_rows import StagingRows
@@ -71,12 +72,14 @@ class DiskPromotions:
         patience: DiskPatience,
         debts: DiskDebts,
         stores: DiskStores,
+        filling: FillingSlots,
         serves: Callable[[str], bool],
         clock: Clock,
         load_durations: Durations,
     ) -> None:
         self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
         self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
+        self._filling = filling
         self._serves, self._clock, self._size = serves, clock, index.cache.config.block_size
         self._promotions: dict[str, _Promotion] = {}
         self._asked: set[str] = set()
@@ -118,14 +121,10 @@ class DiskPromotions:
         if self.place_of(namespace) is None:
             self._asked.add(request_id)
             return False
-        if not self._debts.is_known(namespace.tenant) and self._clock() < self._debts.waits_until(
-            namespace.tenant
-        ):
-            return True
         if not self._debts.is_known(namespace.tenant):
+            if self._debts.may_wait(namespace.tenant):
+                return True
             self._asked.add(request_id)
-            if need == "waits":
-                self._patience.rest()
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
         if need == "waits" and self._take_over(namespace, key, first):
@@ -213,9 +212,10 @@ class DiskPromotions:
         """Begin to read a record into a row of staging memory. None if the disk refuses."""
         return self._tier.load(place, key, block, self._rows.bytes_of(row))
 
-    def read_ended(self, is_good: bool) -> None:
-        """Count a record that was read for one request."""
-        self._counts["disk_loaded_blocks" if is_good else "disk_failed_blocks"] += 1
+    def read_ended(self, *, is_good: bool, is_used: bool) -> None:
+        """Count a record that was read for one request: a hit if that used it."""
+        self._counts["disk_loaded_blocks"] += is_used
+        self._counts["disk_failed_blocks"] += not is_good
 
     def load_ended(self, seconds: float) -> None:
         """Count a request's load, and how long it took."""
@@ -317,11 +317,12 @@ class DiskPromotions:
 
     def _used(self, request_id: str, promotion: _Promotion) -> int:
         self.load_ended(self._clock() - promotion.began_at)
-        if all(job.is_done for job in promotion.jobs):
-            self._patience.was_fast()
-        elif promotion.need == "waits":
-            self._patience.rest()
         num_good = next((at for at, job in enumerate(promotion.jobs) if not job.wait(0)), len(promotion.jobs))
+        is_awaited = promotion.need == "waits"
+        if is_awaited and not all(job.is_done for job in promotion.jobs):
+            self._patience.rest()
+        elif is_awaited and num_good:
+            self._patience.was_fast()
         self._counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
         is_current = self._cache.generation(promotion.namespace.tenant) == promotion.generation
         if not num_good or not is_current or self._debts.is_resetting:
@@ -331,7 +332,8 @@ class DiskPromotions:
         self._drop(promotion)
         if not num_good:
             return 0
-        self._counts["disk_loaded_blocks"] += num_good
+        if is_awaited:  # what came ahead counts where a request finds it
+            self._counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
         stop = promotion.start + num_good
         if promotion.need == "asked":
@@ -363,6 +365,7 @@ class DiskPromotions:
         if rows:
             self._rows.fill(rows)
             promotion.rows[:] = [row for row in promotion.rows if row not in set(rows)]
+            self._filling.begin(slots)
             self._fill(slots, np.array(rows, np.int64))
             self._index.filled(entries[used])
         return self._index.num_filled(entries)

@@ -10,6 +10,12 @@ What leaves beyond that is not stored. A block that is being stored needs its sl
 gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
 it can write, and never holds up host memory, even if it hangs.
 
+What the disk can't take at once goes on waiting, and costs the budget nothing. So do blocks of a tenant whose purges
+the folder doesn't know; the others' go on. In one step ``MAX_LOOKS`` waiting ranges are looked at.
+
+A slot that a worker is still to fill holds other bytes until then, maybe another tenant's (``filling_slots``). Its
+block waits until it is filled. If it leaves before, or the disk is closed, it is lost.
+
 Nothing is written while that isn't worth it (``disk_patience``), until ``close``. What was saved waits, what leaves is
 lost.
 """
@@ -28,9 +34,11 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.disk_debts import DiskDebts
 from radixkv.engines.disk_patience import DiskPatience
+from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
 from radixkv.engines.staging_rows import HostMemory
+from radixkv.engines.waiting_stores import Saved, WaitingStores
 from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.disk_tier import DiskTier
@@ -41,20 +49,12 @@ STORE_S: Final = 5.0
 """The longest time for which a block that is being stored needs its slot."""
 LEAVING_PART: Final = 64
 """Over a full disk, one of so many slots of host memory is free or waits to be stored."""
-MAX_WAITING_STORES: Final = 4_096
-"""Saved ranges that may wait for the disk. The oldest are dropped."""
 MAX_STORES: Final = 64
 """Blocks that are stored at once; at most an eighth of the slots, at least one."""
-
-
-class _Saved(NamedTuple):
-    """Blocks ``[first, stop)`` of a prompt that are in slots, and not yet on the disk."""
-
-    namespace: Namespace
-    generation: int
-    key: bytes
-    first: int
-    stop: int
+MAX_LOOKS: Final = 64
+"""Waiting ranges that are looked at in one step, whatever becomes of them."""
+MAX_LOOK_BYTES: Final = 1 << 20
+"""Bytes of their keys, after which no more are looked at: 8 ms, for 8 prompts of 32,000 tokens."""
 
 
 class _Leaving(NamedTuple):
@@ -97,6 +97,7 @@ class DiskStores:
         memory: HostMemory,
         debts: DiskDebts,
         patience: DiskPatience,
+        filling: FillingSlots,
         serves: Callable[[str], bool],
         bytes_per_s: float | None,
         clock: Clock,
@@ -105,8 +106,10 @@ class DiskStores:
     ) -> None:
         self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
         self._debts, self._patience, self._serves, self._clock = debts, patience, serves, clock
+        self._filling = filling
         self._size, self._record_bytes = self._cache.config.block_size, tier.settings.record_bytes
-        self._waiting: deque[_Saved] = deque()
+        self._waiting = WaitingStores()
+        self._num_looks = self._num_look_bytes = 0
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
         self._num_slots, self._tenant = num_slots, tenant
@@ -153,7 +156,7 @@ class DiskStores:
         """Store blocks ``[first, stop)`` of a prompt, which are committed, when the disk has time."""
         if not self._serves(namespace.tenant) or self._stores_later:
             return
-        self._wait_to_store(_Saved(namespace, generation, key, first, stop))
+        self._wait_to_store(Saved(namespace, generation, key, first, stop))
         self._begin_stores()
 
     def choose(
@@ -183,17 +186,19 @@ class DiskStores:
 
     def step(self) -> None:
         """End stores that are over, and begin more."""
+        self._num_looks = self._num_look_bytes = 0
         self._end_stores()
         self._begin_stores()
 
     def forget_waiting(self) -> None:
         """Store nothing of what waits."""
-        self._waiting.clear()
+        self._counts["disk_unstored_blocks"] += self._waiting.clear()
 
     def begin_to_close(self) -> None:
         """Let all that host memory has wait to be stored."""
         self._is_closing = True
-        self._waiting.extend(self._unsaved())
+        for saved in self._unsaved():
+            self._waiting.give_back(saved, is_next=False)
 
     def poll(self, timeout_s: float) -> None:
         """Wait for a block that is being stored, if there is one."""
@@ -229,7 +234,7 @@ class DiskStores:
             entries = self._cache.match(namespace, key).block_ids[:first].astype(np.int64)
             self.choose(namespace, generation, key, 0, entries, is_used=True)
             for start, stop in self._index.chosen(entries):
-                self._wait_to_store(_Saved(namespace, generation, key, start, stop))
+                self._wait_to_store(Saved(namespace, generation, key, start, stop))
 
     def heard(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
         """Tell the budget that a prompt needed blocks ``[first, stop)``, which the disk had."""
@@ -251,7 +256,7 @@ class DiskStores:
 
     # --- inside
 
-    def _unsaved(self) -> Iterator[_Saved]:
+    def _unsaved(self) -> Iterator[Saved]:
         """Return all that host memory has, and that the budget has chosen if there is one."""
         for namespace, key, entries in paths_of(self._cache):
             if not self._serves(namespace.tenant):
@@ -260,7 +265,7 @@ class DiskStores:
             for first, stop in self._index.filled_ranges(entries):
                 its = entries[first:stop]
                 for start, end in self._index.chosen(its) if self.has_budget else [(0, len(its))]:
-                    yield _Saved(namespace, generation, key, first + start, first + end)
+                    yield Saved(namespace, generation, key, first + start, first + end)
 
     def _end_stores(self) -> None:
         """Count stores that have ended. Free the slots of those whose bytes were taken, or should have been."""
@@ -279,22 +284,31 @@ class DiskStores:
         for job in store.jobs:
             if job.needs_memory:
                 job.cancel()
-        slots, store.slots = store.slots, store.slots[:0]
-        self._index.unuse(slots)
-        if store.has_left:
-            self._num_leaving -= len(slots)
+        slots, num_leaving, uses = store.slots, self._num_leaving, self._index.uses_of(store.slots)
+        try:
+            store.slots, self._num_leaving = slots[:0], num_leaving - len(slots) * store.has_left
+            self._index.unuse(slots)
+        except BaseException:
+            if (self._index.uses_of(slots) == uses).all():  # interrupted before: another call does it
+                store.slots, self._num_leaving = slots, num_leaving
+            raise
 
     def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
-        """Keep slots whose entries are evicted until they are stored. Under the lock of host memory's index."""
+        """Keep slots whose entries are evicted until they are stored, up to the first that is being filled.
+
+        Under the lock of host memory's index.
+        """
         tenant = namespace.tenant
-        known = self._debts.known(tenant)
-        is_shut = not self._stores_later or not self._serves(tenant) or self._debts.is_owed(tenant)
-        if is_shut or known is None or self._debts.is_resetting or not self._is_open:
+        if not self._stores_later or not self._serves(tenant):
             return
-        room = 0 if self._is_worthless else self._most_leaving - self._num_leaving
-        kept = slots[:room]
+        known = self._debts.known(tenant)
+        is_shut = (
+            known is None or self._debts.is_owed(tenant) or self._debts.is_resetting or not self._is_open
+        )
+        room = 0 if is_shut or self._is_worthless else max(self._most_leaving - self._num_leaving, 0)
+        kept = slots[: min(self._filling.num_ready(slots), room)]
         self._counts["disk_unstored_blocks"] += len(slots) - len(kept)
-        if len(kept):
+        if known is not None and len(kept):
             leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
             self._index.use(kept)
             self._num_leaving += len(kept)
@@ -315,8 +329,8 @@ class DiskStores:
         state = self._tier.state_for(self._tenant) if self._tenant else self._tier.state
         return state == "open"
 
-    def _store_leaving(self, most: int) -> int:
-        """Begin to store up to ``most`` blocks that have left host memory. Returns how many."""
+    def _store_leaving(self, most: int) -> None:
+        """Begin to store up to ``most`` blocks that have left host memory. What the disk can't take now is lost."""
         num = 0
         while self._leaving and num < most:
             leaving = self._leaving.popleft()
@@ -337,10 +351,11 @@ class DiskStores:
             for at, slot in enumerate(now[there:].tolist(), leaving.first + there):
                 content = self._memory.slot_bytes(slot)
                 job = self._tier.store(on_disk, leaving.key, at, content, since=leaving.since)
-                if job is not None:
+                if job is None:
+                    self._counts["disk_unstored_blocks"] += 1
+                else:
                     store.jobs.append(job)
             num += len(now)
-        return num
 
     def _give_up(self, leaving: _Leaving) -> None:
         self._counts["disk_unstored_blocks"] += len(leaving.slots)
@@ -351,68 +366,97 @@ class DiskStores:
         while self._leaving:
             self._give_up(self._leaving.popleft())
 
-    def _wait_to_store(self, saved: _Saved) -> None:
-        if len(self._waiting) >= MAX_WAITING_STORES:
-            dropped = self._waiting.popleft()
-            self._counts["disk_unstored_blocks"] += dropped.stop - dropped.first
-        self._waiting.append(saved)
+    def _wait_to_store(self, saved: Saved) -> None:
+        self._counts["disk_unstored_blocks"] += self._waiting.add(saved)
 
     def _begin_stores(self) -> None:
-        most = self._most_stores
-        num_running = sum(len(store.slots) for store in self._stores)
+        """Begin to store what leaves, then what waits, as far as ``_may_look`` allows in one step."""
         if self._leaving and not self._is_open:
             self._give_up_leaving()
         elif self._leaving:
-            num_running += self._store_leaving(most - num_running)
+            self._store_leaving(self._room)
         if self._is_worthless:
             return
-        while self._waiting and num_running < most and self._is_open:
-            saved = self._waiting.popleft()
-            if (
-                self._debts.is_resetting
-                or not self._is_current(saved)
-                or self._debts.is_owed(saved.namespace.tenant)
-            ):
-                self._counts["disk_unstored_blocks"] += saved.stop - saved.first
-                continue
-            if not self._debts.is_known(saved.namespace.tenant):
-                self._waiting.appendleft(saved)
+        for _ in range(len(self._waiting)):
+            if not self._room or not self._is_open or not self._may_look:
                 return
-            stop = min(saved.stop, saved.first + most - num_running)
-            num_stores = self._store(saved._replace(stop=stop))
-            num_running += max(num_stores, 0)
-            if num_stores < 0:
-                self._counts["disk_unchosen_blocks"] += saved.stop - saved.first
-            elif stop < saved.stop:
-                self._waiting.appendleft(saved._replace(first=stop))
+            saved, self._num_looks = self._waiting.take(), self._num_looks + 1
+            if not self._is_wanted(saved):
+                self._counts["disk_unstored_blocks"] += saved.num_blocks
+            elif not self._debts.is_known(saved.namespace.tenant):
+                self._waiting.give_back(saved, is_next=False)  # the others go on
+            elif not self._store(saved):
+                return
 
-    def _store(self, saved: _Saved) -> int:
-        """Begin to store blocks that are still here. Returns how many, or −1 if the budget has no bytes left."""
-        on_disk = self._debts.on_disk(saved.namespace)
-        since = self._tier.num_purges(saved.namespace.tenant)
-        if not self._is_current(saved) or self._debts.is_owed(saved.namespace.tenant):
-            return 0
+    @property
+    def _room(self) -> int:
+        """How many more blocks may be stored at once."""
+        return max(self._most_stores - sum(len(store.slots) for store in self._stores), 0)
+
+    @property
+    def _may_look(self) -> bool:
+        return self._num_looks < MAX_LOOKS and self._num_look_bytes < MAX_LOOK_BYTES
+
+    def _store(self, saved: Saved) -> bool:
+        """Begin to store blocks that are still here; the rest goes on waiting. Returns whether the disk takes more.
+
+        O(tokens up to the last of them).
+        """
+        on_disk, tenant = self._debts.on_disk(saved.namespace), saved.namespace.tenant
+        since = self._tier.num_purges(tenant)
+        if not self._is_wanted(saved):
+            self._counts["disk_unstored_blocks"] += saved.num_blocks
+            return True
+        self._num_look_bytes += len(saved.key)
         key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
-        there = self._tier.locate(on_disk, key, saved.first)
-        entries = self._cache.match(saved.namespace, key).block_ids[saved.first + there : saved.stop]
-        slots = self._index.filled_slots(entries)
-        blocks = range(saved.first + there, saved.first + there + len(slots))
-        if self._budget is not None and blocks:
-            num_bytes = len(blocks) * self._record_bytes
-            is_affordable = self._budget.spend(saved.namespace.tenant, num_bytes, self._clock())
+        first = saved.first + self._tier.locate(on_disk, key, saved.first)
+        entries = self._cache.match(saved.namespace, key).block_ids[first : saved.stop]
+        ranges = self._index.filled_ranges(entries)
+        if not ranges:
+            return True
+        start, stop = ranges[0]
+        if start:  # what lay before has left; the disk may have some of the next ones
+            self._waiting.give_back(saved._replace(first=first + start), is_next=True)
+            return True
+        slots = self._index.slots_of(entries[: min(stop, self._room)])
+        num_ready = self._filling.num_ready(slots)
+        if num_ready and self._budget is not None and not self._budget.can_spend(tenant, self._clock()):
+            self._counts["disk_unchosen_blocks"] += saved.stop - first
+            return True
+        num_begun = self._begin(on_disk, key, first, slots[:num_ready], since)
+        if self._budget is not None and num_begun:
+            self._budget.spend(tenant, num_begun * self._record_bytes, self._clock())
             self.budget_bytes = int(self._budget.left_bytes())
-            if not is_affordable:
-                return -1
+        left = saved._replace(first=first + num_begun)
+        if num_begun == num_ready < len(slots):
+            self._leave_unready(left)
+        elif num_begun < ranges[-1][1]:
+            self._waiting.give_back(left, is_next=True)
+        return num_begun == num_ready
+
+    def _begin(self, on_disk: Namespace, key: bytes, first: int, slots: Slots, since: int) -> int:
+        """Begin to store blocks from ``first`` on, out of these slots. Returns how many the disk takes now."""
+        if not len(slots):
+            return 0
         store = _Store(slots, False, self._clock())
         self._index.use(slots)
         self._stores.append(store)
-        for block, slot in zip(blocks, slots.tolist(), strict=True):
-            content = self._memory.slot_bytes(slot)
-            job = self._tier.store(on_disk, key, block, content, since=since)
+        for block, slot in enumerate(slots.tolist(), first):
+            job = self._tier.store(on_disk, key, block, self._memory.slot_bytes(slot), since=since)
             if job is None:
                 break
             store.jobs.append(job)
         return len(store.jobs)
 
-    def _is_current(self, saved: _Saved) -> bool:
-        return self._cache.generation(saved.namespace.tenant) == saved.generation
+    def _leave_unready(self, saved: Saved) -> None:
+        """Let blocks whose slots are being filled wait. After ``begin_to_close`` no worker tells of them any more."""
+        if self._is_closing:
+            self._counts["disk_unstored_blocks"] += saved.num_blocks
+        else:
+            self._waiting.give_back(saved, is_next=False)
+
+    def _is_wanted(self, saved: Saved) -> bool:
+        """Whether a range may be stored: nothing was purged since it was saved, nor is to be."""
+        tenant = saved.namespace.tenant
+        is_current = self._cache.generation(tenant) == saved.generation
+        return is_current and not self._debts.is_resetting and not self._debts.is_owed(tenant)

@@ -308,6 +308,10 @@ class HostIndex:
         np.subtract.at(self._uses, slots, 1)
         self._free_orphans(slots[self._is_orphan[slots] & (self._uses[slots] == 0)])
 
+    def uses_of(self, slots: Slots) -> Slots:
+        """Return how often each of these slots is in use."""
+        return self._uses[slots].astype(np.int64)
+
     def watch(
         self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[str], int]
     ) -> None:

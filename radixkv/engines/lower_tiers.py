@@ -286,9 +286,9 @@ class LowerTiers:
             prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
+        """Take how long it took to compute tokens. A request of any lane waits for the disk for a part of that."""
         if self.level.disk is not None:
-            self.level.disk.shared.patience.computed_in(seconds, num_tokens)
+            self.level.disk.computed_in(seconds, num_tokens)
 
     # --- purges and tenants, any thread
 

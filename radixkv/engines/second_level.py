@@ -205,9 +205,9 @@ class _Load(NamedTuple):
 
 
 class _Save(NamedTuple):
-    """Blocks of a prompt that a step saves, from block ``at`` on, with their ``entries``. ``key``: up to the last.
+    """Blocks of a prompt that a step saves, at positions ``at``, with their ``entries``. ``key``: up to the last.
 
-    ``start``: the first block that the disk may not have, at most ``at``.
+    ``start``: the first block that the disk may not have, at most the first of them.
     ``held``: holds the entries. A sequence commits them when they are saved; those of a lease are committed.
     ``is_above``: whether the engine has these blocks too.
     """
@@ -217,7 +217,7 @@ class _Save(NamedTuple):
     generation: int
     key: bytes
     start: int
-    at: int
+    at: Slots
     entries: Slots
     held: Held | Lease
     is_above: bool
@@ -437,8 +437,9 @@ class SecondLevel:
             sequence.release()
             return
         source, entries, is_above = source[: len(slots)], entries[: len(slots)], self._has_above
+        at = np.arange(start, start + len(slots))
         save = _Save(
-            request_id, namespace, generation, key, min(before, start), start, entries, sequence, is_above
+            request_id, namespace, generation, key, min(before, start), at, entries, sequence, is_above
         )
         self._begin_save(save, slots, source)
 
@@ -463,7 +464,7 @@ class SecondLevel:
             at = at[: len(slots)]
             generation = self.cache.generation(namespace.tenant)
             first = start + int(at[0])
-            save = _Save("", namespace, generation, key, first, first, entries[at], lease, False)
+            save = _Save("", namespace, generation, key, first, start + at, entries[at], lease, False)
             self._begin_save(save, slots, blocks[at].astype(np.int64))
 
     def _begin_save(self, save: _Save, slots: Slots, source: Slots) -> None:
@@ -524,7 +525,7 @@ class SecondLevel:
         load may be read by running steps, so nothing of these is committed.
         """
         if self.disk is not None:
-            self.disk.shared.patience.computed(report.ended)
+            self.disk.computed(report.ended)
             self.disk.filled(report.filled)
         others = set(invalid)
         for request_id, position in report.failed.items():
@@ -655,7 +656,7 @@ class SecondLevel:
     def _end_save(self, save: _Save, is_good: bool) -> None:
         num = len(save.entries)
         if isinstance(save.held, Held):
-            num = min(max(save.held.num_committed_tokens // self._size - save.at, 0), num)
+            num = int(np.searchsorted(save.at, save.held.num_committed_tokens // self._size))
         if not is_good or not num:
             self.index.take_away(save.entries)
             return
@@ -664,12 +665,14 @@ class SecondLevel:
             self.index.loaded(save.entries)
         if self.disk is None:
             return
-        stores = self.disk.lane_of(save.namespace.tenant).stores
-        if not stores.has_budget:
-            stores.note_saved(save.namespace, save.generation, save.key, save.start, save.at + num)
-            return
-        for first, stop in self.index.chosen(save.entries[:num]):
-            stores.note_saved(save.namespace, save.generation, save.key, save.at + first, save.at + stop)
+        stores, at = self.disk.lane_of(save.namespace.tenant).stores, save.at[:num]
+        if stores.has_budget:
+            parts = [at[first:stop] for first, stop in self.index.chosen(save.entries[:num])]
+        else:
+            parts = [np.concatenate((np.arange(save.start, at[0]), at))]
+        for part in parts:
+            for first, stop in _ranges_of(part):
+                stores.note_saved(save.namespace, save.generation, save.key, first, stop)
 
     def _fail_running(self) -> None:
         for step in list(self._saves):
@@ -699,3 +702,9 @@ class SecondLevel:
         except (CapacityError, LeaseError):  # no room to keep the good blocks, or a purge in between
             self.cache.clear(load.namespace)
         return load.blocks
+
+
+def _ranges_of(positions: Slots) -> list[tuple[int, int]]:
+    """Return the ranges of rising positions, of which there is at least one."""
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]

@@ -11,6 +11,8 @@ threads of the tier, while the engine computes from the front. Where they meet, 
 - A loaded range is committed as soon as the committed tokens reach it, and never before.
 - A record that fails leaves a gap, which the engine computes.
 - A load that nobody claims from ends after ``patience_s``. If a record was slow, the disk rests.
+- One whose tenant's purges the folder doesn't know waits for them ``LEARNING_S`` at most, then goes without the disk.
+  So do the tenant's later ones, at once, until they are known.
 - One that nobody polls either gives its staging memory back ``IDLE_S`` seconds later, or ``COMPUTING_S`` while claimed
   tokens aren't committed. So does one whose sequence has committed all of it.
 - The tiers' gate is open to others between parts of a copy from host memory. Each part is written only if the load and
@@ -93,7 +95,7 @@ class TierLoading:
         self._measured = self._began_at
         self._ranges: Ranges = []
         """Loaded blocks that aren't committed."""
-        self._num_loaded = self._num_kept = 0
+        self._num_loaded = self._num_kept = self._num_from_disk = 0
         self._has_host, self.is_done = host_stop * block_size <= self._began_at, False
         self._place: Namespace | None = None
         self._stop = self._next = host_stop  # the end of what lies below, and of what was not begun
@@ -240,8 +242,11 @@ class TierLoading:
 
     def _run_out(self, reader: RecordReader) -> None:
         """End it, unless its records were only just begun, because nobody polled before."""
+        if self._place is None:
+            self.end()
+            return
         now, least_s = self._clock(), self._lane(reader).patience.patience_s(0)
-        is_slow = self._place is None or any(now - each.began_at >= least_s for each in self._flights)
+        is_slow = any(now - each.began_at >= least_s for each in self._flights)
         if self._flights and not is_slow:
             self._ends_at = now + least_s
             return
@@ -255,9 +260,12 @@ class TierLoading:
         if self._place is None:
             tenant = self._target.namespace.tenant
             place = self._lane(reader).promotions.place_of(self._target.namespace)
-            self.is_done = place is None
-            if place is None or not reader.disk.debts.is_known(tenant):
+            is_known = place is not None and reader.disk.debts.is_known(tenant)
+            if place is None or not is_known:
+                is_computing = self._claimed_at is not None  # meanwhile, so it waits for nothing
+                self.is_done = place is None or not (is_computing or reader.disk.debts.may_wait(tenant))
                 return False
+            self.is_done = False
             num = self._lane(reader).promotions.located(
                 self._target.namespace, self._target.key, self._host_stop
             )
@@ -273,10 +281,11 @@ class TierLoading:
             self._flights.remove(flight)
             block = flight.where.block
             try:
-                is_good = flight.job.wait(0)
+                is_good, is_used = flight.job.wait(0), False
                 if is_good and block >= low:
-                    self._put(block, block + 1, self._source.row_copy(flight.row))
-                self._lane(reader).promotions.read_ended(is_good)
+                    is_used = self._put(block, block + 1, self._source.row_copy(flight.row))
+                self._num_from_disk += is_used
+                self._lane(reader).promotions.read_ended(is_good=is_good, is_used=is_used)
             finally:
                 reader.end(flight)
         assert self._place is not None
@@ -291,7 +300,7 @@ class TierLoading:
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
             self._lane(reader).promotions.load_ended(self._clock() - self._found_at)
-        if self.is_done and self._num_loaded:
+        if self.is_done and self._num_from_disk:
             self._lane(reader).patience.was_fast()
 
     def _drop_claimed(self) -> None:

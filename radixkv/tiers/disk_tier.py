@@ -318,7 +318,7 @@ class DiskTier:
     def locate(self, namespace: Namespace, key: bytes, first: int, most: int | None = None) -> int:
         """Return how many segments of a prompt in a row, from segment ``first`` on, are on this disk.
 
-        ``most``: look at no more. A hint: only ``load`` decides. No I/O, except once for a tenant's keys. O(the tokens
+        ``most``: look at no more. A hint: only ``load`` decides. No I/O: a tenant's keys are in memory. O(the tokens
         before the first miss); about 2 µs if nothing is there.
         """
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)

@@ -1,7 +1,8 @@
 """Chooses what a disk with a write budget takes: prompts of the kinds that come back most often for each byte.
 
     offered    blocks of a prompt could be written: whether they should be
-    spend      some of them are written now: whether the budget has the bytes
+    can_spend  some of them could be written now: whether the budget has bytes left
+    spend      some of them are written now
     asked      a request needs blocks that memory doesn't have: what was offered before has come back
 
 **Kinds.** Blocks are of one kind if they agree in three facts: whether a later prompt has used them, whether their
@@ -161,12 +162,16 @@ class WriteBudget:
         learned.turn -= 1.0
         return one.credit + self._common > 0
 
+    def can_spend(self, tenant: str, now: float) -> bool:
+        """Return whether there are bytes left for a tenant."""
+        self._fill(now)
+        return self._tenant(tenant, now).credit + max(self._common, 0.0) > 0
+
     def spend(self, tenant: str, num_bytes: int, now: float) -> bool:
         """Take bytes off the budget; False if it has none left. The last call before that may overdraw it."""
-        self._fill(now)
-        one = self._tenant(tenant, now)
-        if one.credit + max(self._common, 0.0) <= 0:
+        if not self.can_spend(tenant, now):
             return False
+        one = self._tenant(tenant, now)
         from_common = min(max(num_bytes - max(one.credit, 0.0), 0.0), max(self._common, 0.0))
         self._common -= from_common
         one.credit -= num_bytes - from_common

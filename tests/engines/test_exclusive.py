@@ -18,8 +18,10 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.tokens import encode
 from radixkv.storage.plan import BlockIds
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
+from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_engine_on_disk import eventually
 from tests.engines.test_loading_from_disk import SECRET
+from tests.engines.test_second_level import ids_of
 from tests.tiers.support import patience as patience
 
 
@@ -257,3 +259,23 @@ def test_more_strict_tenants_than_slots_keep_nothing_there(caplog: pytest.LogCap
         name = Namespace(f"s{number}", "m")
         owner.evicted(prompt_of(number, 5), name)
         assert owner.ask(prompt_of(number, 5), name)[0] == (4 if own[number] else 0)
+
+
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_what_leaves_with_gaps_is_stored_where_it_is(tmp_path: Path, rate: float | None) -> None:
+    """Blocks 0, 3 and 5 have lost their slots as spare ones, and come to host memory again: the disk gets all."""
+    engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
+    stores, noted = engine.disk.shared.stores, list[tuple[int, int]]()
+    engine.again("a", ids_of(6 * SIZE + 1))
+    namespace, key = engine.level.cache.namespaces()[0], encode(ids_of(6 * SIZE))
+    entries = engine.level.cache.match(namespace, key).block_ids.astype(np.int64)
+    engine.level.index.take_away(entries[[0, 3, 5]])
+    if rate is not None:
+        engine.level.index.choose(entries)
+    note_saved = stores.note_saved
+    stores.note_saved = lambda *given: (noted.append(given[-2:]), note_saved(*given))[1]  # type: ignore[method-assign]
+    engine.level.demote(namespace, key, 0, np.arange(1, 7, dtype=np.int32))
+    engine.step(0)
+    engine.run()
+    assert noted == [(0, 1), (3, 4), (5, 6)]
+    engine.stop()

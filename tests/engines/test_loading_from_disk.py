@@ -17,6 +17,7 @@ from radixkv import CacheConfig, PrefixCache
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines.disk_level import DiskLevel
+from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.record_reader import RecordReader, Where
 from radixkv.engines.tier_loading import TierLoading
@@ -24,6 +25,7 @@ from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
 from radixkv.index.below import Loading
+from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
 from tests.tiers.support import FaultyFiles, failing
@@ -389,3 +391,80 @@ def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: p
             reads.open()
             for each in (old, new, joined):
                 reader.end(each)
+
+
+# --- what counts as the disk's
+
+
+def emptied(owner: DiskOwner) -> None:
+    """Leave only the disk what it has."""
+    owner.evict()
+    with owner.below.gate:
+        owner.below.level.cache.evict(1_000)
+
+
+def rested_twice(owner: DiskOwner) -> DiskPatience:
+    """Return the patience of a disk that was slow twice in a row, after its rest."""
+    patience = owner.disk.shared.patience
+    patience.rest()
+    patience.rest()
+    patience._rests_until = 0.0
+    return patience
+
+
+def test_what_host_memory_has_tells_nothing_of_the_disk(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.ask(PROMPT)
+        owner.evict()
+        owner.known()
+        patience = rested_twice(owner)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
+        patience.rest()
+        assert patience.is_worthless, "it was slow three times in a row"
+        patience._rests_until = 0.0
+        emptied(owner)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
+        patience.rest()
+        assert not patience.is_worthless
+
+
+def test_what_comes_ahead_counts_where_a_request_finds_it(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.known()
+        patience = rested_twice(owner)
+        owner.cache.prefetch(NS, PROMPT)
+        index = owner.below.level.index
+        assert eventually(lambda: index.reach(NS, encode(PROMPT[:40]), 0) == 10)
+        assert eventually(lambda: not owner.below._prefetch.is_busy)
+        counts = owner.cache.tier_counts()
+        assert counts["disk"]["hit_blocks"] == counts["host"]["hit_blocks"] == 0
+        assert counts["disk"]["loads"] > 0
+        patience.rest()
+        assert patience.is_worthless, "nobody waited for it, so it proves nothing"
+        patience._rests_until = 0.0
+        with owner.cache.open(NS, PROMPT) as sequence:
+            assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
+        counts = owner.cache.tier_counts()
+        assert (counts["disk"]["hit_blocks"], counts["host"]["hit_blocks"]) == (0, 10)
+
+
+def test_a_late_record_is_no_hit(folder: Path) -> None:
+    """The engine has claimed its block meanwhile."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            reads.allow(10)
+            assert arrived(loading, 10)
+            assert isinstance(loading, TierLoading)
+            with owner.below.gate:
+                loading._claimed = 16
+                loading._take()
+            assert loading.num_loaded_tokens == 24
+            assert owner.disk.shared.promotions._counts["disk_loaded_blocks"] == 6
+            owner.compute(sequence, 41)
+        reads.open()

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
-from radixkv.clock import ManualClock
+from radixkv.clock import ManualClock, monotonic
 from radixkv.engines import disk_level
 from radixkv.engines.disk_level import DiskLevel
+from radixkv.engines.disk_patience import NUM_SAMPLES
 from radixkv.engines.staging_rows import StagingRows
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
@@ -415,3 +417,35 @@ def test_rows_in_use_follow_to_a_part_and_back() -> None:
         whole.give(row)
     assert (whole.num_free, whole.num_ahead, whole.num_used, part.num_used) == (10, 2, 0, 0)
     assert sorted(whole._free_rows) == [*range(10)]
+
+
+def test_all_lanes_learn_how_long_computing_takes(tmp_path: Path) -> None:
+    with strict(tmp_path / "disk") as owner:
+        lanes = [owner.disk.shared, owner.disk.lane_of("a")]
+        with owner.below.gate:
+            for _ in range(NUM_SAMPLES):
+                owner.below.computed(1_000, 0.5)
+        assert [lane.patience._seconds_a_token for lane in lanes] == [5e-4, 5e-4]
+        for lane in lanes:
+            lane.patience._clock = ManualClock()
+        for step in range(NUM_SAMPLES):
+            owner.disk.begin_step(step, 1_000)
+            for lane in lanes:
+                lane.patience._clock.advance(1.0)  # type: ignore[attr-defined]
+            owner.disk.computed([step])
+        assert [lane.patience._seconds_a_token for lane in lanes] == [1e-3, 1e-3]
+        for lane in lanes:
+            lane.patience._clock = monotonic
+
+
+def test_what_waits_in_a_lane_that_ends_is_counted(tmp_path: Path) -> None:
+    with strict(tmp_path / "disk") as owner:
+        stores = owner.disk.lane_of("a").stores
+        for _ in range(2):
+            owner.disk.lane_of("a").patience.rest()
+        owner.ask(PROMPT, Namespace("a", "m"))
+        assert stores.num_waiting
+        before = owner.cache.tier_counts()["disk"]["lost_blocks"]
+        owner.cache.add_tenant(replace(BANK, guaranteed_blocks=8, max_blocks=8))
+        assert not stores.num_waiting
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["lost_blocks"] == before + 10)

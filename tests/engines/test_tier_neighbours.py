@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock
-from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading
+from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading, waiting_stores
 from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.staging_rows import SHARED_S
+from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
-from tests.engines.test_second_level import ids_of
+from tests.engines.test_second_level import Engine, ids_of
 from tests.tiers.support import FaultyFiles
 
 __all__ = ["folder"]
@@ -274,6 +276,15 @@ def test_patience_is_bounded(folder: Path) -> None:
         assert owner.disk.shared.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
 
 
+def test_steps_that_save_nothing_are_forgotten() -> None:
+    patience = disk_patience.DiskPatience(16, ManualClock())
+    for step in range(1_000):
+        patience.begin_step(step, 32)
+        patience.computed([])
+    assert len(patience._computing) == disk_patience.MOST_STEPS
+    assert 999 in patience._computing, "the last ones are measured"
+
+
 # --- long copies from host memory
 
 
@@ -381,3 +392,321 @@ def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loading.poll() and loading.num_loaded_tokens == 40
         claiming.join()
         assert claims == [41] and owner.is_right(sequence)
+
+
+# --- slots that a worker is still to fill
+
+
+class Filling:
+    """A promotion of the prompt's first block, which was proven: its slot still holds another tenant's bytes."""
+
+    def __init__(self, owner: DiskOwner) -> None:
+        self.owner, self.tier, self.stores = owner, owner.disk.tier, owner.disk.shared.stores
+        self.level, self.promotions = owner.below.level, owner.disk.shared.promotions
+        owner.ask(PROMPT[:5])
+        assert eventually(lambda: len(self.tier) == 1)
+        self.evict()
+        owner.ask([700 + each for each in range(41)], OTHER)
+        assert eventually(lambda: len(self.tier) == 11 and owner.is_idle())
+        self.evict()
+        self.key, self.generation = encode(PROMPT[:4]), self.level.cache.generation("a")
+
+    def evict(self) -> None:
+        self.owner.evict()
+        with self.owner.below.gate:
+            self.level.cache.evict(1_000)
+
+    def begin(self) -> None:
+        """Let the present step fill the slot. Its record on the disk makes way for others. Within the gate."""
+        assert self.is_waiting()
+        job = self.promotions._promotions["r"].jobs[0]
+        assert eventually(lambda: job.is_done)
+        tags = self.tier._folder.keys("a")
+        assert tags is not None
+        found = self.tier._table.find(self.tier._locator(tags, NS, memoryview(self.key)))
+        assert found is not None
+        with self.tier._lock:
+            self.tier._table.drop(found)
+        assert not self.is_waiting()
+
+    def is_waiting(self) -> bool:
+        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0)
+
+    def slot_bytes(self) -> bytes:
+        entries = self.level.cache.match(NS, self.key).block_ids
+        return bytes(self.owner.below.memory.slot_bytes(int(self.level.index.slots_of(entries)[0])))
+
+    def stored(self) -> bytes | None:
+        """Return what the disk proves of the block."""
+        into = bytearray(self.owner.below.memory.block_bytes)
+        job = self.tier.load(NS, self.key, 0, memoryview(into))
+        assert job is not None
+        return bytes(into) if job.wait(30) else None
+
+    def unstored(self) -> int:
+        return self.stores._counts["disk_unstored_blocks"]
+
+
+def test_a_slot_that_is_being_filled_is_stored_when_it_is_filled(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=16) as owner:
+        filling = Filling(owner)
+        with owner.below.gate:
+            filling.begin()
+            assert any(filling.slot_bytes()), "it holds other bytes"
+            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            filling.stores.step()
+            assert filling.stores.num_waiting == 1 and not filling.stores.num_running
+            owner.below._run()
+            right = filling.slot_bytes()
+        assert eventually(lambda: filling.stores.is_idle and len(filling.tier) == 11)
+        assert filling.stored() == right
+
+
+def test_a_slot_that_is_being_filled_is_lost_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=64) as owner:
+        filling = Filling(owner)
+        monkeypatch.setattr(type(filling.stores), "_stores_later", property(lambda self: True))
+        with owner.below.gate:
+            filling.begin()
+            before = filling.unstored()
+            filling.level.cache.evict(1_000)
+            assert not filling.stores._leaving and filling.unstored() == before + 1
+            owner.below._run()
+        assert filling.stored() is None
+
+
+def test_a_fill_that_never_ends_does_not_hold_up_the_close_of_its_disk(tmp_path: Path) -> None:
+    owner = DiskOwner(tmp_path / "disk", host_blocks=16)
+    filling = Filling(owner)
+    owner.below._stop.set()
+    with owner.below.gate:
+        filling.begin()
+        filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+        began_at = time.monotonic()
+        owner.disk.close()
+        assert time.monotonic() - began_at < 5.0 and filling.stores.is_idle
+        assert len(filling.tier) == 10 and filling.unstored() >= 1
+    owner.cache.close()
+
+
+def test_after_an_error_no_slot_is_being_filled(tmp_path: Path) -> None:
+    with on_disk(tmp_path / "disk", host_blocks=16) as owner:
+        filling = Filling(owner)
+        with owner.below.gate:
+            filling.begin()
+            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            owner.below._undo()
+            assert owner.disk._filling.num_ready(np.arange(16)) == 16
+            owner.below._run()
+        assert eventually(lambda: filling.stores.is_idle)
+        assert filling.stored() is None and owner.ask(PROMPT[:5]) == (0, 5)
+        assert owner.below.counts()["host"]["errors"] == 1
+        owner.below._counts["errors"] = 0
+
+
+# --- a tenant whose purges the disk can't learn
+
+
+@contextmanager
+def unlearnable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskOwner]:
+    """Tenant b was purged by the fleet, and its file of the disk is damaged."""
+    monkeypatch.setattr(disk_debts, "LEARNING_S", 0.1)
+    with on_disk(path) as owner:
+        owner.cache.follow_generations(lambda tenant: int(tenant == "b"), lambda: True)
+        learn = owner.disk.tier.learn_generation
+
+        def failing(tenant: str, generation: int) -> None:
+            if tenant == "b":
+                raise OSError("planted")
+            learn(tenant, generation)
+
+        monkeypatch.setattr(owner.disk.tier, "learn_generation", failing)
+        yield owner
+        monkeypatch.setattr(owner.disk.tier, "learn_generation", learn)
+
+
+def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unlearnable(folder, monkeypatch) as owner:
+        for number in range(3):
+            with owner.cache.open(OTHER, PROMPT) as sequence:
+                loading = sequence.loading
+                assert (loading is None) == (number > 0), "only the first one waits"
+                assert loading is None or loading.wait(30)
+            assert not owner.disk.shared.patience.is_resting
+        assert eventually(lambda: owner.disk.debts.is_known("a"))
+        with owner.cache.open(NS, PROMPT) as sequence:
+            assert loading_of(sequence).wait(30) and sequence.num_committed_tokens == 40
+        assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
+
+
+def test_who_computes_meanwhile_uses_what_is_learned_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(folder) as owner:
+        known = owner.disk.debts.is_known
+        monkeypatch.setattr(owner.disk.debts, "is_known", lambda tenant: False)
+        monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: True)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            stop = loading.claim(4)
+            monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: False)
+            owner.compute(sequence, stop)
+            assert not loading.poll()
+            assert eventually(lambda: known("a"))
+            monkeypatch.setattr(owner.disk.debts, "is_known", known)
+            assert loading.wait(30) and loading.num_loaded_tokens == 36
+            assert owner.is_right(sequence)
+
+
+def test_what_is_learned_of_tenants_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_debts, "_MAX_KNOWN", 8)
+    with on_disk(folder) as owner, owner.below.gate:
+        for number in range(30):
+            owner.disk.debts.is_known(f"t{number}")
+        assert len(owner.disk.debts._learning) <= 8
+
+
+# --- what waits for the disk
+
+
+def test_a_tenant_that_cannot_be_learned_stops_no_stores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unlearnable(folder, monkeypatch) as owner:
+        before = len(owner.disk.tier)
+        for namespace in (OTHER, NS):
+            owner.ask([900 + each for each in range(41)], namespace)
+        assert eventually(lambda: len(owner.disk.tier) == before + 10)
+        assert {each.namespace.tenant for each in owner.disk.shared.stores._waiting} == {"b"}
+
+
+def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_stores, "MAX_LOOKS", 8)
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    namespace = engine.level.cache.namespaces()[0]
+    stores, patience, num_looks = engine.disk.shared.stores, engine.disk.shared.patience, list[int]()
+    locate = engine.disk.tier.locate
+    monkeypatch.setattr(engine.disk.tier, "locate", lambda *given: (num_looks.append(1), locate(*given))[1])
+    for most_bytes, most_looks in ((1 << 20, 8), (3 * 4 * 40, 3)):
+        monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", most_bytes)
+        patience.rest()
+        patience.rest()
+        for number in range(40):
+            stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 0, 10)
+        patience._rests_until = engine.disk._clock()
+        while stores.num_waiting:
+            num_looks.clear()
+            stores.step()
+            assert 0 < len(num_looks) <= most_looks
+    monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", 1 << 20)
+    num_looks.clear()
+    for number in range(5):
+        stores.note_saved(namespace, 0, encode(ids_of(40, 50 + number)), 0, 10)
+    assert not stores.num_waiting and len(num_looks) == 5, "what memory doesn't have is looked at once"
+    engine.run()
+    engine.stop()
+
+
+def test_what_waits_is_bounded_by_the_bytes_of_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_stores, "MAX_WAITING_BYTES", 10 * 4 * 40)
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.shared.stores
+    for _ in range(2):
+        engine.disk.shared.patience.rest()
+    for number in range(30):
+        stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 8, 10)
+    assert stores.num_waiting == 10 and stores._waiting.num_bytes == 10 * 4 * 40
+    assert engine.disk.take_counts()["disk_unstored_blocks"] == 20 * 2
+    stores.forget_waiting()
+    assert stores._waiting.num_bytes == 0 and engine.disk.take_counts()["disk_unstored_blocks"] == 10 * 2
+    engine.stop()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interruption_leaves_no_slot_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """The interruption comes before the slots are free, or just afterwards."""
+    with on_disk(tmp_path / "disk") as owner:
+        index = owner.below.level.index
+        unuse, stores = index.unuse, owner.disk.shared.stores
+
+        def interrupted(slots: Any) -> None:
+            if is_done:
+                unuse(slots)
+            monkeypatch.setattr(index, "unuse", unuse)
+            raise KeyboardInterrupt
+
+        with owner.below.gate:
+            slots = index.give("a", np.arange(2), may_evict=False)
+            index.use(slots)
+            store = disk_stores._Store(slots, True, 0.0)
+            stores._stores.append(store)
+            stores._num_leaving = 2
+            monkeypatch.setattr(index, "unuse", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stores._free_slots(store)
+            stores.step()
+            assert not index._uses.any() and not stores._num_leaving and not stores._stores
+            index.take_away(np.arange(2))
+            index.check()
+
+
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_what_the_disk_is_too_busy_for_goes_on_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
+) -> None:
+    engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
+    stores, store, num_calls = engine.disk.shared.stores, engine.disk.tier.store, list[int]()
+
+    def busy(*given: Any, **named: Any) -> Job | None:
+        num_calls.append(1)
+        return None if len(num_calls) > 2 else store(*given, **named)
+
+    monkeypatch.setattr(engine.disk.tier, "store", busy)
+    engine.add("a", ids_of(41))
+    Engine.run(engine)
+    assert eventually(lambda: (engine.step(0), len(engine.disk.tier) == 2)[1])
+    assert sum(each.num_blocks for each in stores._waiting) == 8
+    if stores._budget is not None:
+        income = stores._budget.bytes_per_s
+        assert stores._budget.left_bytes() == income - 2 * stores._record_bytes
+    monkeypatch.setattr(engine.disk.tier, "store", store)
+    engine.run()
+    assert len(engine.disk.tier) == 10 and engine.disk.take_counts()["disk_unstored_blocks"] == 0
+    engine.stop()
+
+
+@pytest.mark.parametrize("reason", ["busy", "unknown", "owed", "shut"])
+def test_what_leaves_and_is_refused_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    with on_disk(tmp_path / "disk") as owner:
+        owner.ask(PROMPT)
+        disk, stores = owner.disk, owner.disk.shared.stores
+        assert eventually(lambda: len(disk.tier) == 10 and not owner.below.level.index._uses.any())
+        with owner.below.gate, monkeypatch.context() as patch:
+            patch.setattr(type(stores), "_stores_later", property(lambda self: True))
+            patch.setattr(disk.tier, "locate", lambda *given: 0)
+            if reason == "busy":
+                patch.setattr(disk.tier, "store", lambda *given, **named: None)
+            elif reason == "unknown":
+                patch.setattr(disk.debts, "known", lambda tenant: None)
+            elif reason == "owed":
+                patch.setattr(disk.debts, "is_owed", lambda tenant: True)
+            else:
+                patch.setattr(type(stores), "_is_open", property(lambda self: False))
+            before = stores._counts["disk_unstored_blocks"]
+            owner.below.level.cache.evict(1)
+            stores.step()
+            stores.step()
+            assert stores._counts["disk_unstored_blocks"] == before + 1
+            assert not owner.below.level.index._uses.any()
