@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.config import MAX_WEIGHTS, Namespace
@@ -38,6 +38,15 @@ _FAILED.end(False)
 _log = logging.getLogger(__name__)
 
 
+class _Learning(NamedTuple):
+    """A try to learn these generations of a tenant. ``waits_until``: of requests, ``again_at``: if it fails."""
+
+    job: Job
+    waits_until: float
+    again_at: float
+    generations: tuple[int, int]
+
+
 class DiskDebts:
     """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
 
@@ -48,7 +57,7 @@ class DiskDebts:
         self._fleet_generation = fleet_generation
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
-        self._learning: dict[str, tuple[Job, float]] = {}
+        self._learning: dict[str, _Learning] = {}
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
         self._num_owed, self._owing = 0, threading.Lock()
@@ -92,10 +101,12 @@ class DiskDebts:
 
     def may_wait(self, tenant: str) -> bool:
         """Whether a request may wait for what ``is_known`` began: not if one has already waited in vain."""
-        return self._clock() < self._learning.get(tenant, (_FAILED, 0.0))[1]
+        learning = self._learning.get(tenant)
+        return learning is not None and self._clock() < learning.waits_until
 
     def is_known(self, tenant: str) -> bool:
-        """Whether the folder has applied the tenant's purges. If not, a thread begins to, again if it failed.
+        """Whether the folder has applied the tenant's purges. If not, a thread begins to; once in ``PAY_AGAIN_S`` again
+        if it failed.
 
         Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
         """
@@ -103,14 +114,17 @@ class DiskDebts:
         if self._known.get(tenant) == generations:
             self._learning.pop(tenant, None)
             return True
-        job, ends_at = self._learning.get(tenant, (_FAILED, self._clock() + LEARNING_S))
-        if job.is_done:
-            learning = self._thread_of(tenant).submit(
-                lambda job, memory: self._learn(tenant, generations), is_load=True
+        now = self._clock()
+        before = self._learning.get(tenant) or _Learning(_FAILED, now + LEARNING_S, now, generations)
+        is_news = before.generations != generations
+        if before.job.is_done and (is_news or now >= before.again_at or before.job.wait(0)):
+            job = self._thread_of(tenant).submit(
+                lambda job, memory: self._learned(tenant, generations), is_load=True
             )
             if tenant not in self._learning and len(self._learning) >= _MAX_KNOWN:
                 self._learning = {each: begun for each, begun in self._learning.items() if each in self._own}
-            self._learning[tenant] = learning or _FAILED, ends_at
+            again_at = now if job is None else now + PAY_AGAIN_S
+            self._learning[tenant] = _Learning(job or _FAILED, before.waits_until, again_at, generations)
         return False
 
     @property
@@ -208,6 +222,18 @@ class DiskDebts:
             return False
         return True
 
+    def _learned(self, tenant: str, generations: tuple[int, int]) -> bool:
+        """Learn a tenant's purges, in a thread. Returns whether that is done."""
+        try:
+            return self._learn(tenant, generations)
+        except (OSError, TierError) as error:
+            if self._problems.get(tenant) != str(error):
+                _log.error(
+                    "the disk can't learn the purges of tenant %r, and has nothing of it: %s", tenant, error
+                )
+            self._problems[tenant] = str(error)
+            return False
+
     def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
         """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
         before = self._known.get(tenant, (0, generations[1]))
@@ -218,6 +244,8 @@ class DiskDebts:
         if len(self._known) >= _MAX_KNOWN:
             self._known = {each: known for each, known in self._known.copy().items() if each in self._own}
         self._known[tenant] = generations
+        if tenant not in self._owed:
+            self._problems.pop(tenant, None)
         return True
 
     def _paid(self, tenant: str) -> bool:

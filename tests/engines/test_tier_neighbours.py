@@ -543,6 +543,32 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
         assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
 
 
+def test_learning_that_fails_is_tried_again_from_time_to_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in some seconds, and at once if there is news; told once."""
+    with unlearnable(folder, monkeypatch) as owner:
+        debts, now = owner.disk.debts, owner.disk.debts._clock()
+        monkeypatch.setattr(debts, "_clock", lambda: now)
+        tries = list[int]()
+        learn = debts._learn
+        monkeypatch.setattr(debts, "_learn", lambda *given: (tries.append(1), learn(*given))[1])
+
+        def num_tries() -> int:
+            for _ in range(50):
+                assert not debts.is_known("b")
+                time.sleep(0.001)
+            assert eventually(lambda: debts._learning["b"].job.is_done)
+            return len(tries)
+
+        assert num_tries() == num_tries() == 1
+        now += disk_debts.PAY_AGAIN_S
+        assert num_tries() == num_tries() == 2
+        owner.cache.follow_generations(lambda tenant: 2 * int(tenant == "b"), lambda: True)
+        assert num_tries() == num_tries() == 3
+    assert caplog.text.count("can't learn the purges of tenant 'b'") == 1 and "Traceback" not in caplog.text
+
+
 def test_who_computes_meanwhile_uses_what_is_learned_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
