@@ -192,8 +192,9 @@ class KeySet:
         try:
             with open(path, "rb", opener=_open_private) as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
-        except OSError as error:
-            allowed = f"a file of keys that can be read ({error.strerror})"
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no path"
+            allowed = f"a file of keys that can be read ({reason})"
             raise ConfigError("keys", shown_path(str(path)), allowed) from None
         try:
             keys = _parsed_keys(content)

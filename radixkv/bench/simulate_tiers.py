@@ -41,7 +41,7 @@ def run(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Replay the traces with each policy and capacity of the device, over LRU tiers of these sizes.
+    """Replay the traces with each policy and capacity of the device, over tiers of these sizes.
 
     ``disk_writes``: blocks an hour that the disk may be written on average; None for no bound.
 

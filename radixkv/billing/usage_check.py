@@ -74,7 +74,12 @@ def verify(path: Path | str, keys: Sequence[bytes], *, trusts_folder_key: bool =
     Raises ConfigError for no folder or no key, OSError.
     """
     with reading(path) as reader:
-        own = reader.key()
+        try:
+            own = reader.key()
+        except ConfigError:
+            if not keys:
+                raise
+            own = None  # the others prove the log without it
         known = [*([] if own is None else [own]), *keys]
         if not known:
             raise ConfigError("--fleet-secret", None, "the secret of the log, because the folder has no key")
@@ -197,8 +202,10 @@ class _Checking:
         fields, key_before = line.fields, self._key
         self._key = self._keys.get(str(fields.get("key")))
         if self._key is not None and self._key == self._own and key_before not in (None, self._own):
+            self.found.num_missing += self.found.trusts_folder_key  # else the log is unproven anyway
             self.found.tell(
-                f"{self._place}: only the folder's key proves it, and a secret the line before it"
+                f"{self._place}: only the folder's key proves it, and a secret the line before it, so lines between "
+                "them may be cut off"
             )
         before = _hex(fields.get("previous"))
         if fields.get("file") != file.number or before is None:

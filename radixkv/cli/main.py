@@ -737,7 +737,7 @@ def simulate(
     A TRACE is a file of JSON lines, in the format of Mooncake or Bailian, or written by `radixkv serve --record` or
     `radixkv workload`. Several traces are merged by time. There are two optima: with and without bypass.
 
-    With --host or --disk, LRU tiers below the cache keep what it evicts. The result says what each tier saves.
+    With --host or --disk, tiers below the cache keep what it evicts. The result says what each tier saves.
 
     With --serve, a TRACE holds packed sessions of agents (`radixkv workload --sessions`). Each scheduler and policy
     serves them, beside clairvoyant eviction. With --grid, one scheduler and policy serves many loads.

@@ -104,6 +104,11 @@ class DiskDebts:
         learning = self._learning.get(tenant)
         return learning is not None and self._clock() < learning.waits_until
 
+    def has_failed(self, tenant: str) -> bool:
+        """Whether the last try to learn a tenant's purges has ended, and it isn't known what they are."""
+        learning = self._learning.get(tenant)
+        return learning is not None and learning.job.is_done and not learning.job.wait(0)
+
     def is_known(self, tenant: str) -> bool:
         """Whether the folder has applied the tenant's purges. If not, a thread begins to; once in ``PAY_AGAIN_S`` again
         if it failed.
@@ -227,6 +232,10 @@ class DiskDebts:
         try:
             return self._learn(tenant, generations)
         except (OSError, TierError) as error:
+            if len(self._problems) >= _MAX_KNOWN:
+                self._problems = {
+                    each: told for each, told in self._problems.copy().items() if each in self._owed
+                }
             if self._problems.get(tenant) != str(error):
                 _log.error(
                     "the disk can't learn the purges of tenant %r, and has nothing of it: %s", tenant, error

@@ -22,6 +22,8 @@ lost.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -114,6 +116,7 @@ class DiskStores:
         self._leaving: deque[_Leaving] = deque()
         self._num_slots, self._tenant = num_slots, tenant
         self._num_leaving, self._most_leaving = 0, max(num_slots // LEAVING_PART, 1)
+        self._counting = threading.Lock()
         self._most_stores = min(MAX_STORES, max(num_slots // 8, 1))
         self._is_closing = False
         num_blocks = (tier.partition(tenant) if tenant else 0) or tier.num_slots
@@ -201,9 +204,11 @@ class DiskStores:
             self._waiting.give_back(saved, is_next=False)
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for a block that is being stored, if there is one."""
+        """Wait for a block that is being stored; for this time if there is none."""
         if self._stores and self._stores[0].jobs:
             self._stores[0].jobs[-1].poll(timeout_s)
+        else:
+            time.sleep(timeout_s)
 
     def close(self) -> None:
         """Store nothing more, and free all slots."""
@@ -284,14 +289,21 @@ class DiskStores:
         for job in store.jobs:
             if job.needs_memory:
                 job.cancel()
-        slots, num_leaving, uses = store.slots, self._num_leaving, self._index.uses_of(store.slots)
+        slots, uses = store.slots, self._index.uses_of(store.slots)
+        num_left = len(slots) * store.has_left
         try:
-            store.slots, self._num_leaving = slots[:0], num_leaving - len(slots) * store.has_left
+            store.slots = slots[:0]
+            self._count_leaving(-num_left)
             self._index.unuse(slots)
         except BaseException:
-            if (self._index.uses_of(slots) == uses).all():  # interrupted before: another call does it
-                store.slots, self._num_leaving = slots, num_leaving
+            if not store.slots.size and (self._index.uses_of(slots) == uses).all():  # another call does it
+                store.slots = slots
+                self._count_leaving(num_left)
             raise
+
+    def _count_leaving(self, by: int) -> None:
+        with self._counting:
+            self._num_leaving += by
 
     def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         """Keep slots whose entries are evicted until they are stored, up to the first that is being filled.
@@ -311,7 +323,7 @@ class DiskStores:
         if known is not None and len(kept):
             leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
             self._index.use(kept)
-            self._num_leaving += len(kept)
+            self._count_leaving(len(kept))
             self._leaving.append(leaving)
 
     @property
@@ -384,7 +396,10 @@ class DiskStores:
             if not self._is_wanted(saved):
                 self._counts["disk_unstored_blocks"] += saved.num_blocks
             elif not self._debts.is_known(saved.namespace.tenant):
-                self._waiting.give_back(saved, is_next=False)  # the others go on
+                if self._is_closing and self._debts.has_failed(saved.namespace.tenant):
+                    self._counts["disk_unstored_blocks"] += saved.num_blocks
+                else:
+                    self._waiting.give_back(saved, is_next=False)  # the others go on
             elif not self._store(saved):
                 return
 
@@ -418,7 +433,7 @@ class DiskStores:
         if start:  # what lay before has left; the disk may have some of the next ones
             self._waiting.give_back(saved._replace(first=first + start), is_next=True)
             return True
-        slots = self._index.slots_of(entries[: min(stop, self._room)])
+        slots = self._index.filled_slots(entries[: min(stop, self._room)])  # some may have gone just now
         num_ready = self._filling.num_ready(slots)
         if num_ready and self._budget is not None and not self._budget.can_spend(tenant, self._clock()):
             self._counts["disk_unchosen_blocks"] += saved.stop - first

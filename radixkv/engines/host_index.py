@@ -380,8 +380,18 @@ class HostIndex:
             self._pools[number].capacity = num_slots
             if not num_slots:
                 del self._own[tenant]
+                self._share(number)
             else:
-                self._trim(number, [tenant])
+                self._trim(number, lambda: [tenant], self.num_slots)
+
+    def _share(self, number: int) -> None:
+        """Count all slots of a pool to the shared one. O(slots)."""
+        pool, shared = self._pools[number], self._pools[0]
+        self._pool_of[self._pool_of == number] = 0
+        shared.used, pool.used = shared.used + pool.used, 0
+        spare = pool.spare.oldest(len(pool.spare), lambda entries: np.ones(len(entries), np.bool_))
+        pool.spare.drop(spare)
+        shared.spare.add(spare)
 
     def _new_pool(self) -> int:
         """Return the number of a pool that nobody uses."""
@@ -480,14 +490,14 @@ class HostIndex:
 
         A tenant with slots of its own evicts nothing of itself because others still have some of these.
         """
-        self._take_spare(pool, wanted)
         is_own = pool is not self._pools[0]
-        if is_own and self._num_free < wanted:
-            self._trim(0, self._sharing())
 
         def short() -> int:
             return wanted - max(pool.capacity - pool.used, 0) if is_own else self._short(pool, wanted)
 
+        self._take_spare(pool, short())
+        if is_own:
+            self._trim(0, self._sharing, wanted - self._num_free)
         step = 1
         while (num := short()) > 0:
             if not self.cache.evict(max(num, step), tenant):
@@ -495,22 +505,26 @@ class HostIndex:
             self.settle()
             step *= 2  # the next ones in the order may have no slots
 
-    def _trim(self, number: int, tenants: Iterable[str]) -> None:
-        """Free what a pool, of these tenants, has beyond its capacity; not what is in use."""
+    def _trim(self, number: int, tenants: Callable[[], Iterable[str]], most: int) -> None:
+        """Free at most so many slots that a pool, of these tenants, has beyond its capacity; not what is in use.
+
+        O(1) if there are none.
+        """
         pool = self._pools[number]
-        over = pool.used - pool.capacity
-        if over > 0 and len(pool.spare):
-            self.take_away(pool.spare.oldest(over, lambda entries: self._uses[self._slot_of[entries]] == 0))
-        for tenant in tenants:
+        over = min(pool.used - pool.capacity, most)
+        if over <= 0:
+            return
+        left = pool.used - over
+        self._take_spare(pool, over)
+        left += min(self._num_orphans(number), max(pool.used - left, 0))  # they are free after their use
+        for tenant in tenants() if pool.used > left else ():
             step = 1
-            while (over := pool.used - pool.capacity - self._num_orphans(number)) > 0:
-                if not self.cache.evict(max(over, step), tenant):
-                    break
+            while (over := pool.used - left) > 0 and self.cache.evict(max(over, step), tenant):
                 self.settle()
                 step *= 2  # the next ones in the order may have no slots
 
     def _sharing(self) -> list[str]:
-        """Return the tenants that have shared slots, that with the most first. O(slots)."""
+        """Return the tenants that have shared slots, that with the most first. O(slots × log(slots))."""
         numbers, counts = np.unique(self._owner_of[self._pool_of == 0], return_counts=True)
         names = {number: tenant for (tenant, _), number in self._owners.items()}
         ordered = numbers[np.argsort(-counts, kind="stable")].tolist()
@@ -524,11 +538,10 @@ class HostIndex:
     def _short(self, pool: _Pool, wanted: int) -> int:
         return wanted - min(self._num_free, max(pool.capacity - pool.used, 0))
 
-    def _take_spare(self, pool: _Pool, wanted: int) -> None:
+    def _take_spare(self, pool: _Pool, most: int) -> None:
         """Take spare slots, oldest first, those in use excepted."""
-        short = self._short(pool, wanted)
-        if short > 0 and len(pool.spare):
-            self.take_away(pool.spare.oldest(short, lambda entries: self._uses[self._slot_of[entries]] == 0))
+        if most > 0 and len(pool.spare):
+            self.take_away(pool.spare.oldest(most, lambda entries: self._uses[self._slot_of[entries]] == 0))
 
 
 def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -70,6 +70,8 @@ from radixkv.tiers.tier_lanes import LANE_THREADS, USED_PART, TierLane
 
 MAX_THREADS: Final = 64
 _NONCE_BYTES: Final = 12
+_MOST_DROPPED: Final = 4_096
+"""Records that are forgotten under one hold of the lock: some milliseconds."""
 _LAST_SYNC: Final = 0.25
 """Part of the time of ``close`` that is for the last sync, if what is queued takes that long."""
 _LEAST_PART: Final = 0.01
@@ -103,7 +105,7 @@ class DiskSettings:
     - ``num_threads``: threads for I/O, each with a buffer of a record, 1 to 64.
     - ``sync_s``: seconds between syncs. A crash loses at most what was sealed since the last.
     - ``hang_s``: an operation that takes longer counts as hanging.
-    - ``retry_s``: seconds for which a lane of the tier is closed after errors.
+    - ``retry_s``: seconds for which a lane of the tier is closed after errors, and until a failed sync is repeated.
     - ``partitions``: slots of their own for tenants, by name: for strict tenants, which must not notice others.
     - ``bandwidth``: bytes a second that the device reads and writes, of which partitions have their parts; None if that
       isn't known (``tier_lanes``).
@@ -223,7 +225,7 @@ class DiskTier:
         self._awaits = settings.awaits_generations
         self._num_sealed = self._sealed_at_sync = 0
         """Records that were sealed since the opening, and how many of them are durable."""
-        self._synced_at = clock()
+        self._synced_at = self._syncs_at = clock()
         self._sync_job: Job | None = None
         self._has_failed_sync = False
         self.durations = {name: Durations() for name in OPERATIONS}
@@ -497,10 +499,9 @@ class DiskTier:
                 raise TierError(f"another process opened {self._folder.path}: this one no longer uses it")
             self._rewrite_headers()
             self._slab.sync()
-        except OSError as error:
-            self._has_failed_sync = True
+        except OSError:
+            self._has_failed_sync, self._syncs_at = True, self._clock() + self.settings.retry_s
             self._count(sync_errors=1)
-            self._shared.failed(error)
             raise
         finally:
             with self._lock:
@@ -515,8 +516,12 @@ class DiskTier:
             self._has_failed_sync = False
 
     def maintain(self) -> None:
-        """Sync in a thread if ``sync_s`` seconds have passed and something was sealed. Doesn't wait. Call it often."""
-        is_due = self._clock() - self._synced_at >= self.settings.sync_s
+        """Sync in a thread if ``sync_s`` seconds have passed and something was sealed; after a failed one, ``retry_s``.
+
+        Doesn't wait. Call it often.
+        """
+        now = self._clock()
+        is_due = now - self._synced_at >= self.settings.sync_s and now >= self._syncs_at
         is_running = self._sync_job is not None and not self._sync_job.is_done
         with self._lock:
             lanes = [self._shared, *self._lanes.values()]
@@ -825,14 +830,23 @@ class DiskTier:
         owner, keys = bytes.fromhex(tag), self._folder.keys_of(tag)
         with self._lock:
             self._purges[tag] += 1
-            forgotten = set(self._table.drop_owner(owner)) if is_certain else set()
+        forgotten = self._drop_owner(owner) if is_certain else set()
         if not raised():
             return 0
-        with self._lock:  # again: something may have been sealed in between
-            forgotten |= set(self._table.drop_owner(owner))
+        forgotten |= self._drop_owner(owner)  # again: something may have been sealed in between
         if keys is not None and forgotten:
             self._clear_headers(np.array(sorted(forgotten)), keys.key_id)
         return len(forgotten)
+
+    def _drop_owner(self, owner: bytes) -> set[int]:
+        """Forget the records of an owner, in slices: nobody else waits long for the lock. Returns their slots."""
+        dropped = set[int]()
+        with self._lock:
+            slots = self._table.slots_of(owner)
+        for at in range(0, len(slots), _MOST_DROPPED):
+            with self._lock:
+                dropped.update(self._table.drop_of(owner, slots[at : at + _MOST_DROPPED]))
+        return dropped
 
     def _clear_headers(self, slots: NDArray[np.int64], key_id: bytes) -> None:
         """Clear headers under a key that was destroyed, in one write. A slot may have another record by now."""

@@ -23,6 +23,8 @@ Work: TypeAlias = "Callable[[Job, memoryview], bool]"
 """Does a job, with the thread's own memory for I/O. Returns whether it succeeded."""
 
 MOST_LOADS: Final = 16
+START_AGAIN_S: Final = 5.0
+"""Seconds until a thread is started again, after the system refused one."""
 
 log = logging.getLogger("radixkv.tiers")
 
@@ -160,6 +162,8 @@ class IOThreads:
         self._began: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
         self._is_closing = False
+        self._starts_at = clock()
+        """When a thread may be started: some time after the system refused one."""
         self._loads_in_a_row = 0
         self._storing: set[int] = set()
         self._most_stores = num_threads if most_stores is None else most_stores
@@ -199,7 +203,8 @@ class IOThreads:
             if self._is_closing or num_queued >= self._max_queued or self._num_hung() >= self._num_threads:
                 return None
             idle = len(self._threads) - len(self._began)
-            if len(self._threads) < self._num_threads and idle <= num_queued:
+            is_wanted = len(self._threads) < self._num_threads and idle <= num_queued
+            if is_wanted and self._clock() >= self._starts_at:
                 self._start()
             if not self._threads:
                 return None
@@ -244,6 +249,7 @@ class IOThreads:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
+            self._starts_at = self._clock() + START_AGAIN_S
             log.error("a tier has %d threads of %d: %s", len(self._threads), self._num_threads, error)
             return
         self._threads.append(thread)

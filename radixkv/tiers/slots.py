@@ -269,12 +269,17 @@ class SlotTable:
         if state == SEALED and slot not in self._leases:
             self._free_up(slot)
 
-    def drop_owner(self, name: bytes) -> list[int]:
-        """Forget all records of an owner. Returns their slots. O(its slots)."""
-        slots = sorted(self._owners[name].slots) if name in self._owners else []
-        for slot in slots:
+    def slots_of(self, name: bytes) -> list[int]:
+        """Return the slots of an owner. O(its slots)."""
+        return list(self._owners[name].slots) if name in self._owners else []
+
+    def drop_of(self, name: bytes, slots: Iterable[int]) -> list[int]:
+        """Forget the records in those of the slots that are an owner's now. Returns these. O(slots)."""
+        owner = self._owners.get(name)
+        its = [] if owner is None else [slot for slot in slots if slot in owner.slots]
+        for slot in its:
             self.drop(slot)
-        return slots
+        return its
 
     def check(self) -> None:
         """Check the law. O(slots). Raises IntegrityError."""

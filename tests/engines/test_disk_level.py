@@ -403,7 +403,7 @@ def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_pat
     assert engine.again("a", ids_of(41)) == 41 and len(engine.disk.tier) == 10, "once is no reason"
     patience.rest()
     engine.add("b", ids_of(41, 1))
-    Engine.run(engine)
+    Engine.run(engine, 60_000)
     assert (
         len(engine.disk.tier) == 10
         and engine.disk.shared.stores.num_waiting == 2

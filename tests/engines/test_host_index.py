@@ -121,6 +121,40 @@ def test_a_tenant_loses_nothing_of_its_own_for_slots_that_others_use() -> None:
     index.check()
 
 
+def test_others_lose_only_what_is_needed_and_nobody_looks_at_all_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = HostIndex(100, SIZE, num_above=100, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=60, max_blocks=60, mode="strict"))
+    index.set_strict("s", 10)
+    assert put(index, "s", 1, 10) == 10 and put(index, "b", 2, 90) == 90
+    index.set_strict("s", 50)
+    spare = index.cache.match(name_of("s"), key_of(1, 10)).block_ids
+    index.loaded(spare)
+    assert put(index, "s", 3, 4) == 4
+    assert index.reach(name_of("s"), key_of(1, 10), 0) == 10, "its spare slots are its own"
+    assert index.reach(name_of("b"), key_of(2, 90), 0) == 86
+    assert put(index, "s", 4, 36) == 36 and index.reach(name_of("b"), key_of(2, 90), 0) == 50
+    monkeypatch.setattr(index, "_sharing", lambda: pytest.fail("nothing is to be freed"))
+    assert put(index, "s", 5, 4) == 4
+    index.check()
+
+
+def test_slots_of_ones_own_that_were_shared_for_a_while() -> None:
+    index = HostIndex(100, SIZE, num_above=100, policy="lru")
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=99, max_blocks=99, mode="strict"))
+    index.set_strict("s", 50)
+    assert put(index, "s", 1, 50) == 50 and put(index, "b", 2, 50) == 50
+    index.loaded(index.cache.match(name_of("s"), key_of(1, 50)).block_ids[:5])
+    index.set_strict("s", 0)
+    index.check()
+    assert put(index, "b", 3, 5) == 5, "the spare ones"
+    index.set_strict("s", 50)
+    for number in range(10, 15):
+        assert put(index, "s", number, 5) == 5
+    index.check()
+
+
 def test_fewer_slots_of_ones_own_go_back_at_once() -> None:
     index = HostIndex(12, SIZE, num_above=12, policy="lru")
     index.cache.add_tenant(Tenant("s", guaranteed_blocks=10, max_blocks=10, mode="strict"))

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock
+from radixkv.config import Tenant
 from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading, waiting_stores
+from radixkv.engines.disk_level import CLOSING_S
 from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.staging_rows import SHARED_S
@@ -569,6 +571,50 @@ def test_learning_that_fails_is_tried_again_from_time_to_time(
     assert caplog.text.count("can't learn the purges of tenant 'b'") == 1 and "Traceback" not in caplog.text
 
 
+def test_a_tenant_that_cannot_be_learned_holds_up_no_close(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unlearnable(folder, monkeypatch) as owner:
+        owner.ask([900 + each for each in range(41)], OTHER)
+        assert eventually(lambda: owner.disk.debts.has_failed("b")) and len(owner.disk.shared.stores._waiting)
+        began_at = time.monotonic()
+        owner.cache.close()
+        assert time.monotonic() - began_at < 0.8 * CLOSING_S
+
+
+def test_a_limit_that_falls_while_a_range_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread evicts in the middle: what has no slot any more is never stored out of another one's."""
+    engine = DiskEngine(tmp_path / "disk", 64)
+    index, stores = engine.level.index, engine.disk.shared.stores
+    most, stores._most_stores = stores._most_stores, 0
+    for number, size in enumerate((41, 121, 97)):
+        engine.add(str(number), ids_of(size, 7 * number))
+        Engine.run(engine, 60_000)
+    slots_of, stored = index.slots_of, list[int]()
+
+    def later(entries: Any) -> Any:
+        name = engine.level.cache.namespaces()[0]
+        engine.level.cache.add_tenant(Tenant(name.tenant, max_blocks=20))
+        return slots_of(entries)
+
+    begin = stores._begin
+
+    def begun(on_disk: Any, key: Any, first: Any, slots: Any, since: Any) -> int:
+        stored.extend(slots.tolist())
+        return begin(on_disk, key, first, slots, since)
+
+    stores._most_stores = most
+    monkeypatch.setattr(index, "slots_of", later)
+    monkeypatch.setattr(stores, "_begin", begun)
+    for _ in range(20):
+        stores.step()
+    assert stored and min(stored) >= 0
+    monkeypatch.undo()
+    engine.stop()
+
+
 def test_who_computes_meanwhile_uses_what_is_learned_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -699,7 +745,7 @@ def test_what_the_disk_is_too_busy_for_goes_on_waiting(
 
     monkeypatch.setattr(engine.disk.tier, "store", busy)
     engine.add("a", ids_of(41))
-    Engine.run(engine)
+    Engine.run(engine, 60_000)
     assert eventually(lambda: (engine.step(0), len(engine.disk.tier) == 2)[1])
     assert sum(each.num_blocks for each in stores._waiting) == 8
     if stores._budget is not None:

@@ -439,6 +439,29 @@ def test_strict_records_are_synced_while_the_others_rest(tmp_path: Path) -> None
     tier.close()
 
 
+def test_a_disk_that_cannot_sync_is_asked_again_from_time_to_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also beside a partition, whose lane doesn't rest. Reads and writes go on."""
+    files, clock = FaultyFiles(failing("sync")), ManualClock()
+    files.before = lambda call: None
+    given = settings(tmp_path / "t", direct=False, partitions={"globex": 4})
+    tier = DiskTier(given, [SECRET], files=files, clock=clock)
+    assert store(tier, ACME, prompt(1))
+    num_syncs, files.before = files.calls.count("sync"), failing("sync")
+    for _ in range(200):  # 100 s
+        clock.advance(0.5)
+        tier.maintain()
+        assert tier._sync_job is None or tier._sync_job.poll(WAIT_S)
+    assert files.calls.count("sync") - num_syncs == 4 and caplog.text.count("could not sync") == 4
+    assert tier.state == "open" and right_or_missing(tier, ACME, prompt(1)) and store(tier, ACME, prompt(2))
+    files.before = lambda call: None
+    clock.advance(30.0)
+    tier.maintain()
+    assert tier._sync_job is not None and tier._sync_job.wait(WAIT_S)
+    tier.close()
+
+
 def test_lanes_that_came_and_went_leave_nothing(tmp_path: Path) -> None:
     with tier_in(tmp_path / "t", direct=False) as tier:
         for _ in range(20):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from radixkv.clock import ManualClock
-from radixkv.tiers.io_threads import IOThreads, Job
+from radixkv.tiers.io_threads import START_AGAIN_S, IOThreads, Job
 from radixkv.tiers.tier_lanes import MOST_ERRORS, TierLane
 from tests.tiers.support import WAIT_S
 
@@ -31,9 +31,12 @@ def refuse(thread: threading.Thread) -> None:
 
 
 @pytest.mark.parametrize("num_running", [0, 1])
-def test_a_system_without_more_threads(num_running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_more_threads(
+    num_running: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The threads that there are do the work. Without any, a job is refused, not queued for a thread that may come."""
-    threads, gate, done = IOThreads(2, 4096), threading.Event(), list[str]()
+    clock = ManualClock()
+    threads, gate, done = IOThreads(2, 4096, clock=clock), threading.Event(), list[str]()
     running = [held(threads, gate) for _ in range(num_running)]
 
     def work(job: Job, memory: memoryview) -> bool:
@@ -43,7 +46,10 @@ def test_a_system_without_more_threads(num_running: int, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         job = threads.submit(work, is_load=True)
+        assert num_running or all(threads.submit(work, is_load=True) is None for _ in range(20))
     assert (job is not None) == bool(num_running)
+    assert caplog.text.count("can't start new thread") == 1, "not at each job"
+    clock.advance(START_AGAIN_S)
     gate.set()
     if job is not None:
         assert job.wait(WAIT_S) and all(each.wait(WAIT_S) for each in running)

@@ -48,7 +48,7 @@ def test_a_record_is_filled_once_and_not_found_after_its_owner_left() -> None:
     table = SlotTable(3)
     slot = table.take(b"1", A)
     assert slot is not None and table.take(b"1", A) is None
-    assert table.drop_owner(A) == [slot] and not table.seal(slot)
+    assert table.drop_of(A, table.slots_of(A)) == [slot] and not table.seal(slot)
     assert table.find(b"1") is None and table.num_free == 3
     table.check()
 
@@ -182,7 +182,7 @@ def test_random_lives_keep_the_law() -> None:
             elif deed == 5 and leased:
                 table.release(leased.pop())
             elif deed == 6 and chance.random() < 0.2:
-                table.drop_owner(owner)
+                table.drop_of(owner, table.slots_of(owner))
             table.check()
 
 
@@ -296,7 +296,7 @@ def test_an_owner_is_forgotten_with_its_last_record_and_quota() -> None:
     for number in range(1_000):
         owner = b"%016d" % number
         sealed(table, b"x%d" % number, owner)
-        table.drop_owner(owner)
+        table.drop_of(owner, table.slots_of(owner))
     assert len(table._owners) == 2 and table._overuse._heap is not None
     assert len(table._overuse._heap) < 200  # and so are the ranks of those that are gone
     table.set_quota(C, Quota(1))
@@ -430,7 +430,7 @@ def test_random_quotas_evict_what_they_should() -> None:
                     with pytest.raises(ArgumentError):
                         table.set_quota(name, quota)
             elif deed < 0.97:
-                table.drop_owner(name)
+                table.drop_of(name, table.slots_of(name))
             elif deed < 0.98 and table._slots:
                 table.touch(chance.choice(list(table._slots.values())))
             table.check()
