@@ -488,9 +488,8 @@ class Evictor:
     def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
-        most, num_detached, on_evict = tenant.on_most, 0, self.on_evict
+        most, num_detached, on_evict, first = tenant.on_most, 0, self.on_evict, len(freed)
         evicted: list[Node] = []
-        first = len(freed)
         if tenant.waiting is not None:
             tenant.waiting.end_due()  # what is evicted must not depend on when somebody looked
         while left:
