@@ -49,8 +49,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +116,9 @@ class ControlServer:
     - ``patience_s``: how long a short command waits for ``run_pending``. 0 for an engine that never calls it.
     - ``is_idle``: whether the engine makes no steps now. Called by other threads.
     - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
-    - ``purge_below``: called with the tenant, after the cache has forgotten it: to purge the tiers below.
+    - ``owe_below``: called with a tenant, before and after the cache forgets something of it. From then on the tiers
+      below serve nothing of it.
+    - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
     - ``weights``: the version of the weights now. Called by other threads.
 
@@ -133,7 +135,8 @@ class ControlServer:
         patience_s: float = 0.25,
         is_idle: Callable[[], bool] = lambda: False,
         on_purge: Callable[[], None] = lambda: None,
-        purge_below: Callable[[str], None] = lambda tenant: None,
+        owe_below: Callable[[str], None] = lambda tenant: None,
+        pay_below: Callable[[str], bool] = lambda tenant: True,
         follow_below: Callable[[str], None] = lambda tenant: None,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
@@ -142,7 +145,8 @@ class ControlServer:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
-        self._on_purge, self._purge_below, self._weights = on_purge, purge_below, weights
+        self._on_purge, self._weights = on_purge, weights
+        self._owe_below, self._pay_below = owe_below, pay_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
@@ -352,7 +356,9 @@ class ControlServer:
         return {"tokens": self._cache.touch(self._namespace(fields), ids)}
 
     def _clear(self, fields: Fields, ids: bytes) -> Answer:
-        return {"blocks": self._cache.clear(self._namespace(fields))}
+        namespace = self._namespace(fields)
+        with self._forgetting([namespace.tenant]):
+            return {"blocks": self._cache.clear(namespace)}
 
     def _pin(self, fields: Fields, ids: bytes) -> Answer:
         pin = self._cache.pin(self._namespace(fields), ids, fields.get("ttl_s"))
@@ -379,22 +385,36 @@ class ControlServer:
                     self._salts.raise_generation(name, generation)
         self._on_purge()
         try:
-            blocks = sum([self._cache.purge(name) for name in names])
-            for name in names:
-                self._purge_below(name)
+            with self._forgetting(names):
+                blocks = sum([self._cache.purge(name) for name in names])
         finally:
             self._on_purge()
         return {"tenants": names, "generation": self._generation(names), "blocks": blocks}
 
     def _remove(self, fields: Fields, ids: bytes) -> Answer:
+        names = self._tenants.removable(fields)
         self._on_purge()
         try:
-            removed = self._tenants.remove(fields, ids)
-            for name in removed["tenants"]:
-                self._purge_below(name)
-            return removed
+            with self._forgetting(names):
+                return self._tenants.remove(fields, ids)
         finally:
             self._on_purge()
+
+    @contextmanager
+    def _forgetting(self, names: list[str]) -> Iterator[None]:
+        """Within this, the cache forgets something of these tenants. The tiers below forget the tenants.
+
+        They owe it once more at the end: what they forgot early may have been stored again.
+        """
+        try:
+            for name in names:
+                self._owe_below(name)
+            yield
+        finally:
+            for name in names:
+                self._owe_below(name)
+        for name in names:
+            self._pay_below(name)
 
     def _generation(self, names: list[str]) -> int:
         if self._salts is None or names == [ANONYMOUS]:

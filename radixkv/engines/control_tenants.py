@@ -89,11 +89,16 @@ class TenantCommands:
             self._follow(name)
         return {"tenants": names}
 
-    def remove(self, fields: Fields, ids: bytes) -> Answer:
-        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
+    def removable(self, fields: Fields) -> list[str]:
+        """Return the cache's names of a tenant that ``remove`` would forget. Raises ArgumentError for another one."""
         names = self.names(fields)
         for name in names:
             require_removable(self._cache, name)
+        return names
+
+    def remove(self, fields: Fields, ids: bytes) -> Answer:
+        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
+        names = self.removable(fields)
         for name in names:
             self._cache.remove_tenant(name)
             self._follow(name)

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.cleaner import Cleaner
+from radixkv.engines.disk_debts import FORGET_S
 from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
 
-FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""

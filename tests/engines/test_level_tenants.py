@@ -72,7 +72,8 @@ def controlled(folder: Path) -> Iterator[tuple[ControlledEngine, ControlClient]]
             folder / "engine.keys",
             salts=engine.salts,
             patience_s=0.0,
-            purge_below=engine.disk.debts.purge,
+            owe_below=engine.tenants.owe,
+            pay_below=engine.tenants.pay,
             follow_below=engine.tenants.follow,
         ) as server,
         ControlClient(server.path, KEYS) as client,
@@ -136,6 +137,27 @@ def test_a_removed_tenants_records_are_destroyed_by_its_fleets_name(tmp_path: Pa
         assert engine.records("acme") == 0 and engine.records("globex") == 8
     with controlled(tmp_path) as (engine, _):
         assert engine.records("acme") == 0 and engine.records("globex") == 8
+
+
+@pytest.mark.parametrize("command", ["clear", "purge", "remove_tenant"])
+def test_what_is_forgotten_over_the_channel_is_forgotten_on_the_disk(tmp_path: Path, command: str) -> None:
+    """Also what was on its way from the disk at that moment. A clear is of the whole tenant there."""
+    prompt = ids_of(8 * SIZE + 1)
+    with controlled(tmp_path) as (engine, _):
+        engine.again("first", prompt, facts_of("acme"))
+        engine.flood("globex", 2)
+        assert engine.records("acme") == engine.records("globex") == 8
+    with controlled(tmp_path) as (engine, client):
+        client.call("set_tenant", {"tenant": "acme"})
+        before = engine.num_computed
+        engine.add("again", prompt, facts_of("acme"))
+        while not engine.disk.num_running:
+            engine.step()
+        where = {"model": "vllm", "cache_salt": make_salt(KEYS, "acme", client_salt="other")}
+        client.call(command, where if command == "clear" else {"tenant": "acme"})
+        assert engine.records("acme") == 0 and engine.records("globex") == 8
+        engine.run()
+        assert engine.num_computed - before == len(prompt)
 
 
 def test_a_strict_tenant_has_slots_of_its_own_and_nothing_on_the_disk(
