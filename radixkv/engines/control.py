@@ -11,15 +11,15 @@ user and of root, and commands after both sides have proven the key of the purpo
     stats                                                    cache: counts of the whole cache, and its blocks
     tenants    after, limit, or tenant                       tenants: counts of each; next: the next ``after``, or null
     set_tenant tenant, and fields of ``config.Tenant``       tenants: their names in the cache
-    remove_tenant  tenant                                    tenants
+    remove_tenant  tenant                                    tenants, owed
     namespaces tenant, after                                 namespaces: digests (``digest_of``); next
     lookup     a namespace; ids                              matched_tokens, matched_blocks
     touch      a namespace; ids                              tokens
-    clear      a namespace                                   blocks
+    clear      a namespace                                   blocks, owed
     pin        a namespace, ttl_s; ids                       id, num_tokens, num_blocks, ttl_s
     pins       tenant, after, limit                          pins: of each also its namespace's digest; next
     unpin      tenant, id
-    purge      tenant, generation                            tenants, generation, blocks
+    purge      tenant, generation                            tenants, generation, blocks, owed
     audit                                                    ok, violations (the first 50), counts, seconds
     keys                                                     keys: purpose, id and place of each
     reload_keys                                              keys, as read again from the file
@@ -28,7 +28,8 @@ A namespace is ``model``, ``adapter``, ``weights``, and either ``tenant`` and ``
 request's ``cache_salt``. Without ``weights`` it is of the present version. ``tenant`` is the cache's name of a tenant.
 With a SaltReader, commands about one tenant take the fleet's name of it too, except for ``pins`` and ``unpin``.
 ``purge`` forgets what the tenant has. If it names a ``generation``, salts of older generations are refused from then
-on. ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
+on. ``owed``: a disk below couldn't destroy its records yet. It serves none of them, and tries again after steps.
+``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
 
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
 ``patience_s``, the connection's thread runs the command itself; the cache allows that. If the engine says that it makes
@@ -60,7 +61,15 @@ from radixkv.audit.invariants import inspect
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.engines.channel import MAX_REQUEST_BYTES, MAX_TAIL_BYTES, Channel, peer_uid
-from radixkv.engines.control_tenants import SETTINGS, Answer, Fields, TenantCommands, number_of, text_of
+from radixkv.engines.control_tenants import (
+    SETTINGS,
+    Answer,
+    Fields,
+    TenantCommands,
+    number_of,
+    still_owes,
+    text_of,
+)
 from radixkv.engines.salt import ANONYMOUS, SaltReader
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
 from radixkv.index.cache import PrefixCache
@@ -357,8 +366,9 @@ class ControlServer:
 
     def _clear(self, fields: Fields, ids: bytes) -> Answer:
         namespace = self._namespace(fields)
-        with self._forgetting([namespace.tenant]):
-            return {"blocks": self._cache.clear(namespace)}
+        with self._forgetting([namespace.tenant]) as owed:
+            blocks = self._cache.clear(namespace)
+        return {"blocks": blocks, "owed": bool(owed)}
 
     def _pin(self, fields: Fields, ids: bytes) -> Answer:
         pin = self._cache.pin(self._namespace(fields), ids, fields.get("ttl_s"))
@@ -385,36 +395,39 @@ class ControlServer:
                     self._salts.raise_generation(name, generation)
         self._on_purge()
         try:
-            with self._forgetting(names):
+            with self._forgetting(names) as owed:
                 blocks = sum([self._cache.purge(name) for name in names])
         finally:
             self._on_purge()
-        return {"tenants": names, "generation": self._generation(names), "blocks": blocks}
+        generation = self._generation(names)
+        return {"tenants": names, "generation": generation, "blocks": blocks, "owed": bool(owed)}
 
     def _remove(self, fields: Fields, ids: bytes) -> Answer:
         names = self._tenants.removable(fields)
         self._on_purge()
         try:
-            with self._forgetting(names):
-                return self._tenants.remove(fields, ids)
+            with self._forgetting(names) as owed:
+                removed = self._tenants.remove(fields, ids)
         finally:
             self._on_purge()
+        return {**removed, "owed": bool(owed)}
 
     @contextmanager
-    def _forgetting(self, names: list[str]) -> Iterator[None]:
+    def _forgetting(self, names: list[str]) -> Iterator[list[str]]:
         """Within this, the cache forgets something of these tenants. The tiers below forget the tenants.
 
-        They owe it once more at the end: what they forgot early may have been stored again.
+        They owe it once more at the end: what they forgot early may have been stored again. Yields a list, which has
+        the tenants that they still owe afterwards.
         """
+        owed: list[str] = []
         try:
             for name in names:
                 self._owe_below(name)
-            yield
+            yield owed
         finally:
             for name in names:
                 self._owe_below(name)
-        for name in names:
-            self._pay_below(name)
+        owed += [name for name in names if not self._pay_below(name) or still_owes(self._cache, name)]
 
     def _generation(self, names: list[str]) -> int:
         if self._salts is None or names == [ANONYMOUS]:

@@ -140,6 +140,11 @@ def has_own_tiers(cache: PrefixCache) -> bool:
     return cache.config.has_tiers or isinstance(cache, TieredCache)
 
 
+def still_owes(cache: PrefixCache, tenant: str) -> bool:
+    """Whether a cache's own disk may still have what a purge or a clear of a tenant was to destroy."""
+    return isinstance(cache, TieredCache) and cache.unforgotten(tenant)
+
+
 def digest_of(namespace: Namespace) -> str:
     """Return a name of a namespace, of 32 hex digits, the same for all versions of the weights.
 

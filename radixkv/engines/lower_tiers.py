@@ -71,7 +71,6 @@ ERRORS_S: Final = 60.0
 REST_S: Final = 60.0
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
-_MOST_NAMED: Final = 8
 
 _log = logging.getLogger(__name__)
 
@@ -657,7 +656,9 @@ class LowerTiers:
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
             self._is_off = self._is_closed = True
-        self._require_paid()
+        unpaid = None if self.level.disk is None else self.level.disk.unpaid()
+        if unpaid is not None:
+            raise TierError(unpaid)
 
     def stop(self) -> None:
         """End the thread of ``start``. Outside of the gate."""
@@ -665,18 +666,6 @@ class LowerTiers:
         self._has_work.set()
         if self._thread is not None:
             self._thread.join()
-
-    def _require_paid(self) -> None:
-        disk, owed = self.level.disk, sorted(self.owed())
-        if disk is None or not owed:
-            return
-        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
-        message = (
-            f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
-            f"tenants ({named}): {disk.debts.problem(owed[0])}. Purge them again at the next start"
-        )
-        _log.error("%s", message)
-        raise TierError(message)
 
     def follow_generations(
         self,
