@@ -16,8 +16,9 @@ import pytest
 from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
-from radixkv.audit.properties import has_lossy
+from radixkv.audit.properties import has_loading, has_lossy
 from radixkv.audit.verdict import Verdict
+from radixkv.errors import ConfigError
 from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
 from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
@@ -186,6 +187,7 @@ class ExactAlone(PrefixCache):
         (Talkative, InProcess.scrapes, Verdict.LEAKS),
         (Silent, InProcess.cross_tenant_probe, Verdict.BLIND),
         (Lossless, InProcess.lossy_memory, Verdict.BLIND),
+        (Bottomless, InProcess.host_memory, Verdict.BLIND),
         (Bottomless, InProcess.lossy_memory, Verdict.NOT_CHECKED),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -222,6 +224,22 @@ def test_a_bug_of_lossy_memory_is_the_verdict_of_the_whole_run(monkeypatch: pyte
     assert report.verdict is Verdict.LEAKS and report.exit_code == 1
     leaks = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
     assert leaks == {"laws and contents, lossy host memory below"}
+
+
+class Refusing(PrefixCache):
+    """There is nothing below, and it says so."""
+
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        if config.has_tiers:
+            raise ConfigError("host_blocks", config.host_blocks, "0: this engine has no host memory")
+        super().__init__(config, **named)
+
+
+def test_a_cache_that_refuses_host_memory_has_no_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_loading(PrefixCache) and not has_loading(Refusing) and not has_lossy(Refusing)
+    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
+    report = inprocess.run(Refusing, examples=1, steps=2)
+    assert report.checks and not [check.name for check in report.checks if "host memory" in check.name]
 
 
 def test_a_cache_that_refuses_lossy_memory_has_no_check_of_it() -> None:

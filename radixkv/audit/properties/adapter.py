@@ -327,10 +327,17 @@ def has_strict_tenants(factory: Any) -> bool:
 
 
 def has_loading(factory: Any) -> bool:
-    """Whether the caches that ``factory`` makes may have host memory below, which needs torch."""
+    """Whether the caches that ``factory`` makes may have host memory below, which needs torch.
+
+    Those that refuse ``host_blocks`` may not.
+    """
     if find_spec("torch") is None:
         return False
-    sequence = factory(CacheConfig(4, 4, LAYOUT, host_blocks=8)).open(Namespace("a", "m"), range(4))
+    try:
+        cache = factory(CacheConfig(4, 4, LAYOUT, host_blocks=8))
+    except (ConfigError, ArgumentError):
+        return False
+    sequence = cache.open(Namespace("a", "m"), range(4))
     found = hasattr(sequence, "loading")
     sequence.release()
     return found
