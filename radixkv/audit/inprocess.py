@@ -84,6 +84,7 @@ def run(
         (12, "leak by eviction in burst mode", audit.burst_bits),
     ]
     if has_loading(factory):
+        rows.insert(3, (1, "non-interference, strict, host memory below", audit.two_strict_runs_below))
         rows.insert(1, (1, "laws and contents, host memory below", audit.host_memory))
     if has_lossy(factory):
         rows.insert(2, (1, "laws and contents, lossy host memory below", audit.lossy_memory))
@@ -189,6 +190,16 @@ class InProcess:
     def two_strict_runs(self) -> Found:
         """The same in a full pool of strict tenants."""
         return self._attacked(properties.TwoRuns, "strict") if self._has_strict else _no_strict_mode()
+
+    def two_strict_runs_below(self) -> Found:
+        """The same with host memory below. The control: what was evicted of a strict tenant comes back from there."""
+        if not self._has_strict:
+            return _no_strict_mode()
+        config = CacheConfig(64, BLOCK, LAYOUT, host_blocks=192)
+        num_tokens, _ = self._came_back(config, strict_halves(64)[0])
+        if not num_tokens:
+            return Verdict.BLIND, "nothing that was evicted of a strict tenant came back from host memory", {}
+        return self._attacked(properties.TwoLoadingRuns, "strict", (True,))
 
     def _attacked(
         self,
