@@ -126,7 +126,8 @@ class LowerTiers:
 
     ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
     host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
+    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). ``policy_clock``: of host memory's
+    policy, like the cache's; waits for the disk take ``clock``.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class LowerTiers:
         policy: str = "learned",
         always_scrubs: bool = False,
         clock: Clock = monotonic,
+        policy_clock: Clock = monotonic,
     ) -> None:
         self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
         if settings.disk is not None:
@@ -152,6 +154,7 @@ class LowerTiers:
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
             num_above=storage.num_blocks,
+            clock=policy_clock,
         )
         self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
