@@ -84,6 +84,7 @@ def run(
         (12, "leak by eviction in burst mode", audit.burst_bits),
     ]
     if has_loading(factory):
+        rows.insert(3, (1, "non-interference, strict, host memory below", audit.two_strict_runs_below))
         rows.insert(1, (1, "laws and contents, host memory below", audit.host_memory))
     if has_lossy(factory):
         rows.insert(2, (1, "laws and contents, lossy host memory below", audit.lossy_memory))
@@ -141,7 +142,10 @@ class InProcess:
         return self._attacked(properties.BeamMachine, "burst")
 
     def host_memory(self) -> Found:
-        """The same lives with host memory below each cache: what was evicted comes back."""
+        """The same lives with host memory below each cache. The control: what was evicted comes back."""
+        num_tokens, _ = self._came_back(CacheConfig(16, BLOCK, LAYOUT, host_blocks=48))
+        if not num_tokens:
+            return Verdict.BLIND, "nothing that was evicted came back from host memory", {}
         return self._attacked(properties.LoadingMachine, "burst", (True,))
 
     def lossy_memory(self) -> Found:
@@ -159,8 +163,14 @@ class InProcess:
     def _came_back_lossy(self) -> bool | None:
         """Whether KV of a lossy tenant that was evicted comes back with errors; None if nothing comes back."""
         config = with_lossy_memory(CacheConfig(16, BLOCK, host_blocks=48), LAYOUT)
+        num_tokens, is_exact = self._came_back(config, Tenant(A.tenant, tier_dtype="int8"))
+        return not is_exact if num_tokens else None
+
+    def _came_back(self, config: CacheConfig, tenant: Tenant | None = None) -> tuple[int, bool]:
+        """Return how many tokens come back from below after an eviction, and whether their KV are exact."""
         cache, engine = cache_with_engine(self._factory, config, clock=ManualClock())
-        cache.add_tenant(Tenant(A.tenant, tier_dtype="int8"))
+        if tenant is not None:
+            cache.add_tenant(tenant)
         prompt = list(range(4 * BLOCK))
         _serve(CacheAdapter(cache, engine), A, prompt)
         cache.evict(config.num_blocks)
@@ -168,8 +178,7 @@ class InProcess:
             if sequence.loading is not None:
                 sequence.loading.poll()
             stop = sequence.num_committed_tokens
-            is_exact = engine.holds(sequence.block_table, chain(A, prompt)[:stop])
-        return not is_exact if stop else None
+            return stop, engine.holds(sequence.block_table, chain(A, prompt)[:stop])
 
     def two_runs(self) -> Found:
         """A alone and among others.
@@ -181,6 +190,16 @@ class InProcess:
     def two_strict_runs(self) -> Found:
         """The same in a full pool of strict tenants."""
         return self._attacked(properties.TwoRuns, "strict") if self._has_strict else _no_strict_mode()
+
+    def two_strict_runs_below(self) -> Found:
+        """The same with host memory below. The control: what was evicted of a strict tenant comes back from there."""
+        if not self._has_strict:
+            return _no_strict_mode()
+        config = CacheConfig(64, BLOCK, LAYOUT, host_blocks=192)
+        num_tokens, _ = self._came_back(config, strict_halves(64)[0])
+        if not num_tokens:
+            return Verdict.BLIND, "nothing that was evicted of a strict tenant came back from host memory", {}
+        return self._attacked(properties.TwoLoadingRuns, "strict", (True,))
 
     def _attacked(
         self,

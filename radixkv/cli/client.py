@@ -291,10 +291,10 @@ def purge(
         row = {"tenant": tenant, "generation": state["generation"], **names}
         click.echo(table([row], tuple(row)))
     if not state["complete"]:
-        who, owed = (
-            ", ".join(state["pending"]),
-            "; the disk of the replica that was asked owes it" * state["owed"],
-        )
+        who = ", ".join(state["pending"])
+        if socket is not None:
+            raise click.ClickException(f"not confirmed by {who}: its disk owes it, so purge again")
+        owed = "; the disk of the replica that was asked owes it" * state["owed"]
         raise click.ClickException(f"not confirmed by {who} within {timeout:g} s{owed}")
 
 

@@ -67,8 +67,10 @@ def purge_of(
     fields = {"tenant": tenant} if generation is None else {"tenant": tenant, "generation": generation}
     with connect(socket, engine_keys, timeout_s) as client:
         done = client.call("purge", fields)
-    state = {"generation": done["generation"], "complete": True, "confirmed": [socket]}
-    return {"blocks": done["blocks"], **state, "pending": [], "unconfirmed": [], "owed": False}
+    owed = bool(done.get("owed"))
+    named = {"confirmed": [] if owed else [socket], "pending": [socket] if owed else [], "unconfirmed": []}
+    state = {"generation": done["generation"], "complete": not owed, **named}
+    return {"blocks": done["blocks"], **state, "owed": owed}
 
 
 def audit_of(socket: str, engine_keys: str | None, as_json: bool) -> bool:

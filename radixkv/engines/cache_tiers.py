@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, TierDtype
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.lower_tiers import LowerTiers
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 class CacheTiers(LowerTiers):
     """The tiers below a cache with this configuration and storage, for tenants with one ``tier_dtype``.
 
-    ``fingerprint``: of what computes the KV. Any thread may use it. Raises ConfigError as LowerTiers.
+    ``fingerprint``: of what computes the KV. ``clock``: the cache's, for the policy of host memory. Any thread may use
+    it. Raises ConfigError as LowerTiers.
     """
 
     keeps_commits = True
@@ -53,6 +55,7 @@ class CacheTiers(LowerTiers):
         disk: DiskOptions | None = None,
         fingerprint: str = "",
         dtype: TierDtype = "exact",
+        clock: Clock = monotonic,
     ) -> None:
         num_slots = config.host_blocks if dtype == "exact" else config.lossy_host_blocks
         super().__init__(
@@ -61,6 +64,7 @@ class CacheTiers(LowerTiers):
             fingerprint,
             policy=config.policy,
             always_scrubs=config.scrub == "always",
+            policy_clock=clock,
         )
         self.reader = None if self.disk is None else RecordReader(self.disk, storage.block_size, self._clock)
         self._loadings: WeakSet[TierLoading] = WeakSet()

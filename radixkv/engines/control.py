@@ -11,15 +11,15 @@ user and of root, and commands after both sides have proven the key of the purpo
     stats                                                    cache: counts of the whole cache, and its blocks
     tenants    after, limit, or tenant                       tenants: counts of each; next: the next ``after``, or null
     set_tenant tenant, and fields of ``config.Tenant``       tenants: their names in the cache
-    remove_tenant  tenant                                    tenants
+    remove_tenant  tenant                                    tenants, owed
     namespaces tenant, after                                 namespaces: digests (``digest_of``); next
     lookup     a namespace; ids                              matched_tokens, matched_blocks
     touch      a namespace; ids                              tokens
-    clear      a namespace                                   blocks
+    clear      a namespace                                   blocks, owed
     pin        a namespace, ttl_s; ids                       id, num_tokens, num_blocks, ttl_s
     pins       tenant, after, limit                          pins: of each also its namespace's digest; next
     unpin      tenant, id
-    purge      tenant, generation                            tenants, generation, blocks
+    purge      tenant, generation                            tenants, generation, blocks, owed
     audit                                                    ok, violations (the first 50), counts, seconds
     keys                                                     keys: purpose, id and place of each
     reload_keys                                              keys, as read again from the file
@@ -28,7 +28,8 @@ A namespace is ``model``, ``adapter``, ``weights``, and either ``tenant`` and ``
 request's ``cache_salt``. Without ``weights`` it is of the present version. ``tenant`` is the cache's name of a tenant.
 With a SaltReader, commands about one tenant take the fleet's name of it too, except for ``pins`` and ``unpin``.
 ``purge`` forgets what the tenant has. If it names a ``generation``, salts of older generations are refused from then
-on. ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
+on. ``owed``: a disk below couldn't destroy its records yet. It serves none of them, and tries again after steps.
+``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
 
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
 ``patience_s``, the connection's thread runs the command itself; the cache allows that. If the engine says that it makes
@@ -49,8 +50,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +61,15 @@ from radixkv.audit.invariants import inspect
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.engines.channel import MAX_REQUEST_BYTES, MAX_TAIL_BYTES, Channel, peer_uid
-from radixkv.engines.control_tenants import SETTINGS, Answer, Fields, TenantCommands, number_of, text_of
+from radixkv.engines.control_tenants import (
+    SETTINGS,
+    Answer,
+    Fields,
+    TenantCommands,
+    number_of,
+    still_owes,
+    text_of,
+)
 from radixkv.engines.salt import ANONYMOUS, SaltReader
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
 from radixkv.index.cache import PrefixCache
@@ -116,7 +125,9 @@ class ControlServer:
     - ``patience_s``: how long a short command waits for ``run_pending``. 0 for an engine that never calls it.
     - ``is_idle``: whether the engine makes no steps now. Called by other threads.
     - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
-    - ``purge_below``: called with the tenant, after the cache has forgotten it: to purge the tiers below.
+    - ``owe_below``: called with a tenant, before and after the cache forgets something of it. From then on the tiers
+      below serve nothing of it.
+    - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
     - ``weights``: the version of the weights now. Called by other threads.
 
@@ -133,7 +144,8 @@ class ControlServer:
         patience_s: float = 0.25,
         is_idle: Callable[[], bool] = lambda: False,
         on_purge: Callable[[], None] = lambda: None,
-        purge_below: Callable[[str], None] = lambda tenant: None,
+        owe_below: Callable[[str], None] = lambda tenant: None,
+        pay_below: Callable[[str], bool] = lambda tenant: True,
         follow_below: Callable[[str], None] = lambda tenant: None,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
@@ -142,7 +154,8 @@ class ControlServer:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
-        self._on_purge, self._purge_below, self._weights = on_purge, purge_below, weights
+        self._on_purge, self._weights = on_purge, weights
+        self._owe_below, self._pay_below = owe_below, pay_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
@@ -352,7 +365,10 @@ class ControlServer:
         return {"tokens": self._cache.touch(self._namespace(fields), ids)}
 
     def _clear(self, fields: Fields, ids: bytes) -> Answer:
-        return {"blocks": self._cache.clear(self._namespace(fields))}
+        namespace = self._namespace(fields)
+        with self._forgetting([namespace.tenant]) as owed:
+            blocks = self._cache.clear(namespace)
+        return {"blocks": blocks, "owed": bool(owed)}
 
     def _pin(self, fields: Fields, ids: bytes) -> Answer:
         pin = self._cache.pin(self._namespace(fields), ids, fields.get("ttl_s"))
@@ -379,22 +395,39 @@ class ControlServer:
                     self._salts.raise_generation(name, generation)
         self._on_purge()
         try:
-            blocks = sum([self._cache.purge(name) for name in names])
-            for name in names:
-                self._purge_below(name)
+            with self._forgetting(names) as owed:
+                blocks = sum([self._cache.purge(name) for name in names])
         finally:
             self._on_purge()
-        return {"tenants": names, "generation": self._generation(names), "blocks": blocks}
+        generation = self._generation(names)
+        return {"tenants": names, "generation": generation, "blocks": blocks, "owed": bool(owed)}
 
     def _remove(self, fields: Fields, ids: bytes) -> Answer:
+        names = self._tenants.removable(fields)
         self._on_purge()
         try:
-            removed = self._tenants.remove(fields, ids)
-            for name in removed["tenants"]:
-                self._purge_below(name)
-            return removed
+            with self._forgetting(names) as owed:
+                removed = self._tenants.remove(fields, ids)
         finally:
             self._on_purge()
+        return {**removed, "owed": bool(owed)}
+
+    @contextmanager
+    def _forgetting(self, names: list[str]) -> Iterator[list[str]]:
+        """Within this, the cache forgets something of these tenants. The tiers below forget the tenants.
+
+        They owe it once more at the end: what they forgot early may have been stored again. Yields a list, which has
+        the tenants that they still owe afterwards.
+        """
+        owed: list[str] = []
+        try:
+            for name in names:
+                self._owe_below(name)
+            yield owed
+        finally:
+            for name in names:
+                self._owe_below(name)
+        owed += [name for name in names if not self._pay_below(name) or still_owes(self._cache, name)]
 
     def _generation(self, names: list[str]) -> int:
         if self._salts is None or names == [ANONYMOUS]:

@@ -89,11 +89,16 @@ class TenantCommands:
             self._follow(name)
         return {"tenants": names}
 
-    def remove(self, fields: Fields, ids: bytes) -> Answer:
-        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
+    def removable(self, fields: Fields) -> list[str]:
+        """Return the cache's names of a tenant that ``remove`` would forget. Raises ArgumentError for another one."""
         names = self.names(fields)
         for name in names:
             require_removable(self._cache, name)
+        return names
+
+    def remove(self, fields: Fields, ids: bytes) -> Answer:
+        """Forget a tenant's settings, and what it has. All ids are checked before the first is forgotten."""
+        names = self.removable(fields)
         for name in names:
             self._cache.remove_tenant(name)
             self._follow(name)
@@ -133,6 +138,11 @@ class TenantCommands:
 def has_own_tiers(cache: PrefixCache) -> bool:
     """Whether a cache may have tiers below that know ``tier_dtype``."""
     return cache.config.has_tiers or isinstance(cache, TieredCache)
+
+
+def still_owes(cache: PrefixCache, tenant: str) -> bool:
+    """Whether a cache's own disk may still have what a purge or a clear of a tenant was to destroy."""
+    return isinstance(cache, TieredCache) and cache.unforgotten(tenant)
 
 
 def digest_of(namespace: Namespace) -> str:

@@ -29,6 +29,8 @@ from radixkv.tiers.io_threads import IOThreads, Job
 
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
+FORGET_S: Final = 5.0
+"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
@@ -144,14 +146,6 @@ class DiskDebts:
         return namespace._replace(weights=self._weights[namespace.weights])
 
     # --- purges
-
-    def purge(self, tenant: str) -> None:
-        """Destroy the keys of a tenant's records. Waits for the disk: by any thread but the scheduler's.
-
-        Raises TierError or OSError: then repeat it. The tenant's records are not served meanwhile.
-        """
-        self._known.pop(tenant, None)
-        self._tier.purge(tenant)
 
     def owe(self, tenant: str) -> None:
         """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""

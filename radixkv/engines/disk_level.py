@@ -28,6 +28,7 @@ What one load measured while it computed counts for its tenant's lane alone (``T
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,9 +52,12 @@ CLOSING_S: Final = 10.0
 """The longest time for which ``close`` stores what waits."""
 LEAST_ROWS: Final = 2
 """Rows of staging memory of a lane: for a request, and for what comes before anybody waits for it."""
+_MOST_NAMED: Final = 8
 _POLL_S: Final = 0.001
 _ADMIN_S: Final = 0.5
 """The shortest time for which ``close`` waits for a purge or a reset that runs."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +308,7 @@ class DiskLevel:
         """Store what host memory has, for at most ``CLOSING_S``, sync, and give the folder back.
 
         ``give_all``: saves what lies above host memory until its argument is true; called when the rest is stored.
-        ``owed`` stays as it is then.
+        What is ``unpaid`` then stays so, and is logged.
         """
         for lane in self.lanes:
             lane.promotions.close()
@@ -328,6 +332,20 @@ class DiskLevel:
         self.tier.close(is_in_use=not is_idle)
         for lane in self.lanes:
             lane.stores.close()
+        unpaid = self.unpaid()
+        if unpaid is not None:
+            _log.error("%s", unpaid)
+
+    def unpaid(self) -> str | None:
+        """Say which tenants' records the closed disk may still have, though they were purged or cleared; None: none."""
+        owed = sorted(self.debts.owed)
+        if not owed:
+            return None
+        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+        return (
+            f"{self.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
+            f"tenants ({named}): {self.debts.problem(owed[0])}. Purge them again at the next start"
+        )
 
     def _finish(self, ends_at: float) -> None:
         """Store what waits until then, in all lanes at once."""

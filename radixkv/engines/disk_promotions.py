@@ -45,10 +45,14 @@ _COUNTS: Final = ("disk_loaded_blocks", "disk_failed_blocks", "disk_load_us", "d
 
 @dataclass(slots=True)
 class _Promotion:
-    """Records on their way from the disk, for the blocks of ``sequence`` from ``start`` on. ``key``: of all blocks."""
+    """Records on their way from the disk, for the blocks of ``sequence`` from ``start`` on.
+
+    ``key``: of all blocks. ``num_purges``: of the tenant on this disk when it began.
+    """
 
     namespace: Namespace
     generation: int
+    num_purges: int
     key: bytes
     sequence: Held
     start: int
@@ -273,6 +277,7 @@ class DiskPromotions:
         need: Need,
     ) -> bool:
         on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
+        num_purges = self._tier.num_purges(tenant)
         num = self._tier.locate(
             on_disk, key, first, self._rows.num_for(tenant) if waits else self._rows.num_ahead
         )
@@ -293,7 +298,9 @@ class DiskPromotions:
             return False
         now = self._clock()
         ends_at = now + (self._patience.patience_s(num * self._size) if waits else AHEAD_S)
-        promotion = _Promotion(namespace, generation, key, sequence, first, [], [], now, ends_at, need)
+        promotion = _Promotion(
+            namespace, generation, num_purges, key, sequence, first, [], [], now, ends_at, need
+        )
         with self._dropped_after_error(promotion):
             for block in range(first, stop):
                 row = self._rows.take_one(tenant) if waits else self._rows.take_ahead()
@@ -324,8 +331,7 @@ class DiskPromotions:
         elif is_awaited and num_good:
             self._patience.was_fast()
         self._counts["disk_failed_blocks"] += len(promotion.jobs) - num_good
-        is_current = self._cache.generation(promotion.namespace.tenant) == promotion.generation
-        if not num_good or not is_current or self._debts.is_resetting:
+        if not num_good or not self._is_current(promotion):
             self._drop(promotion)
             return 0
         num_good = self._fill_slots(promotion, num_good)
@@ -341,6 +347,14 @@ class DiskPromotions:
                 promotion.namespace, promotion.generation, promotion.key, promotion.start, stop
             )
         return stop if num_good == len(promotion.jobs) else 0
+
+    def _is_current(self, promotion: _Promotion) -> bool:
+        """Whether nothing was purged or cleared since a promotion began, nor is to be."""
+        tenant = promotion.namespace.tenant
+        if self._debts.is_owed(tenant) or self._debts.is_resetting:
+            return False
+        num_purges, generation = self._tier.num_purges(tenant), self._cache.generation(tenant)
+        return (num_purges, generation) == (promotion.num_purges, promotion.generation)
 
     def _fill_slots(self, promotion: _Promotion, num_good: int) -> int:
         """Let the worker copy the first records into slots. Returns how many of them are in slots then.

@@ -3,6 +3,7 @@
     set_tenant     guarantee, limit, weight and mode, in blocks of host memory
     host memory    its index is the cache that gets them (``control_tenants``); strict tenants get slots of their own
     disk           as much of it as the blocks are of host memory; nothing of strict tenants
+    owe, pay       a purge, a clear or a removal reaches the disk, which forgets the whole tenant
 
 Settings don't outlive the process: who sends them sends them again after a start. Until then tenants have no quotas.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from radixkv.engines.disk_debts import FORGET_S
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -45,6 +47,18 @@ class LevelTenants:
                 self.shares.set(tenant)
             else:
                 self.shares.set(tenant, settings.guaranteed_blocks, settings.max_blocks, settings.weight)
+
+    def owe(self, tenant: str) -> None:
+        """Let the disk serve nothing of a tenant until it has destroyed its records. Any thread."""
+        if self._level.disk is not None:
+            self._level.disk.debts.owe(tenant)
+
+    def pay(self, tenant: str) -> bool:
+        """Let the disk destroy what it owes of a tenant. Returns whether that is done; else it is tried again.
+
+        Waits for ``FORGET_S`` at most, so not in the engine's thread.
+        """
+        return self._level.disk is None or self._level.disk.debts.pay(tenant, FORGET_S)
 
     def begin_step(self) -> None:
         """Give strict tenants their slots, and take them back. The engine's thread calls it. O(1) without a change."""

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.cleaner import Cleaner
+from radixkv.engines.disk_debts import FORGET_S
 from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
 
-FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -72,7 +71,6 @@ ERRORS_S: Final = 60.0
 REST_S: Final = 60.0
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
-_MOST_NAMED: Final = 8
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +126,8 @@ class LowerTiers:
 
     ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
     host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
+    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). ``policy_clock``: of host memory's
+    policy, like the cache's; waits for the disk take ``clock``.
     """
 
     def __init__(
@@ -141,6 +140,7 @@ class LowerTiers:
         policy: str = "learned",
         always_scrubs: bool = False,
         clock: Clock = monotonic,
+        policy_clock: Clock = monotonic,
     ) -> None:
         self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
         if settings.disk is not None:
@@ -154,6 +154,7 @@ class LowerTiers:
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
             num_above=storage.num_blocks,
+            clock=policy_clock,
         )
         self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
@@ -658,7 +659,9 @@ class LowerTiers:
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
             self._is_off = self._is_closed = True
-        self._require_paid()
+        unpaid = None if self.level.disk is None else self.level.disk.unpaid()
+        if unpaid is not None:
+            raise TierError(unpaid)
 
     def stop(self) -> None:
         """End the thread of ``start``. Outside of the gate."""
@@ -666,18 +669,6 @@ class LowerTiers:
         self._has_work.set()
         if self._thread is not None:
             self._thread.join()
-
-    def _require_paid(self) -> None:
-        disk, owed = self.level.disk, sorted(self.owed())
-        if disk is None or not owed:
-            return
-        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
-        message = (
-            f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
-            f"tenants ({named}): {disk.debts.problem(owed[0])}. Purge them again at the next start"
-        )
-        _log.error("%s", message)
-        raise TierError(message)
 
     def follow_generations(
         self,

@@ -58,7 +58,7 @@ class TieredCache(PrefixCache):
         if self.config.has_tiers:
             from radixkv.engines.tiers_by_dtype import tiers_below
 
-            self._lower = tiers_below(self.config, self.storage, disks, fingerprint)
+            self._lower = tiers_below(self.config, self.storage, disks, fingerprint, self._clock)
             self._lower.start()
         elif disks:
             folder = next(iter(disks.values())).folder

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.clock import Clock, monotonic
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
@@ -41,9 +42,13 @@ DTYPES: Final[tuple[TierDtype, ...]] = ("exact", "fp8", "int8")
 
 
 def tiers_below(
-    config: CacheConfig, storage: BlockStorage | None, disks: Disks | None = None, fingerprint: str = ""
+    config: CacheConfig,
+    storage: BlockStorage | None,
+    disks: Disks | None = None,
+    fingerprint: str = "",
+    clock: Clock = monotonic,
 ) -> LowerTiers | TiersByDtype:
-    """Return the tiers of a cache with ``host_blocks`` or ``lossy_host_blocks``. Raises ConfigError.
+    """Return the tiers of a cache on this clock, with ``host_blocks`` or ``lossy_host_blocks``. Raises ConfigError.
 
     It raises that without a storage, for a disk without host memory of its dtype, and as CacheTiers.
     """
@@ -58,16 +63,21 @@ def tiers_below(
         if dtype not in wanted:
             name = "host_blocks" if dtype == "exact" else "lossy_host_blocks"
             raise ConfigError("disk", disk.folder, f"none without {name}: records pass through host memory")
-    make = partial(_made, config, storage, disks, fingerprint)
+    make = partial(_made, config, storage, disks, fingerprint, clock)
     if wanted == ["exact"]:
         return make("exact")
     return TiersByDtype(wanted, make, default_dtype(config))
 
 
 def _made(
-    config: CacheConfig, storage: BlockStorage, disks: Disks, fingerprint: str, dtype: TierDtype
+    config: CacheConfig,
+    storage: BlockStorage,
+    disks: Disks,
+    fingerprint: str,
+    clock: Clock,
+    dtype: TierDtype,
 ) -> CacheTiers:
-    return CacheTiers(config, storage, disks.get(dtype), fingerprint, dtype)
+    return CacheTiers(config, storage, disks.get(dtype), fingerprint, dtype, clock)
 
 
 def tiers_of(

@@ -183,7 +183,8 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                     settings.keys,
                     salts=salts,
                     weights=lambda: self.radixkv.weights,
-                    purge_below=self._purge_below,
+                    owe_below=self._tenants.owe,
+                    pay_below=self._tenants.pay,
                     follow_below=self._tenants.follow,
                 ).__enter__()
 
@@ -235,10 +236,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             serves=self._tenants.serves,
             bytes_per_s=settings.disk_bytes_per_s,
         )
-
-    def _purge_below(self, tenant: str) -> None:
-        if self.radixkv.disk is not None:
-            self.radixkv.disk.debts.purge(tenant)
 
     # --- the scheduler
 

@@ -5,6 +5,8 @@
     RADIXKV_VLLM_LOG    file to which vLLM's output is appended, up to 16 MiB, and then FILE.1 keeps what was there;
                         default: one that ends with this process
 
+A RadixConnector is refused: purges of the service reach vLLM's cache alone, so its host memory and disk would keep KV.
+
 vLLM listens on Unix sockets alone, in a folder that only this user can enter. If it ends, it is started again after
 1 s, then 2 s, up to 60 s; a minute of service resets that. The guard (``process_guard``) ends all its processes, and
 removes the folder with the keys, when this process ends, however that happens.
@@ -77,6 +79,7 @@ class VllmProcess:
             "RADIXKV_KEYS": str(self.folder / "engine.keys"),
             "RADIXKV_SOCKET": str(self.control),
             "RADIXKV_ANONYMOUS": "0",
+            "RADIXKV_SERVED": "1",  # the connector refuses to start, also if a file of vLLM's settings names it
             **variables,
         }
         self.log = Path(os.environ.get("RADIXKV_VLLM_LOG", self.folder / "vllm.log")).absolute()
@@ -214,6 +217,13 @@ def _is_ours(name: str) -> bool:
 def _given_arguments() -> list[str]:
     given = os.environ.get("RADIXKV_VLLM_ARGS", "")
     try:
-        return shlex.split(given)
+        arguments = shlex.split(given)
     except ValueError as error:
         raise ConfigError("RADIXKV_VLLM_ARGS", given, f"arguments as in a shell: {error}") from None
+    if any("RadixConnector" in each for each in arguments):
+        allowed = (
+            "arguments without RadixConnector, because purges of this service would not reach its host memory and "
+            "disk: leave it out, or run vLLM without `radixkv serve`"
+        )
+        raise ConfigError("RADIXKV_VLLM_ARGS", "…RadixConnector…", allowed)
+    return arguments

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from radixkv.clock import Clock
     from radixkv.config import CacheConfig, Namespace, Tenant
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
@@ -199,11 +200,12 @@ class Below(Protocol):
         """Return the namespaces that hold something below."""
 
 
-def made_for(config: CacheConfig, storage: BlockStorage | None) -> Below | None:
-    """Return what lies below a cache with this configuration. Raises ConfigError."""
+def made_for(config: CacheConfig, storage: BlockStorage | None, clock: Clock) -> Below | None:
+    """Return what lies below a cache with this configuration, on its clock. Raises ConfigError."""
     if not config.has_tiers:
         return None
-    return cast("Below", getattr(import_module(FACTORY[0]), FACTORY[1])(config, storage))
+    make = getattr(import_module(FACTORY[0]), FACTORY[1])
+    return cast("Below", make(config, storage, clock=clock))
 
 
 def moved(below: Below | None, call: Callable[[], T]) -> T:

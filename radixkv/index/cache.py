@@ -143,7 +143,7 @@ class PrefixCache(CacheState):
         attach(self, self._made_below())
 
     def _made_below(self) -> Below | None:
-        return made_for(self._config, self._storage)
+        return made_for(self._config, self._storage, self._clock)
 
     def maintain(self) -> None:
         """End expired pins, and let policies learn without the lock.

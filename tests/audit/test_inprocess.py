@@ -16,8 +16,10 @@ import pytest
 from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
-from radixkv.audit.properties import has_lossy
+from radixkv.audit.properties import has_loading, has_lossy
 from radixkv.audit.verdict import Verdict
+from radixkv.engines.lower_tiers import LowerTiers
+from radixkv.errors import ConfigError
 from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
 from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
@@ -171,6 +173,7 @@ class ExactAlone(PrefixCache):
         (PrefixCache, InProcess.names, Verdict.ISOLATED),
         (PrefixCache, InProcess.scrapes, Verdict.ISOLATED),
         (PrefixCache, InProcess.two_strict_runs, Verdict.ISOLATED),
+        (PrefixCache, InProcess.two_strict_runs_below, Verdict.ISOLATED),
         (PrefixCache, InProcess.eviction_signal, Verdict.ISOLATED),
         (PrefixCache, InProcess.order, Verdict.ISOLATED),
         (OneForAll, InProcess.laws, Verdict.LEAKS),
@@ -186,6 +189,8 @@ class ExactAlone(PrefixCache):
         (Talkative, InProcess.scrapes, Verdict.LEAKS),
         (Silent, InProcess.cross_tenant_probe, Verdict.BLIND),
         (Lossless, InProcess.lossy_memory, Verdict.BLIND),
+        (Bottomless, InProcess.host_memory, Verdict.BLIND),
+        (Bottomless, InProcess.two_strict_runs_below, Verdict.BLIND),
         (Bottomless, InProcess.lossy_memory, Verdict.NOT_CHECKED),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -224,6 +229,28 @@ def test_a_bug_of_lossy_memory_is_the_verdict_of_the_whole_run(monkeypatch: pyte
     assert leaks == {"laws and contents, lossy host memory below"}
 
 
+class Refusing(PrefixCache):
+    """There is nothing below, and it says so."""
+
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        if config.has_tiers:
+            raise ConfigError("host_blocks", config.host_blocks, "0: this engine has no host memory")
+        super().__init__(config, **named)
+
+
+def test_slots_that_a_strict_tenant_shares_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LowerTiers, "_set_own_slots", lambda self, tenant, num_slots: None)
+    verdict, detail, figures = inprocess.found_by(audit_of(PrefixCache, 300).two_strict_runs_below)
+    assert verdict is Verdict.LEAKS, (detail, figures)
+
+
+def test_a_cache_that_refuses_host_memory_has_no_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_loading(PrefixCache) and not has_loading(Refusing) and not has_lossy(Refusing)
+    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
+    report = inprocess.run(Refusing, examples=1, steps=2)
+    assert report.checks and not [check.name for check in report.checks if "host memory" in check.name]
+
+
 def test_a_cache_that_refuses_lossy_memory_has_no_check_of_it() -> None:
     assert has_lossy(PrefixCache)
     assert not has_lossy(ExactAlone)
@@ -240,7 +267,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 def test_a_full_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
     report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
-    assert [check.number for check in report.checks] == [1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
+    assert [check.number for check in report.checks] == [1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert told and all(0 < done <= of + 1 for _, done, of in told)
     assert all(check.detail and check.seconds >= 0 for check in report.checks)
     failed = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
@@ -258,7 +285,7 @@ def test_a_check_of_a_failing_cache_is_inconclusive() -> None:
 
 def test_checks_that_need_strict_tenants_say_so() -> None:
     audit = audit_of(lambda config, **named: Untenanted(PrefixCache(config, **named)))
-    for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
+    for check in (audit.two_strict_runs, audit.two_strict_runs_below, audit.eviction_signal, audit.order):
         verdict, detail, _ = check()
         assert verdict is Verdict.NOT_CHECKED and "strict" in detail
 

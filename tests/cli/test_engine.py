@@ -100,8 +100,14 @@ class Engine:
         KeySet.derive([SECRET]).write(self.keys_file)
         self.keys = KeySet.load(self.keys_file)
         self.cache, self.reader = PrefixCache(CacheConfig(64, block_size=4)), SaltReader(self.keys)
+        self.owes = False
         self.control = ControlServer(
-            self.cache, folder / "control", self.keys_file, salts=self.reader, patience_s=0.0
+            self.cache,
+            folder / "control",
+            self.keys_file,
+            salts=self.reader,
+            patience_s=0.0,
+            pay_below=lambda tenant: not self.owes,
         )
 
     def compute(self, salt: str) -> Namespace:
@@ -150,6 +156,18 @@ def test_a_tenant_of_an_engine_is_purged(engine: Engine) -> None:
     shown = engine.run("purge", namespace.tenant)
     assert shown.exit_code == 0 and namespace.tenant in shown.stdout, shown.output
     assert isinstance(engine.complaint("purge", "a/b"), ControlError)
+
+
+def test_a_purge_that_an_engines_disk_owes_is_not_complete(engine: Engine) -> None:
+    engine.compute(make_salt(engine.keys, "acme"))
+    engine.owes = True
+    owed = engine.run("purge", "acme", "--json")
+    done = json.loads(owed.stdout)
+    assert owed.exit_code == 1 and "its disk owes it" in owed.stderr
+    assert done["owed"] and not done["complete"] and done["blocks"] == 2
+    assert done["pending"] == [str(engine.control.path)] and done["confirmed"] == []
+    engine.owes = False
+    assert engine.run("purge", "acme").exit_code == 0
 
 
 def test_an_engines_live_cache_is_audited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

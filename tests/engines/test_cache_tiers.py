@@ -14,6 +14,7 @@ import torch
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.host_blocks import HostBlocks
@@ -673,3 +674,12 @@ def test_a_mark_that_nobody_compares_is_found(monkeypatch: pytest.MonkeyPatch) -
     a_mark_that_nobody_compares(monkeypatch)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
         test_wrong_kv_are_not_loaded_while_they_are_forgotten(patch)
+
+
+@pytest.mark.parametrize("kind", [PrefixCache, TieredCache])
+def test_the_policy_of_host_memory_follows_the_caches_clock(kind: type[PrefixCache]) -> None:
+    """On another clock, what comes back would depend on how fast the machine is."""
+    clock = ManualClock()
+    cache = kind(CacheConfig(16, SIZE, LAYOUT, host_blocks=32, policy="lrfu"), clock=clock)
+    below = cache._below
+    assert isinstance(below, LowerTiers) and below.level.cache._clock is clock

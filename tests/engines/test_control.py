@@ -123,7 +123,7 @@ def test_settings_of_tenants(cache: PrefixCache, client: ControlClient) -> None:
         assert cache.tenant("acme") == Tenant(
             "acme", weight=2.5, guaranteed_blocks=32, max_pins=3, policy="lru"
         )
-    assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": ["acme"]}
+    assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": ["acme"], "owed": False}
     assert cache.match(ACME, IDS).num_tokens == 0
 
 
@@ -164,7 +164,7 @@ def test_a_tenant_of_salts_is_removed_under_all_keys_or_none(tmp_path: Path) -> 
         assert cache.tenant(names[0]) == Tenant(names[0], guaranteed_blocks=2)
         assert cache.match(Namespace(names[0], "m"), IDS).num_tokens == 64, "nothing was forgotten"
         client.call("set_tenant", {"tenant": "acme", "guaranteed_blocks": 2})
-        assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": names}
+        assert client.call("remove_tenant", {"tenant": "acme"}) == {"tenants": names, "owed": False}
         assert cache.match(Namespace(names[0], "m"), IDS).num_tokens == 0
 
 
@@ -177,13 +177,14 @@ def test_pins_in_pages_touches_and_clears(cache: PrefixCache, client: ControlCli
     last = client.call("pins", {"tenant": "acme", "after": page["next"]})
     assert [each["namespace"] for each in last["pins"]] == [digest_of(ACME)] and last["next"] is None
     assert client.call("touch", where, IDS) == {"tokens": 64}
-    assert client.call("clear", {**where, "salt": "other"}) == {"blocks": 0}
-    assert client.call("clear", where) == {"blocks": 16} and not cache.pins("acme")
+    assert client.call("clear", {**where, "salt": "other"}) == {"blocks": 0, "owed": False}
+    assert client.call("clear", where) == {"blocks": 16, "owed": False} and not cache.pins("acme")
 
 
 def test_a_purge_forgets_a_tenant(cache: PrefixCache, client: ControlClient) -> None:
     running = cache.open(ACME, [1, 2, 3, 4])
-    assert client.call("purge", {"tenant": "acme"}) == {"tenants": ["acme"], "generation": 1, "blocks": 16}
+    done = client.call("purge", {"tenant": "acme"})
+    assert done == {"tenants": ["acme"], "generation": 1, "blocks": 16, "owed": False}
     assert cache.match(ACME, IDS).num_tokens == 0
     with pytest.raises(StaleGeneration):
         running.commit(4)
@@ -253,6 +254,7 @@ def test_an_engine_of_salts_is_purged_by_name_and_by_id(cache: PrefixCache, tmp_
             "tenants": [owner.tenant],
             "generation": 0,
             "blocks": 16,
+            "owed": False,
         }
         assert cache.match(ACME, IDS).num_tokens == 64, "another tenant, whose id is the name"
         assert reader.read(salt) == owner, "without a generation, salts stay as they are"

@@ -259,7 +259,8 @@ def test_a_purge_reaches_the_disk_and_lasts(tmp_path: Path) -> None:
     engine.again("a", ids_of(41))
     tenant = engine.level.cache.namespaces()[0].tenant
     engine.level.cache.purge(tenant)
-    engine.disk.debts.purge(tenant)
+    engine.disk.debts.owe(tenant)
+    assert engine.disk.debts.pay(tenant, 10.0)
     assert engine.again("b", ids_of(41, 1)) == 41
     assert engine.disk.tier.locate(engine.level.cache.namespaces()[0], _bytes(ids_of(41)), 0) == 0
     engine.stop()

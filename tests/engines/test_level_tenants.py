@@ -14,12 +14,15 @@ from radixkv.engines.control_client import ControlClient
 from radixkv.engines.host_index import NO_SLOT
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
+from radixkv.tiers.files import Files
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_second_level import KEYS, SIZE, ids_of
-from tests.tiers.support import num_of
+from tests.tiers.support import FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
 
+DESTROYING = "write rename remove"
+"""System calls without which a folder can't destroy a key."""
 NUM_SLOTS = 64
 """Of host memory. The disk has some times as many."""
 
@@ -31,9 +34,9 @@ def facts_of(tenant: str) -> RequestFacts:
 class ControlledEngine(DiskEngine):
     """An engine with a disk, whose tenants come from salts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
         self.salts = SaltReader(KEYS)
-        super().__init__(folder / "disk", NUM_SLOTS, salts=self.salts)
+        super().__init__(folder / "disk", NUM_SLOTS, files=files, salts=self.salts)
 
     def id_of(self, tenant: str) -> str:
         (found,) = self.salts.tenant_ids(tenant)
@@ -61,10 +64,10 @@ class ControlledEngine(DiskEngine):
 
 
 @contextmanager
-def controlled(folder: Path) -> Iterator[tuple[ControlledEngine, ControlClient]]:
+def controlled(folder: Path, files: Files | None = None) -> Iterator[tuple[ControlledEngine, ControlClient]]:
     """An engine and a client of its control channel, which run in two threads."""
     KEYS.write(folder / "engine.keys")
-    engine = ControlledEngine(folder)
+    engine = ControlledEngine(folder, files)
     with (
         ControlServer(
             engine.level.cache,
@@ -72,7 +75,8 @@ def controlled(folder: Path) -> Iterator[tuple[ControlledEngine, ControlClient]]
             folder / "engine.keys",
             salts=engine.salts,
             patience_s=0.0,
-            purge_below=engine.disk.debts.purge,
+            owe_below=engine.tenants.owe,
+            pay_below=engine.tenants.pay,
             follow_below=engine.tenants.follow,
         ) as server,
         ControlClient(server.path, KEYS) as client,
@@ -136,6 +140,60 @@ def test_a_removed_tenants_records_are_destroyed_by_its_fleets_name(tmp_path: Pa
         assert engine.records("acme") == 0 and engine.records("globex") == 8
     with controlled(tmp_path) as (engine, _):
         assert engine.records("acme") == 0 and engine.records("globex") == 8
+
+
+@pytest.mark.parametrize("command", ["clear", "purge", "remove_tenant"])
+def test_what_is_forgotten_over_the_channel_is_forgotten_on_the_disk(tmp_path: Path, command: str) -> None:
+    """Also what was on its way from the disk at that moment. A clear is of the whole tenant there."""
+    prompt = ids_of(8 * SIZE + 1)
+    with controlled(tmp_path) as (engine, _):
+        engine.again("first", prompt, facts_of("acme"))
+        engine.flood("globex", 2)
+        assert engine.records("acme") == engine.records("globex") == 8
+    with controlled(tmp_path) as (engine, client):
+        client.call("set_tenant", {"tenant": "acme"})
+        before = engine.num_computed
+        engine.add("again", prompt, facts_of("acme"))
+        while not engine.disk.num_running:
+            engine.step()
+        where = {"model": "vllm", "cache_salt": make_salt(KEYS, "acme", client_salt="other")}
+        client.call(command, where if command == "clear" else {"tenant": "acme"})
+        assert engine.records("acme") == 0 and engine.records("globex") == 8
+        engine.run()
+        assert engine.num_computed - before == len(prompt)
+
+
+@pytest.mark.parametrize("command", ["clear", "purge", "remove_tenant"])
+def test_what_a_failing_disk_owes_is_told_and_tried_again(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, files = ids_of(8 * SIZE + 1), FaultyFiles()
+    where = {"model": "vllm", "cache_salt": make_salt(KEYS, "acme")}
+    with controlled(tmp_path, files) as (engine, client):
+        client.call("set_tenant", {"tenant": "acme"})
+        engine.again("first", prompt, facts_of("acme"))
+        files.before = failing(DESTROYING)
+        answer = client.call(command, where if command == "clear" else {"tenant": "acme"})
+        assert answer["owed"] and engine.disk.debts.owed == {engine.id_of("acme")}
+        assert engine.again("meanwhile", prompt, facts_of("acme")) == len(prompt)
+        files.before = lambda call: None
+        assert engine.disk.debts.owed, "nobody has tried again yet"
+        monkeypatch.setattr(engine.disk.debts, "_pays_at", 0.0)
+        engine.step()
+        assert engine.disk.debts.pay(engine.id_of("acme"), 10.0)
+        assert client.call("clear", where)["owed"] is False
+
+
+def test_what_a_failing_disk_still_owes_at_the_stop_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FaultyFiles()
+    with controlled(tmp_path, files) as (engine, client):
+        engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+        files.before = failing(DESTROYING)
+        assert client.call("purge", {"tenant": "acme"})["owed"]
+    (told,) = [each.message for each in caplog.records if "was closed" in each.message]
+    assert engine.id_of("acme") in told and "Purge them again at the next start" in told
 
 
 def test_a_strict_tenant_has_slots_of_its_own_and_nothing_on_the_disk(

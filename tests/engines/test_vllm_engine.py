@@ -14,10 +14,13 @@ import pytest
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
-from radixkv.engines.engine_protocol import EngineLimits
+from radixkv.engines.engine_protocol import EngineLimits, EngineSettings
 from radixkv.engines.salt import SaltReader
-from radixkv.engines.vllm_serve import VllmEngine
-from radixkv.errors import ArgumentError, ControlError, QuotaExceeded, StaleGeneration
+from radixkv.engines.second_level import SecondLevelSettings
+from radixkv.engines.tier_settings import TierSettings
+from radixkv.engines.vllm_process import VllmProcess
+from radixkv.engines.vllm_serve import VllmEngine, VllmModel
+from radixkv.errors import ArgumentError, ConfigError, ControlError, QuotaExceeded, StaleGeneration
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
 from tests.engines.test_completion_stream import HEAD, answering, choice, event
@@ -157,3 +160,41 @@ def test_lookups_are_made_together_and_a_broken_connection_is_replaced(served: S
         served.begin()
         served.cache.restore()
         assert served.cache.match(ACME, IDS).num_tokens == 0
+
+
+CONNECTOR = '{"kv_connector": "RadixConnector", "kv_connector_extra_config": {"host_blocks": 8}}'
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"--max-num-seqs 8 --kv-transfer-config '{CONNECTOR}'",
+        f"--kv-transfer-config='{CONNECTOR}'",
+        "--kv-transfer-config.kv_connector RadixConnector",
+    ],
+)
+def test_a_connector_that_no_purge_would_reach_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.setenv("RADIXKV_VLLM_ARGS", arguments)
+    with pytest.raises(ConfigError, match=r"RADIXKV_VLLM_ARGS=.*purges .* would not reach .* leave it out"):
+        VllmProcess([], {}, KEYS)
+
+
+def test_a_connector_that_a_file_of_vllm_names_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"host_blocks": 8}
+    assert SecondLevelSettings.read(given).host_blocks == 8
+    process = VllmProcess([], {}, KEYS)
+    try:
+        monkeypatch.setenv("RADIXKV_SERVED", process._environment["RADIXKV_SERVED"])
+    finally:
+        process.close()
+    with pytest.raises(ConfigError, match="purges would not reach"):
+        SecondLevelSettings.read(given)
+
+
+def test_tiers_of_the_service_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    settings = EngineSettings(tmp_path, "", 100, 64, 4, tiers=TierSettings(1 << 20))
+    with pytest.raises(ConfigError, match=r"--host-memory=1048576.*keeps KV in its cache alone"):
+        VllmModel(settings).start(None)

@@ -1,6 +1,6 @@
 """The exported Hypothesis state machines: random sequences of calls (lives), checked against the oracle and the laws.
 
-Only this subpackage imports Hypothesis (extra ``audit``). It has seven machines:
+Only this subpackage imports Hypothesis (extra ``audit``). It has eight machines:
 
 - ``CacheMachine`` attacks one PrefixCache with every call, also with calls that must be refused. It checks after
   each step: every law of ``radixkv.audit`` holds. What was served was committed before, in that namespace, since it
@@ -12,7 +12,7 @@ Only this subpackage imports Hypothesis (extra ``audit``). It has seven machines
 - ``LossyMachine`` does that too, with a tenant whose KV have small errors there, beside one whose KV must have none.
 - ``EngineMachine`` attacks a cache whose blocks the engine owns: every block is the engine's, resident or to reclaim.
 - ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
-  observes.
+  observes. ``TwoLoadingRuns`` does it with host memory below them.
 - ``TwoAdapters`` does the same with any system behind an ``Adapter``: an engine's integration, another cache.
 
 An integrator passes a factory, and the machines attack what it makes::
@@ -54,7 +54,14 @@ from radixkv.audit.properties.lossy_machine import LossyMachine
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import LAYOUT, NAMESPACES, CacheFactory, Held, Mirror, expect, prompts
 from radixkv.audit.properties.runner import PropertyReport, run, run_adapter
-from radixkv.audit.properties.two_systems import Observed, Player, TwoAdapters, TwoRuns, TwoSystems
+from radixkv.audit.properties.two_systems import (
+    Observed,
+    Player,
+    TwoAdapters,
+    TwoLoadingRuns,
+    TwoRuns,
+    TwoSystems,
+)
 
 __all__ = [
     "LAYOUT",
@@ -73,6 +80,7 @@ __all__ = [
     "Player",
     "PropertyReport",
     "TwoAdapters",
+    "TwoLoadingRuns",
     "TwoRuns",
     "TwoSystems",
     "expect",

@@ -316,6 +316,20 @@ class CacheAdapter:
         invariants.check(self.cache)
 
 
+class LoadingAdapter(CacheAdapter):
+    """The same for a cache with host memory below: what comes back to a request counts as cached."""
+
+    def _opened(
+        self, namespace: Namespace, ids: Sequence[int], call: Callable[[], Any]
+    ) -> tuple[Mirror, int]:
+        request, _ = super()._opened(namespace, ids, call)
+        if request.sequence.loading is not None:
+            request.sequence.loading.poll()
+        stop = int(request.sequence.num_committed_tokens)
+        request.num_committed = request.num_computed = stop
+        return request, stop
+
+
 def _heir(request: Mirror, sequence: Any) -> Mirror:
     ids, states = list(request.ids), list(request.states)
     return Mirror(sequence, request.namespace, ids, states, request.num_committed, request.num_computed)
@@ -327,10 +341,17 @@ def has_strict_tenants(factory: Any) -> bool:
 
 
 def has_loading(factory: Any) -> bool:
-    """Whether the caches that ``factory`` makes may have host memory below, which needs torch."""
+    """Whether the caches that ``factory`` makes may have host memory below, which needs torch.
+
+    Those that refuse ``host_blocks`` may not.
+    """
     if find_spec("torch") is None:
         return False
-    sequence = factory(CacheConfig(4, 4, LAYOUT, host_blocks=8)).open(Namespace("a", "m"), range(4))
+    try:
+        cache = factory(CacheConfig(4, 4, LAYOUT, host_blocks=8))
+    except (ConfigError, ArgumentError):
+        return False
+    sequence = cache.open(Namespace("a", "m"), range(4))
     found = hasattr(sequence, "loading")
     sequence.release()
     return found
@@ -355,7 +376,7 @@ def has_lossy(factory: Any) -> bool:
 def strict_system(
     factory: CacheFactory, config: CacheConfig, clock: Clock, tenants: Sequence[Tenant]
 ) -> CacheAdapter:
-    """A cache with these tenants, also after a restart."""
+    """A cache with these tenants, also after a restart. Requests take what comes from host memory below."""
 
     def make() -> tuple[Any, Engine]:
         cache, engine = cache_with_engine(factory, config, clock=clock)
@@ -363,7 +384,8 @@ def strict_system(
             cache.add_tenant(tenant)
         return cache, engine
 
-    return CacheAdapter(*make(), make)
+    adapter = LoadingAdapter if config.host_blocks else CacheAdapter
+    return adapter(*make(), make)
 
 
 OPERATOR = Tenant("op", guaranteed_blocks=6, mode="strict")

@@ -12,7 +12,7 @@ The calls:
 - blocks that an engine inserts, evictions by hand, clears, purges with open requests
 - tenants added and removed, time that passes, a crash of both systems
 
-No call demotes: there are no tiers yet.
+With host memory below (``TwoLoadingRuns``), what comes back from there counts as cached.
 
 A observes matched and cached lengths, refusals (type and text), names, statistics, and the bytes that it is served.
 The prompts of all tenants come from one small set. So another tenant's prompt may be equal to A's or differ in one
@@ -771,6 +771,23 @@ def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
         return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
     most = guarantee + 3 if kind % 2 else None
     return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most, max_pinned_blocks=most, max_pins=kind)
+
+
+class TwoLoadingRuns(TwoRuns):
+    """The same with host memory below: what was evicted comes back, as much of it in both runs."""
+
+    with_storage: ClassVar[tuple[bool, ...]] = (True,)
+
+    def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
+        num_blocks = config.num_blocks
+        num_below = 3 * num_blocks if config.block_size > 1 else num_blocks // 3
+        return super()._system(replace(config, host_blocks=num_below), beside)
+
+    @rule(by=who, where=small, count=st.integers(2, 6), blocks=st.integers(2, 4))
+    def come_back(self, by: int, where: int, count: int, blocks: int) -> None:
+        """Requests that are more than most tenants may have in the pool come again, in the same order."""
+        for _ in range(2):
+            self.serve(by, where, 0, count, blocks, 1)
 
 
 class TwoAdapters(TwoSystems):
