@@ -311,6 +311,7 @@ class DiskLevel:
         ends_at = self._clock() + CLOSING_S
         for tenant in self.debts.owed:
             self.debts.pay(tenant, max(ends_at - self._clock(), 0.0))
+        self.debts.pay_removed(max(ends_at - self._clock(), 0.0))
         for lane in self.lanes:
             lane.stores.begin_to_close()
         self._finish(ends_at)

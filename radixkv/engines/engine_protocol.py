@@ -348,6 +348,15 @@ class Tiered(Protocol):
     def owed(self) -> frozenset[str]:
         """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
 
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
+
+        Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
+        """
+
+    def owes_removed(self) -> bool:
+        """Whether a disk may still have what ``forget_all_but`` was to destroy. From any thread."""
+
 
 @runtime_checkable
 class Prefetching(Protocol):

@@ -28,7 +28,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -375,6 +375,15 @@ class LowerTiers:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
         return frozenset() if self.level.disk is None else self.level.disk.debts.owed
 
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """See ``Tiered``."""
+        forget_all_but([self], tenants)
+
+    @property
+    def num_removed(self) -> int:
+        """How many tenants that ``forget_all_but`` found on the disk may still have records there."""
+        return 0 if self.level.disk is None else self.level.disk.debts.num_removed
+
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
         if tenant.tier_dtype != self._dtype:
@@ -669,12 +678,18 @@ class LowerTiers:
 
     def _require_paid(self) -> None:
         disk, owed = self.level.disk, sorted(self.owed())
-        if disk is None or not owed:
+        if disk is None or not (owed or self.num_removed):
             return
-        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+        folder, kinds = disk.tier.settings.folder, []
+        if owed:
+            named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+            kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
+        if self.num_removed:
+            kinds.append(f"{self.num_removed} tenants that were removed before the start")
         message = (
-            f"{disk.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
-            f"tenants ({named}): {disk.debts.problem(owed[0])}. Purge them again at the next start"
+            f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
+            f"{disk.debts.problem(owed[0] if owed else '')}. Purge them again at the next start; of a tenant that was "
+            f"removed, destroy them by `radixkv disk forget {folder} --tenant NAME`"
         )
         _log.error("%s", message)
         raise TierError(message)
@@ -733,7 +748,7 @@ class LowerTiers:
                 "open": int(
                     not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
                 ),
-                "owed_purges": len(disk.debts.owed),
+                "owed_purges": len(disk.debts.owed) + disk.debts.num_removed,
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
                 "budget_bytes": disk.budget_bytes,
@@ -929,6 +944,23 @@ def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
             problem = disk.debts.problem(tenant)
             _log.error(
                 "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
+            )
+
+
+def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
+    """Destroy the keys of all other tenants' records on the disks of all these tiers, at the same time.
+
+    Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
+    """
+    disks = [each.disk for each in tiers if each.disk is not None]
+    jobs, ends_at = [each.debts.owe_all_but(tenants) for each in disks], monotonic() + FORGET_S
+    for disk, job in zip(disks, jobs, strict=True):
+        if job is not None:
+            job.poll(max(ends_at - monotonic(), 0.0))
+        if disk.debts.num_removed:
+            _log.error(
+                "the disk owes the purge of %d tenants that were removed, and serves nothing of them meanwhile",
+                disk.debts.num_removed,
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of, require_fingerprint
@@ -109,6 +109,15 @@ class TieredCache(PrefixCache):
     def owed(self) -> frozenset[str]:
         """Return the tenants that are ``unforgotten``."""
         return frozenset() if self._lower is None else self._lower.owed()
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Forget what a disk has of any other tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.forget_all_but(tenants)
+
+    def owes_removed(self) -> bool:
+        """Whether a disk may still have what ``forget_all_but`` was to destroy."""
+        return self._lower is not None and self._lower.num_removed > 0
 
     def follow_generations(
         self,

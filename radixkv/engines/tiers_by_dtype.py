@@ -12,7 +12,7 @@ changes its dtype is forgotten by the cache first (``load_target.follow``), and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_on_disks
+from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -278,6 +278,15 @@ class TiersByDtype:
     def owed(self) -> frozenset[str]:
         """See LowerTiers."""
         return frozenset[str]().union(*(each.owed() for each in self.tiers.values()))
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """See ``Tiered``."""
+        forget_all_but(self.tiers.values(), tenants)
+
+    @property
+    def num_removed(self) -> int:
+        """See LowerTiers."""
+        return sum(each.num_removed for each in self.tiers.values())
 
     def follow_generations(
         self,

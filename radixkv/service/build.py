@@ -84,6 +84,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         raise ConfigError(
             "keys", str(settings.keys), f"guarantees and limits that fit into the cache: {error}"
         ) from None
+    if isinstance(cache, Tiered):
+        cache.forget_all_but({*keys.ring.tenants, OPERATOR_ACCOUNT})
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from radixkv.errors import ConfigError, TierError
 from radixkv.index.cache import PrefixCache
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.disk_tier import MISSED
+from radixkv.tiers.disk_tier import MISSED, DiskTier
 from radixkv.tiers.files import Files
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
@@ -357,6 +357,76 @@ def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: P
         assert live.operator.post("/v1/tenants/acme/purge").json()["owed"]
     with service_in_thread(**options) as live:
         assert ask(live.acme) == (first, 0)
+
+
+class Refusing:
+    """``DiskTier.purge_tag`` of a disk that fails, until ``undo``."""
+
+    def __init__(self) -> None:
+        self._works, self._is_undone = DiskTier.purge_tag, False
+
+    def undo(self) -> None:
+        self._is_undone = True
+
+    def __get__(self, tier: DiskTier, owner: type) -> Callable[[str], int]:
+        def purge_tag(tag: str) -> int:
+            if not self._is_undone:
+                raise TierError("the disk fails")
+            return self._works(tier, tag)
+
+        return purge_tag
+
+
+def write_keys(path: Path, *tenants: str) -> dict[str, str]:
+    """Write a keys file with these tenants. Returns the option that names it."""
+    keys = {"operator": KEYS["operator"], "tenants": {each: f"demo-{each}" for each in tenants}}
+    path.write_text(json.dumps(keys))
+    path.chmod(0o600)
+    return {"keys": str(path)}
+
+
+def ask_as_new_tenant(live: Running, tenant: str) -> int:
+    """Create a tenant, and return the cached tokens of its first prompt."""
+    live.operator.put(f"/v1/tenants/{tenant}", json={}).raise_for_status()
+    with client(live.url, live.operator.post(f"/v1/tenants/{tenant}/keys").json()["key"]) as new:
+        return ask(new)[1]
+
+
+def test_a_tenant_that_is_removed_while_the_service_is_down_leaves_nothing(tmp_path: Path) -> None:
+    options = tier_options(tmp_path)
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **both) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
+    keys = write_keys(tmp_path / "keys.json", "globex")
+    with service_in_thread(**options, **keys) as live:
+        assert 0 < metric(live.operator, "resident_blocks", "disk") < 40, "destroyed before the first request"
+        assert ask_as_new_tenant(live, "acme") == 0
+        assert ask(live.globex)[1] > 100
+
+
+def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **both) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
+    keys = write_keys(tmp_path / "keys.json", "globex")
+    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    message = "1 tenants that were removed before the start"
+    with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
+        assert metric(live.operator, "owed_purges", "disk") == 1
+        assert ask_as_new_tenant(live, "acme") == 0
+        assert ask(live.globex)[1] > 100, "others notice nothing"
+    write_keys(tmp_path / "keys.json", "globex")
+    with with_files({**options, **keys}, files) as live:
+        assert metric(live.operator, "owed_purges", "disk") == 1
+        raising.undo()
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+        assert ask_as_new_tenant(live, "acme") == 0
 
 
 @pytest.mark.slow
