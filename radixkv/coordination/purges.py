@@ -145,6 +145,8 @@ class Purges:
         self.on_purge: OnPurge | None = None
         self.owed: Callable[[], Collection[str]] = tuple
         """Returns tenants of whose purge something is left to do here."""
+        self.owes_removed: Callable[[], bool] = bool
+        """Returns whether something may be left here of tenants that weren't met: no purge of theirs is confirmed."""
         self.resident: Resident | None = None
 
     @property
@@ -417,6 +419,8 @@ class Purges:
 
     def _is_owed(self, digest: bytes) -> bool:
         owed, name = self.owed(), self.name(digest)
+        if self.owes_removed() and (name is None or digest in self._late):
+            return True
         return name in owed if name is not None else any(self._keys.tenant(each) == digest for each in owed)
 
     def _in_turn(self) -> list[bytes]:

@@ -67,9 +67,9 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     engine = loaded.start(_journal(events, coordinator.journal))
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
-    owed = cache.owed if isinstance(cache, Tiered) else tuple
-    coordinator.attach(cache, partial(_purge, cache), owed)
+    coordinator.attach(cache, partial(_purge, cache))
     if isinstance(cache, Tiered):
+        coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
         cache.follow_generations(
             coordinator.purges.generation,
             lambda: coordinator.knows_generations,

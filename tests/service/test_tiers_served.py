@@ -429,6 +429,32 @@ def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_the
         assert ask_as_new_tenant(live, "acme") == 0
 
 
+def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_when_its_keys_are_destroyed(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, fleet = tier_options(tmp_path), {"redis": redis_server.url, "lease-s": "3"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **fleet, **both, replica="b") as b:
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 0)
+    keys = write_keys(tmp_path / "other.json", "globex")
+    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    with (
+        service_in_thread(**fleet, **secret, **both, replica="a") as a,
+        service_in_thread(**options, **fleet, **keys, replica="b") as b,
+    ):
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        assert a.operator.post("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        b.service.fleet.coordinator.beat()
+        assert a.operator.get("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        raising.undo()
+        eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"])
+        assert metric(b.operator, "resident_blocks", "disk") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_full_disk_destroys_the_keys_of_a_purged_tenant(tmp_path: Path) -> None:
