@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -453,6 +454,37 @@ def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_
         raising.undo()
         eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"])
         assert metric(b.operator, "resident_blocks", "disk") == 0
+
+
+def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    keys = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with with_files({**options, **keys}, files) as live:
+        sync, coordinator = live.service.tenant_sync, live.service.fleet.coordinator
+        ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        write_keys(tmp_path / "keys.json", "globex")
+        eventually(lambda: live.acme.get("/v1/stats").status_code == 401)
+        eventually(lambda: coordinator.purges.generation("acme") == 1)
+        time.sleep(2.5)
+        assert sync.unpurged == {"acme"} and metric(live.operator, "owed_purges", "disk") == 1
+        assert coordinator.purges.generation("acme") == 1, "purged in the fleet once"
+        files.before = lambda call: None
+        eventually(lambda: not sync.unpurged)
+        assert metric(live.operator, "owed_purges", "disk") == 0
+    message = r"of a tenant that was removed, destroy them by `radixkv disk forget .*kv --tenant NAME`"
+    with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
+        ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        write_keys(tmp_path / "keys.json", "acme")
+        eventually(lambda: live.globex.get("/v1/stats").status_code == 401)
+    with service_in_thread(**options, **keys) as live:
+        assert ask_as_new_tenant(live, "globex") == 0
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.wire import Raised
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class TenantPurges:
         self._tenant_sync, self._gate = tenant_sync, gate
         self._warmer, self._jobs, self._fleet_pins = warmer, jobs, fleet_pins
         self._clock, self._again_at = clock, float("-inf")
+        self._purged_at: dict[str, int] = {}
+        """Removed tenants that the fleet has purged, and which removal that was: a disk here owes them."""
 
     async def purge(self, tenant: str) -> tuple[int, Purge]:
         """Forget everything of a tenant, here and on all replicas.
@@ -81,18 +84,27 @@ class TenantPurges:
     async def purge_removed(self) -> None:
         """Purge tenants that were removed, for example from the keys file.
 
-        Calls within 5 seconds after a failure do nothing. Raises CoordinationError.
+        A tenant stays unpurged while a disk here owes its purge. Calls within 5 seconds after a failure do nothing. Raises CoordinationError.
         """
         if not self._tenant_sync.unpurged or self._clock() < self._again_at:
             return
         for tenant in self._tenant_sync.unpurged:
-            self._gate.forget(tenant)
-            self._jobs.forget(tenant)
-            await self._fleet_pins.removed(tenant)
-            self._again_at = self._clock() + _AGAIN_S
-            await self.purge(tenant)
-            self._again_at = float("-inf")
-            self._tenant_sync.purged(tenant)
+            removal = self._tenant_sync.num_removals(tenant)
+            if self._purged_at.get(tenant) != removal:
+                await self._purge_removed(tenant)
+                self._purged_at[tenant] = removal
+            is_owed = isinstance(self._cache, Tiered) and tenant in self._cache.owed()
+            if not is_owed and self._tenant_sync.num_removals(tenant) == removal:
+                del self._purged_at[tenant]
+                self._tenant_sync.purged(tenant)
+
+    async def _purge_removed(self, tenant: str) -> None:
+        self._gate.forget(tenant)
+        self._jobs.forget(tenant)
+        await self._fleet_pins.removed(tenant)
+        self._again_at = self._clock() + _AGAIN_S
+        await self.purge(tenant)
+        self._again_at = float("-inf")
 
     async def receive(self, tenant: str, raised: Raised) -> None:
         """Purge a tenant here at another replica's request, then apply the raises in the store.
