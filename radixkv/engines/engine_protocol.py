@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -347,6 +348,16 @@ class Tiered(Protocol):
 
     def owed(self) -> frozenset[str]:
         """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether what lies below outlives the process."""
+
+    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
+        """Return a context after which a disk has nothing of a tenant, or owes that. Meanwhile it serves nothing of it.
+
+        Clear the tenant's namespaces within. The end waits some seconds for the disk.
+        """
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.

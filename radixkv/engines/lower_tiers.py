@@ -334,6 +334,25 @@ class LowerTiers:
         forget_on_disks([self], tenant)
 
     @contextmanager
+    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
+        """See ``Tiered``."""
+        with self.forgotten_on_disk_later(tenant):
+            yield
+        forget_on_disks([self], tenant)
+
+    @contextmanager
+    def forgotten_on_disk_later(self, tenant: str) -> Iterator[None]:
+        """Do the same without waiting for the disk, which owes it then."""
+        self.require_disk()
+        with self.forgetting(tenant):
+            yield
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return self.level.disk is not None
+
+    @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
         """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
         self.require_disk()

@@ -211,6 +211,20 @@ class TiersByDtype:
             yield
         forget_on_disks(tiers, tenant)
 
+    @contextmanager
+    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
+        """See ``Tiered``. The disks of all dtypes forget at the same time."""
+        with ExitStack() as stack:
+            for each in self.tiers.values():
+                stack.enter_context(each.forgotten_on_disk_later(tenant))
+            yield
+        forget_on_disks(self.tiers.values(), tenant)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return any(each.has_disk for each in self.tiers.values())
+
     def require(self, tenant: Tenant) -> None:
         """See ``Below``. An exact tenant needs no memory: without it, nothing of it is kept."""
 

@@ -487,6 +487,38 @@ def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
         assert ask_as_new_tenant(live, "globex") == 0
 
 
+@pytest.mark.parametrize("query", [{}, {"salt": "never-used"}])
+def test_a_clear_forgets_what_lies_only_on_the_disk(tmp_path: Path, query: dict[str, str]) -> None:
+    options = tier_options(tmp_path)
+    with service_in_thread(**options) as live:
+        ask(live.acme), ask(live.globex)
+    with service_in_thread(**options) as live:
+        before = metric(live.operator, "resident_blocks", "disk")
+        answer = live.acme.delete("/v1/cache", params=query)
+        assert answer.json() == {"namespaces": 0, "blocks": 0, "owed": False}, answer.text
+        assert 0 < metric(live.operator, "resident_blocks", "disk") < before
+        assert ask(live.acme)[1] == 0
+        assert ask(live.globex)[1] > 100
+    with service_in_thread(**{"host-memory": "16MiB"}) as live:
+        ask(live.acme)
+        assert live.acme.delete("/v1/cache", params={"salt": "never-used"}).status_code == 404
+
+
+def test_a_clear_of_what_lies_only_on_a_disk_that_fails_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    with service_in_thread(**options) as live:
+        ask(live.acme)
+    with with_files(options, files) as live:
+        files.before = failing("write")
+        assert live.acme.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0, "owed": True}
+        assert ask(live.acme)[1] == 0
+        files.before = lambda call: None
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_full_disk_destroys_the_keys_of_a_purged_tenant(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ class TenantPurges:
     async def purge_removed(self) -> None:
         """Purge tenants that were removed, for example from the keys file.
 
-        A tenant stays unpurged while a disk here owes its purge. Calls within 5 seconds after a failure do nothing. Raises CoordinationError.
+        A tenant stays unpurged while a disk here owes its purge. Calls within 5 seconds after a failure do nothing.
+        Raises CoordinationError.
         """
         if not self._tenant_sync.unpurged or self._clock() < self._again_at:
             return
