@@ -29,7 +29,8 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
 FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
+_WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
+"""Whether purges and clears wait for disks here."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -393,6 +396,15 @@ class LowerTiers:
     def owed(self) -> frozenset[str]:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
         return frozenset() if self.level.disk is None else self.level.disk.debts.owed
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """See ``Tiered``."""
+        if tenant in self.owed():
+            forget_on_disks([self], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""
@@ -951,10 +963,13 @@ def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
     """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
 
-    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before.
+    Waits for at most ``FORGET_S`` in all, or not at all (``without_waiting``): see ``LowerTiers.owed``. Raises
+    TierError for a disk that was closed before.
     """
     those = [(each, each.disk) for each in tiers if each.disk is not None]
     jobs, ends_at = [disk.debts.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
+    if not _WAITS.get():
+        return
     for (each, disk), job in zip(those, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
@@ -964,6 +979,16 @@ def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
             _log.error(
                 "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
             )
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Within this, purges and clears by this thread don't wait for a disk. It owes them, and begins to pay."""
+    before = _WAITS.set(False)
+    try:
+        yield
+    finally:
+        _WAITS.reset(before)
 
 
 def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:

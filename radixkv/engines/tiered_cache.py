@@ -120,6 +120,15 @@ class TieredCache(PrefixCache):
         """Forget what a disk has of a tenant, also what lies nowhere else: see ``Tiered``."""
         return nullcontext() if self._lower is None else self._lower.forgotten_on_disk(tenant)
 
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.settle(tenant)
+
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Forget what a disk has of any other tenant: see ``Tiered``."""
         if self._lower is not None:

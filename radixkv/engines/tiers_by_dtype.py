@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks
+from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks, without_waiting
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -292,6 +292,14 @@ class TiersByDtype:
     def owed(self) -> frozenset[str]:
         """See LowerTiers."""
         return frozenset[str]().union(*(each.owed() for each in self.tiers.values()))
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """See ``Tiered``."""
+        forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""

@@ -19,7 +19,7 @@ from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
@@ -163,5 +163,9 @@ def _journal(events: EventPublisher | None, coordinated: Journal | None) -> Jour
 
 
 def _purge(cache: EngineCache, tenant: str, generation: int) -> None:
-    """Drop what this replica has of a tenant, because the fleet raised the tenant's generation."""
-    cache.purge(tenant)
+    """Drop what this replica has of a tenant, because the fleet raised the tenant's generation.
+
+    It doesn't wait for the disk, because no beat is sent meanwhile. The coordinator asks what is owed.
+    """
+    with without_waiting(cache):
+        cache.purge(tenant)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -517,6 +518,40 @@ def test_a_clear_of_what_lies_only_on_a_disk_that_fails_is_owed(
         assert ask(live.acme)[1] == 0
         files.before = lambda call: None
         eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+
+
+def test_a_disk_that_hangs_costs_no_lease(redis_server: RedisServer, tmp_path: Path) -> None:
+    options, files, is_over = tier_options(tmp_path), FaultyFiles(), threading.Event()
+    fleet = {"redis": redis_server.url, "lease-s": "4"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    with (
+        with_files({**options, **fleet, "replica": "b"}, files) as b,
+        service_in_thread(**fleet, **secret, replica="a") as a,
+    ):
+        coordinator = b.service.fleet.coordinator
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme), ask(b.globex)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 40)
+        files.before = lambda call: None if call == "read" else is_over.wait(60) and None
+        posts = [
+            threading.Thread(target=a.operator.post, args=(f"/v1/tenants/{tenant}/purge",))
+            for tenant in ("acme", "globex")
+        ]
+        for each in posts:
+            each.start()
+        states, ends_at = set(), time.monotonic() + 6
+        while time.monotonic() < ends_at:
+            states.add((coordinator.health().state, coordinator.knows_generations))
+            time.sleep(0.05)
+        assert states == {("ok", True)}
+        assert a.operator.get("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        is_over.set()
+        for each in posts:
+            each.join()
+        for tenant in ("acme", "globex"):
+            path = f"/v1/tenants/{tenant}/purge"
+            eventually(lambda path=path: a.operator.get(path).json()["complete"])  # type: ignore[misc]
+        assert metric(b.operator, "owed_purges", "disk") == 0
 
 
 @pytest.mark.slow
