@@ -554,6 +554,28 @@ def test_a_disk_that_hangs_costs_no_lease(redis_server: RedisServer, tmp_path: P
         assert metric(b.operator, "owed_purges", "disk") == 0
 
 
+def test_a_keys_file_that_loses_tenants_takes_effect_while_the_disk_hangs(tmp_path: Path) -> None:
+    options, files, is_over = tier_options(tmp_path), FaultyFiles(), threading.Event()
+    keys = write_keys(tmp_path / "keys.json", "acme", "globex", "one", "two")
+    with with_files({**options, **keys}, files) as live:
+        ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = lambda call: None if call == "read" else is_over.wait(60) and None
+        write_keys(tmp_path / "keys.json", "globex")
+        changed_at, slowest = time.monotonic(), 0.0
+        while live.acme.get("/v1/stats").status_code == 200:
+            began_at = time.monotonic()
+            live.nobody.get("/healthz")
+            slowest = max(slowest, time.monotonic() - began_at)
+        assert time.monotonic() - changed_at < 3 and slowest < 1
+        began_at = time.monotonic()
+        while time.monotonic() < began_at + 2:
+            live.nobody.get("/healthz")
+        assert time.monotonic() < began_at + 3, "nor does upkeep make anybody wait"
+        is_over.set()
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_full_disk_destroys_the_keys_of_a_purged_tenant(tmp_path: Path) -> None:
