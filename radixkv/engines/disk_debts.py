@@ -180,7 +180,7 @@ class DiskDebts:
         self._removed = self._tier.tags_but(tenants)
         if not self._removed:
             return None
-        _log.info("the disk forgets %d tenants that are no tenants any more", len(self._removed))
+        _log.info("the disk forgets %d tenants that were removed", len(self._removed))
         self._pay_removed()
         return self._removing
 
@@ -318,11 +318,14 @@ class DiskDebts:
                 problem = error
             else:
                 self._removed.discard(tag)
-        if problem is not None and self._problems.get("") != str(problem):
+        if problem is None:
+            self._problems.pop("", None)
+            return True
+        if self._problems.get("") != str(problem):
             text = "the disk can't forget %d tenants that were removed, which is tried again: %s"
             _log.error(text, len(self._removed), problem)
         self._problems[""] = str(problem)
-        return problem is None
+        return False
 
     def _pay_if_due(self) -> None:
         """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""

@@ -719,8 +719,8 @@ class LowerTiers:
             kinds.append(f"{self.num_removed} tenants that were removed before the start")
         message = (
             f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
-            f"{disk.debts.problem(owed[0] if owed else '')}. Purge them again at the next start; of a tenant that was "
-            f"removed, destroy them by `radixkv disk forget {folder} --tenant NAME`"
+            f"{disk.debts.problem(owed[0] if owed else '')}. Purge them again at the next start. For a tenant that was "
+            f"removed: `radixkv disk forget {folder} --tenant NAME`"
         )
         _log.error("%s", message)
         raise TierError(message)

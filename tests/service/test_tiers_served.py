@@ -477,7 +477,7 @@ def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
         files.before = lambda call: None
         eventually(lambda: not sync.unpurged)
         assert metric(live.operator, "owed_purges", "disk") == 0
-    message = r"of a tenant that was removed, destroy them by `radixkv disk forget .*kv --tenant NAME`"
+    message = r"For a tenant that was removed: `radixkv disk forget .*kv --tenant NAME`"
     with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
         ask(live.globex)
         eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
