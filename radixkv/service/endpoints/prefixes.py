@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
@@ -183,7 +183,7 @@ async def clear(call: Call[Service]) -> Response:
     else:
 
         def clear_all() -> int:
-            with on_disk(tenant):
+            with on_disk(tenant), without_waiting(cache):
                 cleared.update(found())  # something may have come from the disk since
                 return sum(map(cache.clear, cleared))
 
