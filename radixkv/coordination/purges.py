@@ -145,6 +145,8 @@ class Purges:
         self.on_purge: OnPurge | None = None
         self.owed: Callable[[], Collection[str]] = tuple
         """Returns tenants of whose purge something is left to do here."""
+        self.owes_removed: Callable[[], bool] = bool
+        """Returns whether something may be left here of tenants that weren't met: no purge of theirs is confirmed."""
         self.resident: Resident | None = None
 
     @property
@@ -204,7 +206,7 @@ class Purges:
         self, writer: Writer, *, is_new: bool = False, raised: Mapping[bytes, Raised] = _NONE
     ) -> None:
         """Apply and confirm what was raised since the last call; ``is_new``: nothing was confirmed under this epoch
-        yet.
+        yet. Confirm late purges too.
 
         ``raised``: raises that the store had before, announced or not. Raises StoreUnavailable.
         """
@@ -224,6 +226,8 @@ class Purges:
             if digest in found and (known.raised != found[digest] or not known.is_done):
                 tenant = here.get(digest) or self.name(digest)
                 self._apply(writer, digest, tenant, found[digest], position)
+        for digest in self._late.copy():
+            self._confirm_late(writer, digest)
 
     def apply_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
         """Apply a raise right after ``raise_purge``. Raises StoreUnavailable.
@@ -265,7 +269,9 @@ class Purges:
 
     def confirm_late(self, writer: Writer, tenant: str) -> None:
         """Confirm a purge that ``is_late``, if nothing is left to do for it. Raises StoreUnavailable."""
-        digest = self._keys.tenant(tenant)
+        self._confirm_late(writer, self._keys.tenant(tenant))
+
+    def _confirm_late(self, writer: Writer, digest: bytes) -> None:
         known = self._last(digest)
         if known.is_done and known.raised != NEVER:
             self._confirm(writer, digest, known.raised)
@@ -417,6 +423,8 @@ class Purges:
 
     def _is_owed(self, digest: bytes) -> bool:
         owed, name = self.owed(), self.name(digest)
+        if self.owes_removed() and (name is None or digest in self._late):
+            return True
         return name in owed if name is not None else any(self._keys.tenant(each) == digest for each in owed)
 
     def _in_turn(self) -> list[bytes]:

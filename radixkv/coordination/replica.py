@@ -137,7 +137,11 @@ class Replica:
         return self._publisher
 
     def attach(
-        self, resident: Resident, on_purge: OnPurge | None = None, owed: Callable[[], Collection[str]] = tuple
+        self,
+        resident: Resident,
+        on_purge: OnPurge | None = None,
+        owed: Callable[[], Collection[str]] = tuple,
+        owes_removed: Callable[[], bool] = bool,
     ) -> None:
         """Set the source for a rebuild after the journal has overflowed. Without it, other replicas only lose hints.
 
@@ -145,6 +149,7 @@ class Replica:
         nothing of the tenant can be matched. Without it such a purge is never confirmed.
 
         ``owed()`` returns tenants of whose purge something is left to do here. No purge of theirs is confirmed before.
+        ``owes_removed()``: the same of tenants whose names weren't met here.
         """
         if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
             raise ArgumentError(
@@ -153,7 +158,7 @@ class Replica:
         if on_purge is not None and not callable(on_purge):
             raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
         self._resident = self.purges.resident = resident
-        self.purges.on_purge, self.purges.owed = on_purge, owed
+        self.purges.on_purge, self.purges.owed, self.purges.owes_removed = on_purge, owed, owes_removed
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch; start beating and publishing. ``address`` replaces the setting.

@@ -1,6 +1,7 @@
 """What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
 
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
+    owe_all_but   the same for tenants that were removed while no process had the folder
     is_known      the folder has applied a tenant's purges in the cache and in the fleet
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
 from radixkv.clock import Clock
@@ -62,12 +63,16 @@ class DiskDebts:
         self._learning: dict[str, _Learning] = {}
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
+        self._removed: set[str] = set()
+        """Tags of removed tenants whose records must be destroyed: nobody here knows their names."""
+        self._removing: Job | None = None
         self._num_owed, self._owing = 0, threading.Lock()
         self._pays_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
         """Why tenants are still owed."""
         self._meeting: Job | None = None
         self._admin = IOThreads(1, 1)
+        self._removals: IOThreads | None = None
         self._own: dict[str, IOThreads] = {}
         self._left: list[IOThreads] = []
         """Of tenants that aren't strict any more."""
@@ -90,8 +95,8 @@ class DiskDebts:
     # --- questions
 
     def is_owed(self, tenant: str) -> bool:
-        """Whether a tenant's records may still be on the disk, though it was purged or cleared. O(1)."""
-        return tenant in self._owed
+        """Whether a tenant's records may still be on the disk, though it was purged, cleared or removed. O(1)."""
+        return tenant in self._owed or (bool(self._removed) and self._tier.tag(tenant) in self._removed)
 
     def is_open_for(self, tenant: str) -> bool:
         """Whether the disk may be asked for a tenant's records now."""
@@ -165,6 +170,31 @@ class DiskDebts:
         """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
         return self._thread_of(tenant).submit(lambda job, memory: self._paid(tenant), is_load=True)
 
+    def owe_all_but(self, tenants: Collection[str]) -> Job | None:
+        """Owe the records of all other tenants in the folder, and begin to destroy their keys. Before the disk serves.
+
+        Returns the first try; None if there is nothing to do. What fails is repeated. A thread of its own does it, so
+        it delays nobody's purge.
+        """
+        self._removed = self._tier.tags_but(tenants)
+        if not self._removed:
+            return None
+        _log.info("the disk forgets %d tenants that were removed", len(self._removed))
+        self._pay_removed()
+        return self._removing
+
+    def pay_removed(self, timeout_s: float) -> bool:
+        """Destroy the keys of what ``owe_all_but`` found. Returns whether that was done in this time."""
+        self._pay_removed()
+        if self._removing is not None:
+            self._removing.poll(timeout_s)
+        return not self._removed
+
+    @property
+    def num_removed(self) -> int:
+        """How many of the tenants that ``owe_all_but`` found may still have records here. None is served."""
+        return len(self._removed)
+
     @property
     def owed(self) -> frozenset[str]:
         """Tenants whose records may still be on the disk, though they were purged or cleared. None is served."""
@@ -172,7 +202,7 @@ class DiskDebts:
             return frozenset(self._owed)
 
     def problem(self, tenant: str) -> str:
-        """Return why an owed tenant isn't paid yet."""
+        """Return why an owed tenant isn't paid yet; empty: why the removed ones aren't."""
         return self._problems.get(tenant, "the disk doesn't answer")
 
     # --- all records
@@ -208,6 +238,8 @@ class DiskDebts:
     def close(self, timeout_s: float) -> bool:
         """End the threads. Returns whether they ended within the time."""
         ends_at, threads = self._clock() + timeout_s, [self._admin, *self._own.values(), *self._left]
+        if self._removals is not None:
+            threads.append(self._removals)
         have_ended = [each.close(max(ends_at - self._clock(), 0.0)) for each in threads]
         return all(have_ended)
 
@@ -264,6 +296,7 @@ class DiskDebts:
             self._problems[tenant] = str(error)
             return False
         self._problems.pop(tenant, None)
+        self._removed.discard(self._tier.tag(tenant))
         known = self._known.get(tenant)
         if known is not None:
             self._known[tenant] = generation, known[1]
@@ -272,9 +305,35 @@ class DiskDebts:
                 del self._owed[tenant]
         return True
 
+    def _pay_removed(self) -> None:
+        """Begin to destroy the keys of all ``_removed``, unless that runs."""
+        if self._removed and (self._removing is None or self._removing.is_done):
+            self._removals = self._removals or IOThreads(1, 1)
+            self._removing = self._removals.submit(lambda job, memory: self._paid_removed(), is_load=True)
+
+    def _paid_removed(self) -> bool:
+        """Destroy the keys of all ``_removed``, in a thread. Returns whether that is done."""
+        problem: Exception | None = None
+        for tag in sorted(self._removed.copy()):
+            try:
+                self._tier.purge_tag(tag)
+            except (OSError, TierError) as error:
+                problem = error
+            else:
+                self._removed.discard(tag)
+        if problem is None:
+            self._problems.pop("", None)
+            return True
+        if self._problems.get("") != str(problem):
+            text = "the disk can't forget %d tenants that were removed, which is tried again: %s"
+            _log.error(text, len(self._removed), problem)
+        self._problems[""] = str(problem)
+        return False
+
     def _pay_if_due(self) -> None:
         """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
-        if self._owed and self._clock() >= self._pays_at:
+        if (self._owed or self._removed) and self._clock() >= self._pays_at:
+            self._pay_removed()
             self._pays_at = self._clock() + PAY_AGAIN_S
             for tenant in self.owed:
                 self.pay(tenant, 0.0)

@@ -315,6 +315,7 @@ class DiskLevel:
         ends_at = self._clock() + CLOSING_S
         for tenant in self.debts.owed:
             self.debts.pay(tenant, max(ends_at - self._clock(), 0.0))
+        self.debts.pay_removed(max(ends_at - self._clock(), 0.0))
         for lane in self.lanes:
             lane.stores.begin_to_close()
         self._finish(ends_at)
@@ -337,14 +338,23 @@ class DiskLevel:
             _log.error("%s", unpaid)
 
     def unpaid(self) -> str | None:
-        """Say which tenants' records the closed disk may still have, though they were purged or cleared; None: none."""
-        owed = sorted(self.debts.owed)
-        if not owed:
+        """Say which tenants' records the closed disk may still have, though they were purged, cleared or removed.
+
+        None: no such ones.
+        """
+        owed, num_removed, folder = sorted(self.debts.owed), self.debts.num_removed, self.tier.settings.folder
+        if not owed and not num_removed:
             return None
-        named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+        kinds = []
+        if owed:
+            named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
+            kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
+        if num_removed:
+            kinds.append(f"{num_removed} tenants that were removed before the start")
         return (
-            f"{self.tier.settings.folder} was closed and may still have the records of {len(owed)} purged or cleared "
-            f"tenants ({named}): {self.debts.problem(owed[0])}. Purge them again at the next start"
+            f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
+            f"{self.debts.problem(owed[0] if owed else '')}. Purge them again at the next start. For a tenant that was "
+            f"removed: `radixkv disk forget {folder} --tenant NAME`"
         )
 
     def _finish(self, ends_at: float) -> None:

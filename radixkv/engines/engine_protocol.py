@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -347,6 +348,36 @@ class Tiered(Protocol):
 
     def owed(self) -> frozenset[str]:
         """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether what lies below outlives the process."""
+
+    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
+        """Return a context after which a disk has nothing of a tenant, or owes that. Meanwhile it serves nothing of it.
+
+        Clear the tenant's namespaces within. The end waits some seconds for the disk.
+        """
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """Return a context within which purges and clears by this thread don't wait for a disk: it owes them."""
+
+    def settle(self, tenant: str) -> None:
+        """Wait some seconds for a disk that owes something of a tenant."""
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
+
+        Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
+        """
+
+    def owes_removed(self) -> bool:
+        """Whether a disk may still have what ``forget_all_but`` was to destroy. From any thread."""
+
+
+def without_waiting(cache: EngineCache) -> AbstractContextManager[None]:
+    """Return ``cache.without_waiting()``, where it is Tiered."""
+    return cache.without_waiting() if isinstance(cache, Tiered) else nullcontext()
 
 
 @runtime_checkable

@@ -28,8 +28,9 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
 
+_WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
+"""Whether purges and clears wait for disks here."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -335,6 +338,25 @@ class LowerTiers:
         forget_on_disks([self], tenant)
 
     @contextmanager
+    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
+        """See ``Tiered``."""
+        with self.forgotten_on_disk_later(tenant):
+            yield
+        forget_on_disks([self], tenant)
+
+    @contextmanager
+    def forgotten_on_disk_later(self, tenant: str) -> Iterator[None]:
+        """Do the same without waiting for the disk, which owes it then."""
+        self.require_disk()
+        with self.forgetting(tenant):
+            yield
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return self.level.disk is not None
+
+    @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
         """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
         self.require_disk()
@@ -375,6 +397,24 @@ class LowerTiers:
     def owed(self) -> frozenset[str]:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
         return frozenset() if self.level.disk is None else self.level.disk.debts.owed
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """See ``Tiered``."""
+        if tenant in self.owed():
+            forget_on_disks([self], tenant)
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """See ``Tiered``."""
+        forget_all_but([self], tenants)
+
+    @property
+    def num_removed(self) -> int:
+        """How many tenants that ``forget_all_but`` found on the disk may still have records there."""
+        return 0 if self.level.disk is None else self.level.disk.debts.num_removed
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
@@ -724,7 +764,7 @@ class LowerTiers:
                 "open": int(
                     not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
                 ),
-                "owed_purges": len(disk.debts.owed),
+                "owed_purges": len(disk.debts.owed) + disk.debts.num_removed,
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
                 "budget_bytes": disk.budget_bytes,
@@ -908,10 +948,13 @@ def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work
 def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
     """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
 
-    Waits for at most ``FORGET_S`` in all: see ``LowerTiers.owed``. Raises TierError for a disk that was closed before.
+    Waits for at most ``FORGET_S`` in all, or not at all (``without_waiting``): see ``LowerTiers.owed``. Raises
+    TierError for a disk that was closed before.
     """
     those = [(each, each.disk) for each in tiers if each.disk is not None]
     jobs, ends_at = [disk.debts.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
+    if not _WAITS.get():
+        return
     for (each, disk), job in zip(those, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
@@ -920,6 +963,33 @@ def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
             problem = disk.debts.problem(tenant)
             _log.error(
                 "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
+            )
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Within this, purges and clears by this thread don't wait for a disk. It owes them, and begins to pay."""
+    before = _WAITS.set(False)
+    try:
+        yield
+    finally:
+        _WAITS.reset(before)
+
+
+def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
+    """Destroy the keys of all other tenants' records on the disks of all these tiers, at the same time.
+
+    Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
+    """
+    disks = [each.disk for each in tiers if each.disk is not None]
+    jobs, ends_at = [each.debts.owe_all_but(tenants) for each in disks], monotonic() + FORGET_S
+    for disk, job in zip(disks, jobs, strict=True):
+        if job is not None:
+            job.poll(max(ends_at - monotonic(), 0.0))
+        if disk.debts.num_removed:
+            _log.error(
+                "the disk owes the purge of %d tenants that were removed, and serves nothing of them meanwhile",
+                disk.debts.num_removed,
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of, require_fingerprint
@@ -109,6 +110,33 @@ class TieredCache(PrefixCache):
     def owed(self) -> frozenset[str]:
         """Return the tenants that are ``unforgotten``."""
         return frozenset() if self._lower is None else self._lower.owed()
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return self._lower is not None and self._lower.has_disk
+
+    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
+        """Forget what a disk has of a tenant, also what lies nowhere else: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.forgotten_on_disk(tenant)
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.settle(tenant)
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Forget what a disk has of any other tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.forget_all_but(tenants)
+
+    def owes_removed(self) -> bool:
+        """Whether a disk may still have what ``forget_all_but`` was to destroy."""
+        return self._lower is not None and self._lower.num_removed > 0
 
     def follow_generations(
         self,

@@ -12,8 +12,8 @@ changes its dtype is forgotten by the cache first (``load_target.follow``), and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -24,7 +24,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_on_disks
+from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks, without_waiting
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -221,6 +221,20 @@ class TiersByDtype:
             yield
         forget_on_disks(tiers, tenant)
 
+    @contextmanager
+    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
+        """See ``Tiered``. The disks of all dtypes forget at the same time."""
+        with ExitStack() as stack:
+            for each in self.tiers.values():
+                stack.enter_context(each.forgotten_on_disk_later(tenant))
+            yield
+        forget_on_disks(self.tiers.values(), tenant)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return any(each.has_disk for each in self.tiers.values())
+
     def require(self, tenant: Tenant) -> None:
         """See ``Below``. An exact tenant needs no memory: without it, nothing of it is kept."""
 
@@ -288,6 +302,23 @@ class TiersByDtype:
     def owed(self) -> frozenset[str]:
         """See LowerTiers."""
         return frozenset[str]().union(*(each.owed() for each in self.tiers.values()))
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return without_waiting()
+
+    def settle(self, tenant: str) -> None:
+        """See ``Tiered``."""
+        forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """See ``Tiered``."""
+        forget_all_but(self.tiers.values(), tenants)
+
+    @property
+    def num_removed(self) -> int:
+        """See LowerTiers."""
+        return sum(each.num_removed for each in self.tiers.values())
 
     def follow_generations(
         self,

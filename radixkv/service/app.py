@@ -92,6 +92,7 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.keys.follow()
         upkeep = asyncio.create_task(service.upkeep())
         try:
             yield

@@ -19,7 +19,7 @@ from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
@@ -67,9 +67,9 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     engine = loaded.start(_journal(events, coordinator.journal))
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
-    owed = cache.owed if isinstance(cache, Tiered) else tuple
-    coordinator.attach(cache, partial(_purge, cache), owed)
+    coordinator.attach(cache, partial(_purge, cache))
     if isinstance(cache, Tiered):
+        coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
         cache.follow_generations(
             coordinator.purges.generation,
             lambda: coordinator.knows_generations,
@@ -84,6 +84,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         raise ConfigError(
             "keys", str(settings.keys), f"guarantees and limits that fit into the cache: {error}"
         ) from None
+    if isinstance(cache, Tiered):
+        cache.forget_all_but({*keys.ring.tenants, OPERATOR_ACCOUNT})
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
@@ -161,5 +163,9 @@ def _journal(events: EventPublisher | None, coordinated: Journal | None) -> Jour
 
 
 def _purge(cache: EngineCache, tenant: str, generation: int) -> None:
-    """Drop what this replica has of a tenant, because the fleet raised the tenant's generation."""
-    cache.purge(tenant)
+    """Drop what this replica has of a tenant, because the fleet raised the tenant's generation.
+
+    It doesn't wait for the disk, because no beat is sent meanwhile. The coordinator asks what is owed.
+    """
+    with without_waiting(cache):
+        cache.purge(tenant)

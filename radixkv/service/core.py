@@ -272,6 +272,7 @@ class Service:
         If a disk still has what a purge was to destroy, ``left_undone`` says so.
         """
         self.intake.close()
+        await anyio.to_thread.run_sync(self.keys.close)
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()
         await anyio.to_thread.run_sync(self.worker.close)

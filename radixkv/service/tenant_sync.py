@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from radixkv.config import Tenant
+from radixkv.engines.engine_protocol import without_waiting
 from radixkv.errors import ArgumentError
 from radixkv.service.auth import Keyring
 from radixkv.service.problems import store_unavailable
@@ -75,8 +76,11 @@ class TenantSync:
                     self._granted[tenant] = blocks
 
     def take(self, ring: Keyring) -> None:
-        """Add, change and remove tenants to match the ring. If it raises ArgumentError, nothing is changed."""
-        with self._lock:
+        """Add, change and remove tenants to match the ring. If it raises ArgumentError, nothing is changed.
+
+        It doesn't wait for a disk, which owes what removed tenants had.
+        """
+        with self._lock, without_waiting(self._cache):
             self._take(ring)
 
     def _take(self, ring: Keyring) -> None:

@@ -32,7 +32,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -448,9 +448,22 @@ class DiskTier:
         with self._lock:
             self._num_purges_of_all += 1  # also of tenants whose first keys a store makes now
         for owner in self._folder.owners().values():
-            tag = owner.hex()
-            self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
+            self.purge_tag(owner.hex())
         return True
+
+    def tags_but(self, tenants: Iterable[str]) -> set[str]:
+        """Return the tags of all tenants that have keys here, without these tenants'. O(tenants), no I/O."""
+        named = {self._folder.tag(tenant) for tenant in tenants}
+        return {owner.hex() for owner in self._folder.owners().values()} - named
+
+    def tag(self, tenant: str) -> str:
+        """Return the tag by which the folder knows a tenant. No I/O."""
+        return self._folder.tag(tenant)
+
+    def purge_tag(self, tag: str) -> int:
+        """Forget everything of the tenant with this tag, as ``purge`` does."""
+        self._require_folder()
+        return self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
 
     def apply_generations(self, generations: Mapping[str, int]) -> int:
         """Learn the fleet's generations of tenants: purge each tenant that was purged since. Then the tier may open.

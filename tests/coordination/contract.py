@@ -911,6 +911,21 @@ class CoordinatorContract:
         b.owed.discard("acme")
         fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
 
+    def test_a_purge_of_a_tenant_that_was_not_met_waits_for_what_is_owed_of_removed_ones(
+        self, fleet: Fleet
+    ) -> None:
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        b.owes_removed = True
+        assert "b" in a.replica.purge("acme").pending
+        ends_at = b.replica.clock() + 2 * b.replica.settings.beat_s
+        fleet.eventually(lambda: b.replica.clock() > ends_at)
+        assert a.replica.purge_report("acme").pending == ("b",)
+        b.replica.purges.meet(["acme"])
+        fleet.settle()
+        assert a.replica.purge_report("acme").pending == ("b",), "also if it comes back"
+        b.owes_removed = False
+        fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+
     def test_a_store_that_lost_everything_has_another_id(self, fleet: Fleet) -> None:
         a, b = fleet.replica("a"), fleet.replica("b")
         assert a.store_id == ""
@@ -1318,9 +1333,10 @@ class Purged:
         self.purged: list[tuple[str, int]] = []
         self.knew: list[bool] = []
         self.owed: set[str] = set()
+        self.owes_removed = False
         self.replica = fleet.replica(name, **overrides)
         self.cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=self.replica.journal)
-        self.replica.attach(self.cache, self.purge, lambda: self.owed)
+        self.replica.attach(self.cache, self.purge, lambda: self.owed, lambda: self.owes_removed)
         self.replica.register()
 
     def purge(self, tenant: str, generation: int) -> None:

@@ -24,7 +24,7 @@ from radixkv.service.auth import Keyring, Principal
 from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
-from tests.service.running import Running, client, service_in_thread
+from tests.service.running import Running, client, eventually, service_in_thread
 from tests.service.test_refusals import refusal
 
 BOSS, ACME = "the-operator-of-all-this", "the-first-key-of-acme"
@@ -209,6 +209,32 @@ def test_an_edited_keys_file_takes_effect(keys_file: Path) -> None:
     keys_file.unlink()
     now[0] += LOOK_EVERY_S
     assert store.ring.tenants == ("globex",)
+
+
+def test_a_thread_follows_the_keys_file_and_outlives_errors(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.service.key_store.LOOK_EVERY_S", 0.01)
+    store = KeyStore.open(keys_file)
+    threads, problems = set[str](), [ValueError("a bug")]
+
+    def take(_: Keyring) -> None:
+        threads.add(threading.current_thread().name)
+        if problems:
+            raise problems.pop()
+
+    store.on_change = take
+    store.follow(), store.follow()
+    try:
+        for tenant in ("globex", "initech"):
+            keys_file.write_text(json.dumps({"operator": BOSS, "tenants": {tenant: f"the-key-of-{tenant}"}}))
+            eventually(lambda: not problems)
+        eventually(lambda: store.ring.tenants == ("initech",))
+        assert threads == {"radixkv-keys"}
+    finally:
+        store.close()
+    keys_file.write_text(json.dumps({"operator": BOSS, "tenants": {}}))
+    assert store.ring.tenants == ("initech",), "it ended"
 
 
 def test_stores_that_share_a_file_lose_nothing(keys_file: Path) -> None:

@@ -80,6 +80,19 @@ def on_disk(live: Running, dtype: str) -> float:
     return metric(live.operator, "resident_blocks", "disk" if dtype == "exact" else f"disk_{dtype}")
 
 
+def test_a_start_destroys_what_removed_tenants_left_on_every_disk(place: Path) -> None:
+    with serving(place) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: on_disk(live, "int8") > 0 and on_disk(live, "exact") > 0)
+    given = json.loads((place / "keys.json").read_text())
+    (place / "keys.json").write_text(json.dumps({"operator": given["operator"], "tenants": {}}))
+    with serving(place) as live:
+        assert on_disk(live, "int8") == on_disk(live, "exact") == 0
+    (place / "keys.json").write_text(json.dumps(given))
+    with serving(place) as live:
+        assert ask(live.acme)[1] == ask(live.globex)[1] == 0
+
+
 def tiers_of_service(live: Running) -> TiersByDtype:
     cache = live.service.engine.cache
     assert isinstance(cache, TieredCache) and isinstance(cache.lower, TiersByDtype)

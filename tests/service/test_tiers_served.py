@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from radixkv.errors import ConfigError, TierError
 from radixkv.index.cache import PrefixCache
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.disk_tier import MISSED
+from radixkv.tiers.disk_tier import MISSED, DiskTier
 from radixkv.tiers.files import Files
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
@@ -357,6 +359,221 @@ def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: P
         assert live.operator.post("/v1/tenants/acme/purge").json()["owed"]
     with service_in_thread(**options) as live:
         assert ask(live.acme) == (first, 0)
+
+
+class Refusing:
+    """``DiskTier.purge_tag`` of a disk that fails, until ``undo``."""
+
+    def __init__(self) -> None:
+        self._works, self._is_undone = DiskTier.purge_tag, False
+
+    def undo(self) -> None:
+        self._is_undone = True
+
+    def __get__(self, tier: DiskTier, owner: type) -> Callable[[str], int]:
+        def purge_tag(tag: str) -> int:
+            if not self._is_undone:
+                raise TierError("the disk fails")
+            return self._works(tier, tag)
+
+        return purge_tag
+
+
+def write_keys(path: Path, *tenants: str) -> dict[str, str]:
+    """Write a keys file with these tenants. Returns the option that names it."""
+    keys = {"operator": KEYS["operator"], "tenants": {each: f"demo-{each}" for each in tenants}}
+    path.write_text(json.dumps(keys))
+    path.chmod(0o600)
+    return {"keys": str(path)}
+
+
+def ask_as_new_tenant(live: Running, tenant: str) -> int:
+    """Create a tenant, and return the cached tokens of its first prompt."""
+    live.operator.put(f"/v1/tenants/{tenant}", json={}).raise_for_status()
+    with client(live.url, live.operator.post(f"/v1/tenants/{tenant}/keys").json()["key"]) as new:
+        return ask(new)[1]
+
+
+def test_a_tenant_that_is_removed_while_the_service_is_down_leaves_nothing(tmp_path: Path) -> None:
+    options = tier_options(tmp_path)
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **both) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
+    keys = write_keys(tmp_path / "keys.json", "globex")
+    with service_in_thread(**options, **keys) as live:
+        assert 0 < metric(live.operator, "resident_blocks", "disk") < 40, "destroyed before the first request"
+        assert ask_as_new_tenant(live, "acme") == 0
+        assert ask(live.globex)[1] > 100
+
+
+def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **both) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
+    keys = write_keys(tmp_path / "keys.json", "globex")
+    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    message = "1 tenants that were removed before the start"
+    with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
+        assert metric(live.operator, "owed_purges", "disk") == 1
+        assert ask_as_new_tenant(live, "acme") == 0
+        assert ask(live.globex)[1] > 100, "others notice nothing"
+    write_keys(tmp_path / "keys.json", "globex")
+    with with_files({**options, **keys}, files) as live:
+        assert metric(live.operator, "owed_purges", "disk") == 1
+        raising.undo()
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+        assert ask_as_new_tenant(live, "acme") == 0
+
+
+def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_when_its_keys_are_destroyed(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, fleet = tier_options(tmp_path), {"redis": redis_server.url, "lease-s": "3"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    both = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **fleet, **both, replica="b") as b:
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 0)
+    keys = write_keys(tmp_path / "other.json", "globex")
+    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    with (
+        service_in_thread(**fleet, **secret, **both, replica="a") as a,
+        service_in_thread(**options, **fleet, **keys, replica="b") as b,
+    ):
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        assert a.operator.post("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        b.service.fleet.coordinator.beat()
+        assert a.operator.get("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        raising.undo()
+        eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"])
+        assert metric(b.operator, "resident_blocks", "disk") == 0
+
+
+def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    keys = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with with_files({**options, **keys}, files) as live:
+        sync, coordinator = live.service.tenant_sync, live.service.fleet.coordinator
+        ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        write_keys(tmp_path / "keys.json", "globex")
+        eventually(lambda: live.acme.get("/v1/stats").status_code == 401)
+        eventually(lambda: coordinator.purges.generation("acme") == 1)
+        time.sleep(2.5)
+        assert sync.unpurged == {"acme"} and metric(live.operator, "owed_purges", "disk") == 1
+        assert coordinator.purges.generation("acme") == 1, "purged in the fleet once"
+        files.before = lambda call: None
+        eventually(lambda: not sync.unpurged)
+        assert metric(live.operator, "owed_purges", "disk") == 0
+    message = r"For a tenant that was removed: `radixkv disk forget .*kv --tenant NAME`"
+    with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
+        ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = failing("write")
+        write_keys(tmp_path / "keys.json", "acme")
+        eventually(lambda: live.globex.get("/v1/stats").status_code == 401)
+    with service_in_thread(**options, **keys) as live:
+        assert ask_as_new_tenant(live, "globex") == 0
+
+
+@pytest.mark.parametrize("query", [{}, {"salt": "never-used"}])
+def test_a_clear_forgets_what_lies_only_on_the_disk(tmp_path: Path, query: dict[str, str]) -> None:
+    options = tier_options(tmp_path)
+    with service_in_thread(**options) as live:
+        ask(live.acme), ask(live.globex)
+    with service_in_thread(**options) as live:
+        before = metric(live.operator, "resident_blocks", "disk")
+        answer = live.acme.delete("/v1/cache", params=query)
+        assert answer.json() == {"namespaces": 0, "blocks": 0, "owed": False}, answer.text
+        assert 0 < metric(live.operator, "resident_blocks", "disk") < before
+        assert ask(live.acme)[1] == 0
+        assert ask(live.globex)[1] > 100
+    with service_in_thread(**{"host-memory": "16MiB"}) as live:
+        ask(live.acme)
+        assert live.acme.delete("/v1/cache", params={"salt": "never-used"}).status_code == 404
+
+
+def test_a_clear_of_what_lies_only_on_a_disk_that_fails_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    options, files = tier_options(tmp_path), FaultyFiles()
+    with service_in_thread(**options) as live:
+        ask(live.acme)
+    with with_files(options, files) as live:
+        files.before = failing("write")
+        assert live.acme.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0, "owed": True}
+        assert ask(live.acme)[1] == 0
+        files.before = lambda call: None
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+
+
+def test_a_disk_that_hangs_costs_no_lease(redis_server: RedisServer, tmp_path: Path) -> None:
+    options, files, is_over = tier_options(tmp_path), FaultyFiles(), threading.Event()
+    fleet = {"redis": redis_server.url, "lease-s": "4"}
+    secret = {"fleet-secret": options["fleet-secret"]}
+    with (
+        with_files({**options, **fleet, "replica": "b"}, files) as b,
+        service_in_thread(**fleet, **secret, replica="a") as a,
+    ):
+        coordinator = b.service.fleet.coordinator
+        eventually(lambda: metric(b.operator, "open", "disk") == 1)
+        ask(b.acme), ask(b.globex)
+        eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 40)
+        files.before = lambda call: None if call == "read" else is_over.wait(60) and None
+        posts = [
+            threading.Thread(target=a.operator.post, args=(f"/v1/tenants/{tenant}/purge",))
+            for tenant in ("acme", "globex")
+        ]
+        for each in posts:
+            each.start()
+        states, ends_at = set(), time.monotonic() + 6
+        while time.monotonic() < ends_at:
+            states.add((coordinator.health().state, coordinator.knows_generations))
+            time.sleep(0.05)
+        assert states == {("ok", True)}
+        assert a.operator.get("/v1/tenants/acme/purge").json()["pending"] == ["b"]
+        is_over.set()
+        for each in posts:
+            each.join()
+        for tenant in ("acme", "globex"):
+            path = f"/v1/tenants/{tenant}/purge"
+            eventually(lambda path=path: a.operator.get(path).json()["complete"])  # type: ignore[misc]
+        assert metric(b.operator, "owed_purges", "disk") == 0
+
+
+def test_a_keys_file_that_loses_tenants_takes_effect_while_the_disk_hangs(tmp_path: Path) -> None:
+    options, files, is_over = tier_options(tmp_path), FaultyFiles(), threading.Event()
+    keys = write_keys(tmp_path / "keys.json", "acme", "globex", "one", "two")
+    with with_files({**options, **keys}, files) as live:
+        ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 0)
+        files.before = lambda call: None if call == "read" else is_over.wait(60) and None
+        write_keys(tmp_path / "keys.json", "globex")
+        changed_at, slowest = time.monotonic(), 0.0
+        while live.acme.get("/v1/stats").status_code == 200:
+            began_at = time.monotonic()
+            live.nobody.get("/healthz")
+            slowest = max(slowest, time.monotonic() - began_at)
+        assert time.monotonic() - changed_at < 3 and slowest < 1
+        began_at = time.monotonic()
+        while time.monotonic() < began_at + 2:
+            live.nobody.get("/healthz")
+        assert time.monotonic() < began_at + 3, "nor does upkeep make anybody wait"
+        is_over.set()
+        eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
 
 
 @pytest.mark.slow

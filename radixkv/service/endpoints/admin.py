@@ -150,7 +150,7 @@ async def remove_tenant(call: Call[Service]) -> Response:
         raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
     await _changed_tenant(call, tenant, lambda: call.host.keys.remove_tenant(tenant))
     with suppress(CoordinationError):  # remains of its last requests; upkeep tries again
-        await call.host.purges.purge_removed()
+        await call.host.purges.purge_removed(waits=True)
     return Response(status_code=204)
 
 

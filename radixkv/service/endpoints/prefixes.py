@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
@@ -159,25 +159,40 @@ async def lookup(call: Call[Service]) -> Response:
 
 
 async def clear(call: Call[Service]) -> Response:
-    """Remove the caller's namespaces on this replica: all, or those with the salt and the adapter in the query."""
+    """Remove the caller's namespaces on this replica: all, or those with the salt and the adapter in the query.
+
+    On disk, all of the caller's is removed, also what lies nowhere else.
+    """
     wanted = call.query("salt", "adapter")
-    service = call.host
-    found = [
-        namespace
-        for namespace in await service.threads.ask_cache(call.tenant, service.cache.namespaces, call.tenant)
-        if wanted.get("salt", namespace.salt) == namespace.salt
-        and wanted.get("adapter", namespace.adapter) == namespace.adapter
-    ]
-    if wanted and not found:
+    service, tenant, cache = call.host, call.tenant, call.host.cache
+
+    def found() -> list[Namespace]:
+        return [each for each in cache.namespaces(tenant) if _is_wanted(each, wanted)]
+
+    known = await service.threads.ask_cache(tenant, found)
+    on_disk = cache.forgotten_on_disk if isinstance(cache, Tiered) and cache.has_disk else None
+    if wanted and not known and on_disk is None:
         raise not_found("namespace")
-    num_blocks = 0
-    cleared = set(found)
+    cleared = set(known)
     service.warmer.forget(cleared)
-    service.fleet_pins.cleared(call.tenant, cleared)
-    for namespace in found:
-        num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
-    is_owed = service.owes(call.tenant)
-    return reply(ClearReply(namespaces=len(found), blocks=num_blocks, owed=is_owed))
+    service.fleet_pins.cleared(tenant, cleared)
+    num_blocks = 0
+    if on_disk is None:
+        for namespace in known:
+            num_blocks += await service.threads.run(tenant, partial(cache.clear, namespace))
+    else:
+
+        def clear_all() -> int:
+            with on_disk(tenant), without_waiting(cache):
+                cleared.update(found())  # something may have come from the disk since
+                return sum(map(cache.clear, cleared))
+
+        num_blocks = await service.threads.run(tenant, clear_all)
+    return reply(ClearReply(namespaces=len(cleared), blocks=num_blocks, owed=service.owes(tenant)))
+
+
+def _is_wanted(namespace: Namespace, wanted: dict[str, str]) -> bool:
+    return all(getattr(namespace, part) == text for part, text in wanted.items())
 
 
 async def stats(call: Call[Service]) -> Response:

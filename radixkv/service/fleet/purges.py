@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.wire import Raised
+from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -53,16 +54,18 @@ class TenantPurges:
         self._tenant_sync, self._gate = tenant_sync, gate
         self._warmer, self._jobs, self._fleet_pins = warmer, jobs, fleet_pins
         self._clock, self._again_at = clock, float("-inf")
+        self._purged_at: dict[str, int] = {}
+        """Removed tenants that the fleet has purged, and which removal that was: a disk here owes them."""
 
-    async def purge(self, tenant: str) -> tuple[int, Purge]:
+    async def purge(self, tenant: str, *, waits: bool = True) -> tuple[int, Purge]:
         """Forget everything of a tenant, here and on all replicas.
 
-        Returns the number of blocks here, and the purge's progress.
+        Returns the number of blocks here, and the purge's progress. ``waits``: some seconds for a disk here.
 
         Raises CoordinationError if the store can't be reached. The tenant is then forgotten here, and on the replicas
         that could be notified.
         """
-        num_blocks = await self._administer(partial(self._cache.purge, tenant))
+        num_blocks = await self._administer(partial(self._forget, tenant))
         self._warmer.forget_tenant(tenant)
         self._jobs.forget(tenant)
         try:
@@ -71,28 +74,50 @@ class TenantPurges:
             self._jobs.sweep()
             await self._fleet_pins.purged(tenant, pins)
             await self._fleet.send_purge(tenant, self._coordinator.purges.raised(tenant))
+            if waits:
+                await self._settle(tenant)
             if not purge.is_complete:
                 purge = await self._administer(partial(self._coordinator.purge_report, tenant))
         except CoordinationError:
             await self._fleet.send_purge(tenant)
+            if waits:
+                await self._settle(tenant)
             raise
         return num_blocks, purge
 
-    async def purge_removed(self) -> None:
+    def _forget(self, tenant: str) -> int:
+        with without_waiting(self._cache):
+            return self._cache.purge(tenant)
+
+    async def _settle(self, tenant: str) -> None:
+        if isinstance(self._cache, Tiered):
+            await self._administer(partial(self._cache.settle, tenant))
+
+    async def purge_removed(self, *, waits: bool = False) -> None:
         """Purge tenants that were removed, for example from the keys file.
 
-        Calls within 5 seconds after a failure do nothing. Raises CoordinationError.
+        A tenant stays unpurged while a disk here owes its purge. Calls within 5 seconds after a failure do nothing.
+        ``waits``: see ``purge``. Raises CoordinationError.
         """
         if not self._tenant_sync.unpurged or self._clock() < self._again_at:
             return
         for tenant in self._tenant_sync.unpurged:
-            self._gate.forget(tenant)
-            self._jobs.forget(tenant)
-            await self._fleet_pins.removed(tenant)
-            self._again_at = self._clock() + _AGAIN_S
-            await self.purge(tenant)
-            self._again_at = float("-inf")
-            self._tenant_sync.purged(tenant)
+            removal = self._tenant_sync.num_removals(tenant)
+            if self._purged_at.get(tenant) != removal:
+                await self._purge_removed(tenant, waits)
+                self._purged_at[tenant] = removal
+            is_owed = isinstance(self._cache, Tiered) and tenant in self._cache.owed()
+            if not is_owed and self._tenant_sync.num_removals(tenant) == removal:
+                del self._purged_at[tenant]
+                self._tenant_sync.purged(tenant)
+
+    async def _purge_removed(self, tenant: str, waits: bool) -> None:
+        self._gate.forget(tenant)
+        self._jobs.forget(tenant)
+        await self._fleet_pins.removed(tenant)
+        self._again_at = self._clock() + _AGAIN_S
+        await self.purge(tenant, waits=waits)
+        self._again_at = float("-inf")
 
     async def receive(self, tenant: str, raised: Raised) -> None:
         """Purge a tenant here at another replica's request, then apply the raises in the store.
@@ -107,6 +132,7 @@ class TenantPurges:
                 await self._administer(partial(self._coordinator.apply_purge, tenant, raised))
             else:
                 await self._purge_here(tenant)
+            await self._settle(tenant)
             await self._administer(self._coordinator.apply_purges)
         except CoordinationError:
             await self._purge_here(tenant)
@@ -116,5 +142,5 @@ class TenantPurges:
             self._jobs.sweep()
 
     async def _purge_here(self, tenant: str) -> None:
-        await self._administer(partial(self._cache.purge, tenant))
+        await self._administer(partial(self._forget, tenant))
         self._jobs.forget(tenant)
