@@ -30,8 +30,6 @@ from radixkv.tiers.io_threads import IOThreads, Job
 
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
-FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536

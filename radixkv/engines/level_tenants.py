@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from radixkv.engines.disk_debts import FORGET_S
+from radixkv.engines.tier_settings import FORGET_S
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -43,14 +43,19 @@ from numpy.typing import NDArray
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.cleaner import Cleaner
-from radixkv.engines.disk_debts import FORGET_S
 from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
-from radixkv.engines.tier_settings import UNCACHED_SALT, TierSettings, disk_errors, require_fingerprint
+from radixkv.engines.tier_settings import (
+    FORGET_S,
+    UNCACHED_SALT,
+    TierSettings,
+    disk_errors,
+    require_fingerprint,
+)
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
