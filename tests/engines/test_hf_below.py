@@ -17,6 +17,7 @@ from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError
 from radixkv.storage.device import DeviceStorage
+from radixkv.tiers.disk_tier import DiskTier
 from tests.engines import test_lower_tiers as own_tiers
 from tests.engines.support import model_of, prompt_of, stock
 from tests.engines.test_loading_from_disk import Reads, eventually
@@ -112,6 +113,10 @@ def test_the_engine_computes_from_the_front_while_the_disk_reads_from_the_back(
     answer = filled(tmp_path / "disk")
     assert answer == stock(model_of(), [PROMPT], 6, eos=None)
     reads, claims = Reads(), list[int]()
+    made = DiskTier._made_lane
+    monkeypatch.setattr(
+        DiskTier, "_made_lane", lambda self, whose, num_threads: made(self, whose, 1)
+    )  # in order
     with tiered(disk=options(tmp_path / "disk", reads)) as engine:
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
         below = engine.cache.lower
