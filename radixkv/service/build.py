@@ -17,7 +17,7 @@ from radixkv.billing.usage_folder import key_from
 from radixkv.billing.usage_sums import UsageSums
 from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
-from radixkv.coordination import connect
+from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
 from radixkv.engines.engine_protocol import Tiered, without_waiting
 from radixkv.errors import ArgumentError, ConfigError
@@ -67,14 +67,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     engine = loaded.start(_journal(events, coordinator.journal))
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
-    coordinator.attach(cache, partial(_purge, cache))
-    if isinstance(cache, Tiered):
-        coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
-        cache.follow_generations(
-            coordinator.purges.generation,
-            lambda: coordinator.knows_generations,
-            lambda: coordinator.store_id,
-        )
+    _attach(coordinator, cache)
     load_registered()
     tenant_sync = TenantSync(cache, coordinator)
     keys.on_change = tenant_sync.take
@@ -160,6 +153,19 @@ def _journal(events: EventPublisher | None, coordinated: Journal | None) -> Jour
     if events is None or coordinated is None:
         return coordinated if events is None else events.journal
     return JournalPair(events.journal, coordinated)
+
+
+def _attach(coordinator: Coordinator, cache: EngineCache) -> None:
+    """Let the coordinator purge the cache, and know what it still owes; let disks below follow the fleet's purges."""
+    if not isinstance(cache, Tiered):
+        coordinator.attach(cache, partial(_purge, cache))
+        return
+    coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
+    cache.follow_generations(
+        coordinator.purges.generation,
+        lambda: coordinator.knows_generations,
+        lambda: coordinator.store_id,
+    )
 
 
 def _purge(cache: EngineCache, tenant: str, generation: int) -> None:

@@ -8,7 +8,7 @@
 **Kinds.** Blocks are of one kind if they agree in three facts: whether a later prompt has used them, whether their
 prompt began with known blocks, and the size of their prompt in powers of two. For each kind the budget learns which
 share of what was offered comes back, written or not. The kinds with the largest shares are written, as many as the
-bytes allow. Of the last of these every n-th prompt is.
+bytes allow. If the bytes don't suffice for all of the last kind, every n-th of its prompts is written.
 
 **Points.** A prompt is watched after 1, 2, 3, 4, 6, 8, 12, 16 … blocks. A point stands for the blocks since the one
 before. So a prompt costs O(log blocks), and a tenant's memory is bounded.
