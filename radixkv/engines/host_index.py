@@ -20,7 +20,8 @@ slots are free at the next ``settle``. Every call that gives slots settles first
 **Scrubbing.** A slot that changes tenant, or comes back to one that was purged, is zeroed before it is filled. With
 ``scrub="always"``, and for strict tenants, it is zeroed as soon as it is free.
 
-**Strict tenants** have slots of their own, which nobody else takes, and take nobody else's.
+**Strict tenants** have slots of their own, which nobody else takes, and take nobody else's. One that has none yet gets
+none.
 
 Used by one thread at a time, except for what other threads do with ``cache``.
 """
@@ -209,7 +210,9 @@ class HostIndex:
         ``may_evict``: take spare ones, and those of evicted entries, when no more are free.
         """
         self.settle()
-        number = self._own.get(tenant, 0)
+        number = self._pool_number(tenant)
+        if number is None:
+            return _NO_SLOTS
         pool = self._pools[number]
         if may_evict:
             self._make_room(pool, tenant, len(entries))
@@ -257,7 +260,10 @@ class HostIndex:
         Free and spare ones are nobody's. If they are too few, its own entries are evicted.
         """
         self.settle()
-        pool = self._pools[self._own.get(tenant, 0)]
+        number = self._pool_number(tenant)
+        if number is None:
+            return 0
+        pool = self._pools[number]
         num_free = wanted - self._short(pool, wanted) + len(pool.spare)
         room = own_room(self.cache, tenant, wanted, num_free)
         self.settle()
@@ -363,9 +369,9 @@ class HostIndex:
             pool.spare.drop(np.flatnonzero(self._slot_of == NO_SLOT))
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others.
+        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others, unless it is strict.
 
-        What others have of them they lose when it needs them. Raises ArgumentError, and changes nothing, if other
+        What it shared before is its own then. What others have of its slots they lose when it needs them. Raises ArgumentError, and changes nothing, if other
         tenants have too many of their own.
         """
         shared, number = self._pools[0], self._own.get(tenant)
@@ -376,6 +382,7 @@ class HostIndex:
         shared.capacity += before - num_slots
         if number is None and num_slots:
             number = self._own[tenant] = self._new_pool()
+            self._take_over(number, tenant)
         if number is not None:
             self._pools[number].capacity = num_slots
             if not num_slots:
@@ -386,12 +393,22 @@ class HostIndex:
 
     def _share(self, number: int) -> None:
         """Count all slots of a pool to the shared one. O(slots)."""
-        pool, shared = self._pools[number], self._pools[0]
-        self._pool_of[self._pool_of == number] = 0
-        shared.used, pool.used = shared.used + pool.used, 0
-        spare = pool.spare.oldest(len(pool.spare), lambda entries: np.ones(len(entries), np.bool_))
-        pool.spare.drop(spare)
-        shared.spare.add(spare)
+        self._move(self._pool_of == number, number, 0)
+
+    def _take_over(self, number: int, tenant: str) -> None:
+        """Count all shared slots of a tenant to its pool. O(slots)."""
+        its = [owner for (name, _), owner in self._owners.items() if name == tenant]
+        self._move((self._pool_of == 0) & np.isin(self._owner_of, its), 0, number)
+
+    def _move(self, is_moved: NDArray[np.bool_], before: int, after: int) -> None:
+        """Count these slots of a pool to another one."""
+        source, target = self._pools[before], self._pools[after]
+        num = int(np.count_nonzero(is_moved))
+        self._pool_of[is_moved] = after
+        source.used, target.used = source.used - num, target.used + num
+        spare = source.spare.oldest(len(source.spare), lambda entries: is_moved[self._slot_of[entries]])
+        source.spare.drop(spare)
+        target.spare.add(spare)
 
     def _new_pool(self) -> int:
         """Return the number of a pool that nobody uses."""
@@ -444,6 +461,13 @@ class HostIndex:
                 raise IntegrityError("a pool of slots counts wrongly")
 
     # --- inside
+
+    def _pool_number(self, tenant: str) -> int | None:
+        """Return the number of the pool from which a tenant gets slots. None for a strict one without its own."""
+        if tenant in self._own:
+            return self._own[tenant]
+        settings = self.cache.tenant(tenant)
+        return None if settings is not None and settings.mode == "strict" else 0
 
     def _dropped(self, entries: Any) -> None:
         """Take that the index has no use for these entries. Under its lock, by any thread."""

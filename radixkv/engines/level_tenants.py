@@ -72,6 +72,6 @@ class LevelTenants:
                 continue
             try:
                 index.set_strict(tenant, num_slots)
-            except ArgumentError:  # another one's change, which makes room, hasn't come yet
+            except ArgumentError:  # another one's change, which makes room, hasn't come yet: nothing of it is kept
                 with self._lock:
                     self._to_own.setdefault(tenant, num_slots)

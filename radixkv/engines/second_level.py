@@ -435,8 +435,8 @@ class SecondLevel:
             pass
         if self._has_above and len(source):
             self.index.join(source, entries)
-        if len(source) and not len(slots) and not leans:
-            sequence.commit(stop * self._size)  # known, without a copy
+            if not len(slots) and not leans:
+                sequence.commit(stop * self._size)  # known, without a copy
         if not len(slots):
             sequence.release()
             return

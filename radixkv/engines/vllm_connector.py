@@ -254,6 +254,9 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> RadixMetadata:
         """Return the work of this step: its loads, and saves of what its requests compute."""
+        if self._control is not None:
+            self._control.run_pending()
+        self._tenants.begin_step()
         blocks_of = scheduler_output.kv_connector_block_state.get_block_ids
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -261,9 +264,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 num_computed = request.num_computed_tokens + num_new
                 blocks = partial(_first_group, blocks_of, request_id)
                 self.radixkv.save(request_id, request._all_token_ids, num_computed, blocks)
-        if self._control is not None:
-            self._control.run_pending()
-        self._tenants.begin_step()
         return RadixMetadata(self.radixkv.take_work(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:

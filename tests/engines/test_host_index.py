@@ -176,6 +176,35 @@ def test_more_slots_than_there_are_for_strict_tenants_are_refused() -> None:
     index.check()
 
 
+def test_a_strict_tenant_without_slots_of_its_own_gets_none() -> None:
+    """It was just set, or others have all slots for themselves: it shares none meanwhile."""
+    index = HostIndex(12, SIZE, num_above=12, policy="lru")
+    index.set_strict("t", 10)
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=6, mode="strict"))
+    assert put(index, "s", 1) == index.own_room("s", 5) == 0 and index.num_used == 0
+    with pytest.raises(ArgumentError, match="others have the rest"):
+        index.set_strict("s", 5)
+    assert put(index, "s", 2, may_evict=False) == index.own_room("s", 5) == 0
+    index.set_strict("t", 7)
+    index.set_strict("s", 5)
+    assert put(index, "s", 3) == 5
+    index.check()
+
+
+def test_what_a_tenant_shared_before_it_was_strict_is_its_own_then() -> None:
+    index = HostIndex(20, SIZE, num_above=20, policy="lru")
+    assert put(index, "s", 1, 4) == put(index, "s", 2, 4) == 4 and put(index, "b", 3, 4) == 4
+    index.loaded(index.cache.match(name_of("s"), key_of(1, 4)).block_ids)
+    index.cache.add_tenant(Tenant("s", guaranteed_blocks=12, mode="strict"))
+    index.set_strict("s", 6)
+    index.check()
+    assert [index._pools[number].used for number in (0, 1)] == [4, 6]
+    assert index.reach(name_of("s"), key_of(2, 4), 0) == 4, "spare ones went"
+    assert put(index, "b", 4, 10) == 10 and index.reach(name_of("b"), key_of(3, 4), 0) == 4
+    assert put(index, "s", 5, 2) == 2 and index.reach(name_of("s"), key_of(2, 4), 0) == 4
+    index.check()
+
+
 class _Meanwhile(np.ndarray):  # type: ignore[type-arg]
     """Counts of uses. Whoever compares them lets another thread do something first."""
 

@@ -217,6 +217,26 @@ def test_a_strict_tenant_has_slots_of_its_own_and_nothing_on_the_disk(
     index.check()
 
 
+def test_a_strict_tenant_that_has_no_slots_yet_keeps_nothing(
+    both: tuple[ControlledEngine, ControlClient],
+) -> None:
+    """Two tenants' changes come in another order than to the cache: one has the slots that the other is to get."""
+    engine, client = both
+    index, prompt = engine.level.index, ids_of(8 * SIZE + 1)
+    strict = {"mode": "strict", "guaranteed_blocks": 40}
+    client.call("set_tenant", {"tenant": "globex", **strict})
+    engine.step()
+    engine.level.cache.add_tenant(Tenant(engine.id_of("globex")))  # ``follow`` hasn't come yet
+    client.call("set_tenant", {"tenant": "acme", **strict})
+    assert engine.again("first", prompt, facts_of("acme")) == len(prompt)
+    assert index.own_slots(engine.id_of("acme")) == index.num_used == 0
+    assert engine.again("second", prompt, facts_of("acme")) == len(prompt)
+    engine.tenants.follow(engine.id_of("globex"))
+    assert engine.again("third", prompt, facts_of("acme")) == len(prompt)
+    assert engine.again("fourth", prompt, facts_of("acme")) == 1
+    assert index.own_slots(engine.id_of("acme")) == 40 and engine.records("acme") == 0
+
+
 def test_slots_that_a_slow_disk_still_reads_are_not_those_of_a_strict_tenant(
     both: tuple[ControlledEngine, ControlClient],
 ) -> None:
