@@ -443,12 +443,21 @@ class DiskTier:
         return self._forget(tenant, None)
 
     def purge_all(self) -> bool:
-        """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each. Raises as ``purge``."""
+        """Forget everything of all tenants, durably. Returns True. Costs a ``purge`` for each.
+
+        Raises as ``purge``, after it has tried all; then repeat it.
+        """
         self._require_folder()
         with self._lock:
             self._num_purges_of_all += 1  # also of tenants whose first keys a store makes now
-        for owner in self._folder.owners().values():
-            self.purge_tag(owner.hex())
+        problem: OSError | TierError | None = None
+        for tag in self._folder.tags():
+            try:
+                self.purge_tag(tag)
+            except (OSError, TierError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
         return True
 
     def tags_but(self, tenants: Iterable[str]) -> set[str]:

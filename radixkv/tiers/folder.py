@@ -262,6 +262,10 @@ class TierFolder(PrivateFolder):
         """Return the keys of all tenants."""
         return list(self._keys.values())
 
+    def tags(self) -> set[str]:
+        """Return the tags of tenants that have keys, or may have some that a call failed to destroy. O(tenants)."""
+        return {*self._keys, *self._damaged_tags()}
+
     def num_damaged(self) -> int:
         """Return how many generations and keys can't be read. O(tenants)."""
         return len(self._damaged_tags()) + len(self._damaged_keys())
@@ -281,7 +285,7 @@ class TierFolder(PrivateFolder):
         return len(tags) + len(names)
 
     def _damaged_tags(self) -> list[str]:
-        return [tag for tag, generation in self._generations.items() if generation is None]
+        return [tag for tag, generation in self._generations.copy().items() if generation is None]
 
     def _damaged_keys(self) -> list[str]:
         names = filter(is_tag, self.files.names(self._in_keys))

@@ -431,6 +431,42 @@ def test_a_purge_after_the_close_is_refused(tmp_path: Path) -> None:
         assert right_or_missing(tier, ACME, prompt(1)), "a refused call changes nothing"
 
 
+def test_a_purge_of_all_that_failed_is_done_when_it_is_repeated(tmp_path: Path) -> None:
+    files, keys = FaultyFiles(), tmp_path / "t" / KEYS
+    with tier_in(tmp_path / "t", files=files) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        tier.sync()
+        files.before = failing("write sync rename remove")
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                tier.purge_all()
+        assert len(list(keys.iterdir())) == 2
+        files.before = lambda call: None
+        assert tier.purge_all() and not list(keys.iterdir())
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) is None and load(tier, GLOBEX, prompt(1)) is None
+
+
+@pytest.mark.parametrize("bad", ["acme", "globex"])
+def test_a_tenant_that_cannot_be_purged_holds_up_no_other(
+    tmp_path: Path, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        purge_tag = tier.purge_tag
+
+        def failing_for_one(tag: str) -> int:
+            if tag == tier.tag(bad):
+                raise OSError(errno.EIO, "planted")
+            return purge_tag(tag)
+
+        monkeypatch.setattr(tier, "purge_tag", failing_for_one)
+        with pytest.raises(OSError, match="planted"):
+            tier.purge_all()
+        assert right_or_missing(tier, ACME, prompt(1)) == (bad == "acme")
+        assert right_or_missing(tier, GLOBEX, prompt(1)) == (bad == "globex")
+
+
 # --- the store of the fleet's purges
 
 
