@@ -8,7 +8,8 @@ The socket is ``control.sock`` in a directory that only the engine's user can en
 user and of root, and commands after both sides have proven the key of the purpose ``control`` (``channel``).
 
     command    fields                                        answer
-    stats                                                    cache: counts of the whole cache, and its blocks
+    stats                                                    cache: counts of the whole cache, and its blocks;
+                                                             tiers: counts of what lies below, if something does
     tenants    after, limit, or tenant                       tenants: counts of each; next: the next ``after``, or null
     set_tenant tenant, and fields of ``config.Tenant``       tenants: their names in the cache
     remove_tenant  tenant                                    tenants, owed
@@ -28,7 +29,8 @@ A namespace is ``model``, ``adapter``, ``weights``, and either ``tenant`` and ``
 request's ``cache_salt``. Without ``weights`` it is of the present version. ``tenant`` is the cache's name of a tenant.
 With a SaltReader, commands about one tenant take the fleet's name of it too, except for ``pins`` and ``unpin``.
 ``purge`` forgets what the tenant has. If it names a ``generation``, salts of older generations are refused from then
-on. ``owed``: a disk below couldn't destroy its records yet. It serves none of them, and tries again after steps.
+on. ``owed``: a disk below couldn't destroy its records yet. It serves none of them, and tries again every 5 s;
+``stats`` says how many purges it owes.
 ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
 
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
@@ -50,7 +52,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -129,6 +131,7 @@ class ControlServer:
       below serve nothing of it.
     - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
+    - ``tiers``: counts of the tiers below, by their names. By any thread.
     - ``weights``: the version of the weights now. Called by other threads.
 
     Raises ConfigError for a directory that isn't the user's alone or is in use, and for keys that can't be used.
@@ -147,6 +150,7 @@ class ControlServer:
         owe_below: Callable[[str], None] = lambda tenant: None,
         pay_below: Callable[[str], bool] = lambda tenant: True,
         follow_below: Callable[[str], None] = lambda tenant: None,
+        tiers: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
     ) -> None:
@@ -154,7 +158,7 @@ class ControlServer:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
-        self._on_purge, self._weights = on_purge, weights
+        self._on_purge, self._tiers, self._weights = on_purge, tiers, weights
         self._owe_below, self._pay_below = owe_below, pay_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
@@ -355,7 +359,8 @@ class ControlServer:
     # --- commands
 
     def _stats(self, fields: Fields, ids: bytes) -> Answer:
-        return {"cache": asdict(self._cache.stats())}
+        cache, tiers = asdict(self._cache.stats()), self._tiers()
+        return {"cache": cache, "tiers": tiers} if tiers else {"cache": cache}
 
     def _lookup(self, fields: Fields, ids: bytes) -> Answer:
         match = self._cache.match(self._namespace(fields), ids)

@@ -6,6 +6,8 @@
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
 
+What fails is tried again at the engine's steps, or by time (``begin_to_retry``).
+
 Only threads of its own wait for the disk. Each strict tenant has one, and all others share one. So no other tenant's
 purge delays what a strict tenant learns.
 
@@ -76,6 +78,8 @@ class DiskDebts:
         """Of tenants that aren't strict any more."""
         self._must_reset = False
         self._resetting: Job | None = None
+        self._retrying, self._is_over = threading.Lock(), threading.Event()
+        self._retries = threading.Thread(target=self._retry_by_time, name="radixkv-debts", daemon=True)
         self._weights = {0: 0}
 
     def set_strict(self, tenant: str, is_strict: bool) -> None:
@@ -199,6 +203,11 @@ class DiskDebts:
         with self._owing:
             return frozenset(self._owed)
 
+    @property
+    def num_owed(self) -> int:
+        """How many tenants' records may still be on the disk, though they were purged, cleared or removed."""
+        return len(self._owed) + len(self._removed)
+
     def problem(self, tenant: str) -> str:
         """Return why an owed tenant isn't paid yet; empty: why the removed ones aren't."""
         return self._problems.get(tenant, "the disk doesn't answer")
@@ -206,9 +215,14 @@ class DiskDebts:
     # --- all records
 
     def retry(self) -> None:
-        """Begin again what failed, if it is time: a reset, and what is owed. Never waits."""
-        self._reset_if_due()
-        self._pay_if_due()
+        """Begin again what failed, if it is time: a reset, and what is owed. Any thread; never waits for the disk."""
+        with self._retrying:
+            self._reset_if_due()
+            self._pay_if_due()
+
+    def begin_to_retry(self) -> None:
+        """Call ``retry`` by time too, in a thread, until ``close``: an engine without requests makes no steps."""
+        self._retries.start()
 
     def follows(self, store_id: str) -> bool:
         """Whether the folder knows that the fleet's purges come from this store; empty: from none. Never waits.
@@ -226,8 +240,9 @@ class DiskDebts:
 
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
-        self._must_reset = True
-        self._reset_if_due()
+        with self._retrying:
+            self._must_reset = True
+            self._reset_if_due()
 
     def know_generations(self) -> None:
         """Serve from now on: all purges of the fleet are known, by ``fleet_generation``."""
@@ -235,6 +250,9 @@ class DiskDebts:
 
     def close(self, timeout_s: float) -> bool:
         """End the threads. Returns whether they ended within the time."""
+        self._is_over.set()
+        if self._retries.is_alive():
+            self._retries.join()
         ends_at, threads = self._clock() + timeout_s, [self._admin, *self._own.values(), *self._left]
         if self._removals is not None:
             threads.append(self._removals)
@@ -242,6 +260,10 @@ class DiskDebts:
         return all(have_ended)
 
     # --- inside
+
+    def _retry_by_time(self) -> None:
+        while not self._is_over.wait(PAY_AGAIN_S):
+            self.retry()
 
     def _met(self, store_id: str) -> bool:
         try:

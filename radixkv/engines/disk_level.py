@@ -366,6 +366,23 @@ class DiskLevel:
                 stores.step()
             busy[0].poll(_POLL_S)
 
+    def counts(self) -> dict[str, float]:
+        """Return what the disk has and did since the start, by the names of ``LowerTiers.counts``. Any thread."""
+        tier, durations = self.tier.counts(), self.load_durations
+        errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
+        return {
+            "capacity_blocks": self.tier.num_slots,
+            "resident_blocks": tier["sealed"],
+            "read_bytes": tier.get("read_bytes", 0),
+            "written_bytes": tier.get("written_bytes", 0),
+            "loads": durations.count,
+            "load_seconds": durations.seconds,
+            "errors": sum(tier.get(name, 0) for name in errors),
+            "open": int(self.tier.state == "open" and not self.shared.patience.is_resting),
+            "owed_purges": self.debts.num_owed,
+            "budget_bytes": self.budget_bytes,
+        }
+
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
         found, self._left_counts = self._left_counts, Counter()

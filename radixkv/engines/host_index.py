@@ -369,10 +369,10 @@ class HostIndex:
             pool.spare.drop(np.flatnonzero(self._slot_of == NO_SLOT))
 
     def set_strict(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant that many slots of its own, 0 for none: then it shares those of the others, unless it is strict.
+        """Give a tenant that many slots of its own, 0 for none: then it shares the others', unless it is strict.
 
-        What it shared before is its own then. What others have of its slots they lose when it needs them. Raises ArgumentError, and changes nothing, if other
-        tenants have too many of their own.
+        What it shared before is its own then. What others have of its slots they lose when it needs them. Raises
+        ArgumentError, and changes nothing, if other tenants have too many of their own.
         """
         shared, number = self._pools[0], self._own.get(tenant)
         before = 0 if number is None else self._pools[number].capacity

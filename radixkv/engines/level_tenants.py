@@ -11,7 +11,7 @@ Settings don't outlive the process: who sends them sends them again after a star
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from radixkv.engines.tier_settings import FORGET_S
 from radixkv.errors import ArgumentError
@@ -19,6 +19,9 @@ from radixkv.errors import ArgumentError
 if TYPE_CHECKING:
     from radixkv.engines.disk_shares import DiskShares
     from radixkv.engines.second_level import SecondLevel
+
+
+OWED: Final = "disk_owed_purges"
 
 
 class LevelTenants:
@@ -29,6 +32,7 @@ class LevelTenants:
         self.shares: DiskShares | None = None
         self._strict: set[str] = set()
         self._to_own: dict[str, int] = {}
+        self._told_owed = 0
 
     def serves(self, tenant: str) -> bool:
         """Whether a tenant's blocks may be on the disk, where others could tell a strict one's traffic. Any thread."""
@@ -60,6 +64,12 @@ class LevelTenants:
         """
         return self._level.disk is None or self._level.disk.debts.pay(tenant, FORGET_S)
 
+    def take_owed(self) -> dict[str, int]:
+        """Return how many purges the disk owes, by the name of the metric; nothing if that is as at the last call."""
+        debts = None if self._level.disk is None else self._level.disk.debts
+        told, self._told_owed = self._told_owed, 0 if debts is None else debts.num_owed
+        return {} if self._told_owed == told else {OWED: self._told_owed}
+
     def begin_step(self) -> None:
         """Give strict tenants their slots, and take them back. The engine's thread calls it. O(1) without a change."""
         if not self._to_own:
@@ -72,6 +82,6 @@ class LevelTenants:
                 continue
             try:
                 index.set_strict(tenant, num_slots)
-            except ArgumentError:  # another one's change, which makes room, hasn't come yet: nothing of it is kept
+            except ArgumentError:  # another one's change, which makes room, hasn't come yet: it keeps nothing
                 with self._lock:
                     self._to_own.setdefault(tenant, num_slots)

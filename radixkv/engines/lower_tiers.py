@@ -755,24 +755,14 @@ class LowerTiers:
         }
         disk = self.level.disk
         if disk is not None:
-            tier = disk.tier.counts()
-            errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
+            below = disk.counts()
             found["disk"] = {
-                "capacity_blocks": disk.tier.num_slots,
-                "resident_blocks": tier["sealed"],
+                **below,
                 "hit_blocks": counts["disk_loaded_blocks"],
-                "read_bytes": tier.get("read_bytes", 0),
-                "written_bytes": tier.get("written_bytes", 0),
-                "loads": disk.load_durations.count,
-                "load_seconds": disk.load_durations.seconds,
-                "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(
-                    not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
-                ),
-                "owed_purges": len(disk.debts.owed) + disk.debts.num_removed,
+                "errors": below["errors"] + counts["disk_timeouts"],
+                "open": int(bool(below["open"]) and not self._is_shut),
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
-                "budget_bytes": disk.budget_bytes,
             }
         return found
 

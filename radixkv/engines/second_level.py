@@ -607,6 +607,18 @@ class SecondLevel:
             taken |= self.disk.take_counts()
         return taken
 
+    def tiers(self) -> dict[str, dict[str, float]]:
+        """Return what host memory and a disk have, by the names of ``LowerTiers.counts``. Any thread.
+
+        What was loaded and saved counts in ``take_counts``.
+        """
+        found: dict[str, dict[str, float]] = {
+            "host": {"capacity_blocks": self.index.num_slots, "resident_blocks": self.index.num_used}
+        }
+        if (disk := self.disk) is not None:
+            found["disk"] = disk.counts()
+        return found
+
     def take_lost(self) -> int:
         """Return how many blocks left the engine and found no slot, since the last call."""
         lost, self._num_lost = self._num_lost, 0

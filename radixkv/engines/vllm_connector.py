@@ -45,7 +45,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from radixkv.engines import vllm_weights
 from radixkv.engines.control import ControlServer
 from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
-from radixkv.engines.level_tenants import LevelTenants
+from radixkv.engines.level_tenants import OWED, LevelTenants
 from radixkv.engines.request_keys import facts_of
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
@@ -87,9 +87,9 @@ class RadixStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: RadixStats) -> RadixStats:
-        """Add other counts."""
+        """Add other counts, which are newer."""
         for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+            self.data[name] = count if name == OWED else self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -97,8 +97,8 @@ class RadixStats(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not any(self.data.values())
+        """Whether there is no news."""
+        return not self.data
 
 
 COUNTS = {
@@ -124,7 +124,10 @@ COUNTS = {
 
 
 class RadixMetrics(KVConnectorPromMetrics):
-    """The counts as Prometheus counters ``vllm:radixkv_…_total``."""
+    """The counts as Prometheus counters ``vllm:radixkv_…_total``, and the gauge ``vllm:radixkv_disk_owed_purges``.
+
+    vLLM takes them at its steps. What an idle engine owes is in the control channel's ``stats``.
+    """
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -134,11 +137,23 @@ class RadixMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(name=f"vllm:radixkv_{name}", documentation=meaning, labelnames=labelnames)
             for name, meaning in COUNTS.items()
         }
+        self._owed = self._gauge_cls(
+            name=f"vllm:radixkv_{OWED}",
+            documentation="tenants that were purged, and whose records the disk couldn't destroy yet",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
+        for values in per_engine_labelvalues.values():
+            self._owed.labels(*values).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts."""
+        values = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(count)
+            if name == OWED:
+                self._owed.labels(*values).set(count)
+            else:
+                self._counters[name].labels(*values).inc(count)
 
 
 class RadixConnector(KVConnectorBase_V1, SupportsHMA):
@@ -186,6 +201,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                     owe_below=self._tenants.owe,
                     pay_below=self._tenants.pay,
                     follow_below=self._tenants.follow,
+                    tiers=self.radixkv.tiers,
                 ).__enter__()
 
     @property
@@ -236,6 +252,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             serves=self._tenants.serves,
             bytes_per_s=settings.disk_bytes_per_s,
         )
+        self.radixkv.disk.debts.begin_to_retry()
 
     # --- the scheduler
 
@@ -342,13 +359,14 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> RadixStats | None:
         """Return counts since the last call: a worker's, or the scheduler's."""
+        owed: dict[str, int] = {}
         if self._blocks is not None:
-            stats = RadixStats(self._blocks.take_counts())
+            counts = self._blocks.take_counts()
         elif self.role == KVConnectorRole.SCHEDULER:
-            stats = RadixStats(self.radixkv.take_counts())
+            counts, owed = self.radixkv.take_counts(), self._tenants.take_owed()
         else:
             return None
-        return None if stats.is_empty() else stats
+        return RadixStats(counts | owed) if owed or any(counts.values()) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RadixStats:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,13 +14,15 @@ from radixkv.config import Tenant
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_client import ControlClient
 from radixkv.engines.host_index import NO_SLOT
+from radixkv.engines.level_tenants import OWED
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.tiers.files import Files
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
+from tests.engines.test_loading_from_disk import eventually
 from tests.engines.test_second_level import KEYS, SIZE, ids_of
-from tests.tiers.support import FaultyFiles, failing, num_of
+from tests.tiers.support import WAIT_S, FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
 
 DESTROYING = "write rename remove"
@@ -78,6 +82,7 @@ def controlled(folder: Path, files: Files | None = None) -> Iterator[tuple[Contr
             owe_below=engine.tenants.owe,
             pay_below=engine.tenants.pay,
             follow_below=engine.tenants.follow,
+            tiers=engine.level.tiers,
         ) as server,
         ControlClient(server.path, KEYS) as client,
     ):
@@ -182,6 +187,67 @@ def test_what_a_failing_disk_owes_is_told_and_tried_again(
         engine.step()
         assert engine.disk.debts.pay(engine.id_of("acme"), 10.0)
         assert client.call("clear", where)["owed"] is False
+
+
+def failing_told(tried: threading.Event) -> Callable[[str], None]:
+    """Files that can't destroy a key, and tell of each try."""
+
+    def before(call: str) -> None:
+        if call in DESTROYING.split():
+            tried.set()
+            raise OSError(errno.EIO, "planted")
+
+    return before
+
+
+def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step comes any more. The channel's ``stats`` tell when it is paid, and the counts of the next step do."""
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    files, tried = FaultyFiles(), threading.Event()
+    with controlled(tmp_path, files) as (engine, client):
+
+        def num_owed() -> float:
+            found: float = client.call("stats")["tiers"]["disk"]["owed_purges"]
+            return found
+
+        engine.disk.debts.begin_to_retry()
+        engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+        assert num_owed() == 0 and engine.tenants.take_owed() == {}
+        files.before = failing_told(tried)
+        assert client.call("purge", {"tenant": "acme"})["owed"] and num_owed() == 1
+        assert engine.tenants.take_owed() == {OWED: 1} and engine.tenants.take_owed() == {}
+        tried.clear()
+        assert tried.wait(WAIT_S), "it is tried by time"
+        assert num_owed() == 1 and not engine.disk.debts.is_open_for(engine.id_of("acme"))
+        files.before = lambda call: None
+        assert eventually(lambda: num_owed() == 0)
+        assert engine.tenants.take_owed() == {OWED: 0} and engine.records("acme") == 0
+
+
+def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    files, tried = FaultyFiles(), threading.Event()
+    with controlled(tmp_path, files) as (engine, _):
+        engine.disk.debts.begin_to_retry()
+        engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+        files.before = failing_told(tried)
+        engine.level.reset()
+        for _ in range(2):
+            tried.clear()
+            assert tried.wait(WAIT_S)
+        assert engine.disk.debts.is_resetting
+        files.before = lambda call: None
+        assert eventually(lambda: not engine.disk.debts.is_resetting)
+        assert engine.records("acme") == 0
+
+
+def test_stats_show_what_the_tiers_have(both: tuple[ControlledEngine, ControlClient]) -> None:
+    engine, client = both
+    engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+    tiers = client.call("stats")["tiers"]
+    assert tiers["host"] == {"capacity_blocks": NUM_SLOTS, "resident_blocks": 8}
+    disk = tiers["disk"]
+    assert (disk["resident_blocks"], disk["open"], disk["errors"]) == (8, 1, 0) and disk["written_bytes"] > 0
 
 
 def test_what_a_failing_disk_still_owes_at_the_stop_is_logged(
