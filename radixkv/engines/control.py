@@ -131,6 +131,7 @@ class ControlServer:
       below serve nothing of it.
     - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
+    - ``on_keys``: called with keys that were read again, before salts of them are accepted. If it raises, none are.
     - ``tiers``: counts of the tiers below, by their names. By any thread.
     - ``weights``: the version of the weights now. Called by other threads.
 
@@ -150,6 +151,7 @@ class ControlServer:
         owe_below: Callable[[str], None] = lambda tenant: None,
         pay_below: Callable[[str], bool] = lambda tenant: True,
         follow_below: Callable[[str], None] = lambda tenant: None,
+        on_keys: Callable[[KeySet], None] = lambda keys: None,
         tiers: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
         weights: Callable[[], int] = lambda: 0,
         clock: Clock = monotonic,
@@ -158,7 +160,7 @@ class ControlServer:
             raise ConfigError("patience_s", patience_s, "0 to 60 seconds")
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
-        self._on_purge, self._tiers, self._weights = on_purge, tiers, weights
+        self._on_purge, self._on_keys, self._tiers, self._weights = on_purge, on_keys, tiers, weights
         self._owe_below, self._pay_below = owe_below, pay_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
@@ -462,6 +464,7 @@ class ControlServer:
 
     def _reload_keys(self, fields: Fields, ids: bytes) -> Answer:
         keys = self._loaded_keys()
+        self._on_keys(keys)
         if self._salts is not None:
             self._salts.use(keys)
         self._keys = keys

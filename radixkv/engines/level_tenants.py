@@ -1,27 +1,32 @@
-"""What tenants may have behind an engine that knows none: settings of a control channel, for all of a second level.
+"""What tenants may have behind an engine that knows none: their settings, for all of a second level.
 
-    set_tenant     guarantee, limit, weight and mode, in blocks of host memory
+    configure      sets tenants before the first step, and again for the names that other keys give them
+    set_tenant     (of a control channel) guarantee, limit, weight and mode, in blocks of host memory
     host memory    its index is the cache that gets them (``control_tenants``); strict tenants get slots of their own
     disk           as much of it as the blocks are of host memory; nothing of strict tenants
     owe, pay       a purge, a clear or a removal reaches the disk, which forgets the whole tenant
 
-Settings don't outlive the process: who sends them sends them again after a start. Until then tenants have no quotas.
+What a control channel sets doesn't outlive the process. Tenants that must be strict from the start on are configured.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
+from radixkv.engines.control_tenants import TenantCommands
+from radixkv.engines.salt import SaltReader
 from radixkv.engines.tier_settings import FORGET_S
-from radixkv.errors import ArgumentError
+from radixkv.errors import ArgumentError, ConfigError, RadixKVError
+from radixkv.signing import KeySet
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_shares import DiskShares
     from radixkv.engines.second_level import SecondLevel
 
-
 OWED: Final = "disk_owed_purges"
+"""The metric of ``take_owed``."""
 
 
 class LevelTenants:
@@ -33,6 +38,20 @@ class LevelTenants:
         self._strict: set[str] = set()
         self._to_own: dict[str, int] = {}
         self._told_owed = 0
+
+    def configure(self, tenants: Mapping[str, Mapping[str, Any]], keys: KeySet) -> None:
+        """Set tenants by the fleet's names, with fields of ``config.Tenant``, for salts of these keys. Any thread.
+
+        Raises ConfigError, which names the tenant.
+        """
+        commands = TenantCommands(self._level.cache, SaltReader(keys), self.follow)
+        for name, given in tenants.items():
+            try:
+                commands.set({**given, "tenant": name}, b"")
+            except RadixKVError as error:
+                raise ConfigError(
+                    f"tenants[{name!r}]", dict(given), "settings that can be kept", problem=str(error)
+                ) from None
 
     def serves(self, tenant: str) -> bool:
         """Whether a tenant's blocks may be on the disk, where others could tell a strict one's traffic. Any thread."""

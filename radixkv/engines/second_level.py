@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, get_a
 import numpy as np
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import Namespace
+from radixkv.config import Namespace, Tenant
 from radixkv.configuration.private_files import read_secrets
 from radixkv.engines.host_blocks import NEVER, Slots, StepReport, StepWork
 from radixkv.engines.host_index import NO_SLOT, ONE_MORE, HostIndex, Scrub
@@ -77,6 +77,8 @@ class SecondLevelSettings:
     - ``policy``: the eviction policy. ``scrub``: see CacheConfig.
     - ``keys``: file of the engine's keys (``radixkv keys derive``): tenants come from salts. ``anonymous``: whether
       requests without such a salt are served.
+    - ``tenants``: settings of tenants from the start on, by the fleet's names: fields of ``config.Tenant``; needs
+      ``keys``.
     - ``model``: identity of model and tokenizer in namespaces.
     - ``control``: folder of a control channel; needs ``keys``.
     - ``disk``: folder of a disk tier below. ``disk_size``: its bytes, or a text such as ``"200GiB"``. ``fleet_secret``:
@@ -91,6 +93,7 @@ class SecondLevelSettings:
     scrub: Scrub = "cross-tenant"
     keys: str | None = None
     anonymous: bool = True
+    tenants: Mapping[str, Mapping[str, Any]] | None = None
     model: str = "vllm"
     control: str | None = None
     disk: str | None = None
@@ -133,6 +136,8 @@ class SecondLevelSettings:
             raise ConfigError("scrub", self.scrub, f"one of {', '.join(get_args(Scrub))}")
         if self.control is not None and self.keys is None:
             raise ConfigError("control", self.control, "with keys, of the purpose 'control'")
+        if self.tenants is not None:
+            self._check_tenants(self.tenants)
         below = (self.disk, self.disk_size, self.fleet_secret)
         if None in below and below != (None, None, None):
             raise ConfigError("disk, disk_size, fleet_secret", below[:2], "all three, or none")
@@ -144,6 +149,15 @@ class SecondLevelSettings:
             rate_of("disk_writes", self.disk_writes)
             if self.disk is None:
                 raise ConfigError("disk_writes", self.disk_writes, "with disk")
+
+    def _check_tenants(self, tenants: object) -> None:
+        if self.keys is None or not isinstance(tenants, Mapping):
+            allowed = """settings by name, such as {"acme": {"mode": "strict", "guaranteed_blocks": 64}}, with keys"""
+            raise ConfigError("tenants", tenants, allowed)
+        names = [each.name for each in fields(Tenant) if each.name != "id"]
+        for tenant, given in tenants.items():
+            if not isinstance(given, Mapping) or not given.keys() <= set(names):
+                raise ConfigError(f"tenants[{tenant!r}]", given, f"only {', '.join(names)}, by name")
 
     @property
     def disk_bytes(self) -> int:

@@ -12,11 +12,13 @@ request waits until its load has ended, and what fails is computed by vLLM as an
 With ``"disk": FOLDER, "disk_size": "200GiB", "fleet_secret": FILE`` saved blocks are also kept on disk, sealed, and
 come back after an eviction or a restart (``disk_level``). This needs one worker, in the engine's own process.
 
+Settings of tenants count in blocks of host memory, and in proportion on the disk, which keeps nothing of strict tenants
+(``level_tenants``). ``"tenants": {"acme": {"mode": "strict", "guaranteed_blocks": 4096}}`` holds from the first step
+on. What the control channel sets ends with the process.
+
 vLLM's ``reset_prefix_cache(reset_connector=True)`` and new weights (``vllm_weights``) forget everything here, and begin
-another version of the weights.
-Settings of tenants that the control channel sets count in blocks of host memory, and in proportion on the disk
-(``level_tenants``). A purge by the control channel reaches this level only. vLLM's own cache is keyed by salts, so
-salts of a newer generation find nothing of an older one there.
+another version of the weights. A purge by the control channel reaches this level only. vLLM's own cache is keyed by
+salts, so salts of a newer generation find nothing of an older one there.
 
 Refused at the start, by name: another version of vLLM, several groups of KV blocks, anything but full attention or MLA,
 context parallelism, and the policy that a failed load fails its request.
@@ -177,7 +179,8 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._control: ControlServer | None = None
         self._blocks: HostBlocks | None = None
         if role == KVConnectorRole.SCHEDULER:
-            salts = None if settings.keys is None else _salts(settings.keys, settings.anonymous)
+            keys = None if settings.keys is None else KeySet.load(settings.keys)
+            salts = None if keys is None else SaltReader(keys, allows_anonymous=settings.anonymous)
             self.radixkv = SecondLevel(
                 self._num_slots,
                 spec.block_size,
@@ -188,21 +191,17 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 num_workers=vllm_config.parallel_config.world_size,
             )
             self._tenants = LevelTenants(self.radixkv)
-            if settings.disk is not None:
-                self._attach_disk(vllm_config, settings, salts, block_bytes)
+            try:
+                if settings.disk is not None:
+                    self._attach_disk(vllm_config, settings, salts, block_bytes)
+                if settings.tenants is not None and keys is not None:
+                    self._tenants.configure(settings.tenants, keys)
+                if settings.control is not None and settings.keys is not None:
+                    self._serve_control(settings, settings.control, settings.keys, salts)
+            except BaseException:
+                self.shutdown()
+                raise
             vllm_weights.watch(self.radixkv.reset)
-            if settings.control is not None and settings.keys is not None:
-                self._control = ControlServer(
-                    self.radixkv.cache,
-                    settings.control,
-                    settings.keys,
-                    salts=salts,
-                    weights=lambda: self.radixkv.weights,
-                    owe_below=self._tenants.owe,
-                    pay_below=self._tenants.pay,
-                    follow_below=self._tenants.follow,
-                    tiers=self.radixkv.tiers,
-                ).__enter__()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -217,6 +216,23 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role == KVConnectorRole.SCHEDULER and self.radixkv.disk is not None:
             self.radixkv.disk.close()
             self.radixkv.disk = None
+
+    def _serve_control(
+        self, settings: SecondLevelSettings, folder: str, keys_file: str, salts: SaltReader | None
+    ) -> None:
+        """Serve the control channel. Raises ConfigError."""
+        self._control = ControlServer(
+            self.radixkv.cache,
+            folder,
+            keys_file,
+            salts=salts,
+            weights=lambda: self.radixkv.weights,
+            owe_below=self._tenants.owe,
+            pay_below=self._tenants.pay,
+            follow_below=self._tenants.follow,
+            on_keys=partial(self._tenants.configure, settings.tenants or {}),
+            tiers=self.radixkv.tiers,
+        ).__enter__()
 
     def _attach_disk(
         self, vllm_config: Any, settings: SecondLevelSettings, salts: SaltReader | None, block_bytes: int
@@ -383,10 +399,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _first_group(blocks_of: Callable[[str], tuple[Sequence[int], ...]], request_id: str) -> Sequence[int]:
     return blocks_of(request_id)[0]
-
-
-def _salts(path: str, allows_anonymous: bool) -> SaltReader:
-    return SaltReader(KeySet.load(path), allows_anonymous=allows_anonymous)
 
 
 def _fingerprint(vllm_config: Any, block_bytes: int) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,8 @@ from radixkv.engines.host_index import NO_SLOT
 from radixkv.engines.level_tenants import OWED
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader, make_salt
+from radixkv.errors import ConfigError, ControlError
+from radixkv.signing import KeySet
 from radixkv.tiers.files import Files
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
@@ -68,10 +72,13 @@ class ControlledEngine(DiskEngine):
 
 
 @contextmanager
-def controlled(folder: Path, files: Files | None = None) -> Iterator[tuple[ControlledEngine, ControlClient]]:
-    """An engine and a client of its control channel, which run in two threads."""
+def controlled(
+    folder: Path, files: Files | None = None, tenants: Mapping[str, Mapping[str, Any]] | None = None
+) -> Iterator[tuple[ControlledEngine, ControlClient]]:
+    """An engine and a client of its control channel, which run in two threads. ``tenants``: its configured ones."""
     KEYS.write(folder / "engine.keys")
     engine = ControlledEngine(folder, files)
+    engine.tenants.configure(tenants or {}, KEYS)
     with (
         ControlServer(
             engine.level.cache,
@@ -83,6 +90,7 @@ def controlled(folder: Path, files: Files | None = None) -> Iterator[tuple[Contr
             pay_below=engine.tenants.pay,
             follow_below=engine.tenants.follow,
             tiers=engine.level.tiers,
+            on_keys=partial(engine.tenants.configure, tenants or {}),
         ) as server,
         ControlClient(server.path, KEYS) as client,
     ):
@@ -301,6 +309,66 @@ def test_a_strict_tenant_that_has_no_slots_yet_keeps_nothing(
     assert engine.again("third", prompt, facts_of("acme")) == len(prompt)
     assert engine.again("fourth", prompt, facts_of("acme")) == 1
     assert index.own_slots(engine.id_of("acme")) == 40 and engine.records("acme") == 0
+
+
+STRICT: dict[str, Any] = {"mode": "strict", "guaranteed_blocks": 16}
+
+
+def test_a_tenant_that_is_configured_as_strict_is_so_from_the_first_step(tmp_path: Path) -> None:
+    prompt = ids_of(8 * SIZE + 1)
+    with controlled(tmp_path) as (engine, _):
+        assert engine.again("burst", prompt, facts_of("acme")) == len(prompt)
+        assert engine.records("acme") == 8
+    for _ in range(2):
+        with controlled(tmp_path, tenants={"acme": STRICT}) as (engine, _):
+            assert engine.again("first", prompt, facts_of("acme")) == len(prompt), (
+                "nothing comes from the disk"
+            )
+            assert engine.level.index.own_slots(engine.id_of("acme")) == 16
+            other = [77, *ids_of(7 * SIZE + 1)[1:]]
+            engine.again("other", other, facts_of("acme"))
+            assert engine.records("acme") == 8, "nothing new is there"
+            engine.flood("globex", 20)
+            assert engine.again("again", prompt, facts_of("acme")) == 1
+            assert engine.again("other again", other, facts_of("acme")) == 1
+
+
+def test_other_keys_of_the_fleet_name_a_strict_tenant_too(tmp_path: Path) -> None:
+    """A rotated secret gives the tenant another id, which has its settings before a request can have it."""
+    secrets = [b"a third secret of the fleet", b"the next secret of the fleet", b"a secret of the fleet"]
+    assert KeySet.derive(secrets[2:]).accepted("salts") == KEYS.accepted("salts")
+    new = KeySet.derive(secrets[1:])
+    facts, prompt = RequestFacts(cache_salt=make_salt(new, "acme")), ids_of(8 * SIZE + 1)
+    with controlled(tmp_path, tenants={"acme": STRICT}) as (engine, client):
+        new.write(tmp_path / "engine.keys")
+        client.call("reload_keys")
+        assert engine.again("first", prompt, facts) == len(prompt)
+        assert engine.disk.counts()["resident_blocks"] == 0
+        assert engine.again("again", prompt, facts) == 1
+        client.call("set_tenant", {"tenant": "globex", "guaranteed_blocks": NUM_SLOTS // 4})
+        KeySet.derive(secrets).write(tmp_path / "engine.keys")
+        with pytest.raises(ControlError, match=r"tenants\['acme'\] .*guaranteed_blocks"):
+            client.call("reload_keys")
+        assert len(client.call("keys")["keys"]) == 2 * len(KEYS.purposes), "the keys are as they were"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"mode": "strict"}, "guaranteed_blocks"),
+        ({"mode": "tight", "guaranteed_blocks": 1}, "mode"),
+        ({"guaranteed_blocks": NUM_SLOTS + 1}, "guaranteed_blocks"),
+        ({"guaranteed_blocks": "many"}, "guaranteed_blocks"),
+        ({"policy": "none such"}, "policy"),
+        ({"tier_dtype": "fp8"}, "tier_dtype"),
+    ],
+)
+def test_a_configured_tenant_that_cannot_be_kept_is_refused_by_name(
+    both: tuple[ControlledEngine, ControlClient], given: dict[str, Any], problem: str
+) -> None:
+    engine, _ = both
+    with pytest.raises(ConfigError, match=rf"^tenants\['acme'\] {problem}"):
+        engine.tenants.configure({"acme": given}, KEYS)
 
 
 def test_slots_that_a_slow_disk_still_reads_are_not_those_of_a_strict_tenant(
