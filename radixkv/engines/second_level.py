@@ -34,7 +34,6 @@ before saves nothing. Slots that change tenant are zeroed first, with
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -104,10 +103,7 @@ class SecondLevelSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Return settings by name. Raises ConfigError for other names too, and in a vLLM of ``radixkv serve``."""
-        if "RADIXKV_SERVED" in os.environ:
-            allowed = "none below `radixkv serve`: its purges would not reach this host memory and disk"
-            raise ConfigError("kv_connector", "RadixConnector", allowed)
+        """Return settings by name. Raises ConfigError for other names too."""
         names = [each.name for each in fields(cls)]
         for name in given:
             if name not in names:

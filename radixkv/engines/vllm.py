@@ -15,8 +15,8 @@ Everything else is vLLM's. ``RADIXKV_OFF=1`` leaves vLLM as it is.
     RADIXKV_SOCKET, RADIXKV_EVENTS…    control channel and KV events: ``vllm_outlets``
 
 A request whose salt is refused is served without the cache; with ``RADIXKV_ANONYMOUS=0`` it ends with an error, before
-anything is computed. KV connectors work beside the cache. When weights change in place, what the old ones computed is
-found no more, paused or not (``vllm_weights``).
+anything is computed. KV connectors work beside the cache, except below ``radixkv serve``. When weights change in
+place, what the old ones computed is found no more, paused or not (``vllm_weights``).
 
 Models: full attention, MLA and sliding windows, in one group of KV blocks (``--disable-hybrid-kv-cache-manager`` makes
 one of full attention and windows). Refused at the start, by name: another version of vLLM, several groups, other kinds
@@ -483,6 +483,9 @@ def _require_known(vllm_config: Any, *_: Any, **__: Any) -> None:
     if not vllm.__version__.startswith(VERSIONS):
         allowed = f"{' or '.join(f'{each}x' for each in VERSIONS)}; RADIXKV_OFF=1 uses vLLM's own cache"
         raise ConfigError("vllm", vllm.__version__, allowed)
+    if "RADIXKV_SERVED" in os.environ and vllm_config.kv_transfer_config is not None:
+        allowed = "none below `radixkv serve`, whose purges would not reach what a connector keeps"
+        raise ConfigError("kv_connector", vllm_config.kv_transfer_config.kv_connector, allowed)
     refused = {
         "an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
         "context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,

@@ -5,7 +5,8 @@
     RADIXKV_VLLM_LOG    file to which vLLM's output is appended, up to 16 MiB, and then FILE.1 keeps what was there;
                         default: one that ends with this process
 
-A RadixConnector is refused: purges of the service reach vLLM's cache alone, so its host memory and disk would keep KV.
+KV connectors are refused, also that of ``--kv-offloading-size``: purges of the service reach vLLM's cache alone, so
+what a connector keeps would stay.
 
 vLLM listens on Unix sockets alone, in a folder that only this user can enter. If it ends, it is started again after
 1 s, then 2 s, up to 60 s; a minute of service resets that. The guard (``process_guard``) ends all its processes, and
@@ -44,6 +45,8 @@ _LONGEST_PAUSE_S: Final = 60.0
 _TAIL_BYTES: Final = 8_000
 _FOLDERS: Final = "radixkv-vllm-"
 _PACKAGES: Final = ("radixkv", "radixkv_kernels", "radixkv_policies")
+_CONNECTORS: Final = ("--kv-transfer-config", "--kv-offloading-size")
+"""Arguments of vLLM that give it a KV connector."""
 _PROBE: Final = (
     "import importlib.util as u; print(*(u.find_spec(each) is not None for each in ('vllm', 'radixkv')))"
 )
@@ -79,7 +82,7 @@ class VllmProcess:
             "RADIXKV_KEYS": str(self.folder / "engine.keys"),
             "RADIXKV_SOCKET": str(self.control),
             "RADIXKV_ANONYMOUS": "0",
-            "RADIXKV_SERVED": "1",  # the connector refuses to start, also if a file of vLLM's settings names it
+            "RADIXKV_SERVED": "1",  # the scheduler refuses connectors, also those in a file of vLLM's settings
             **variables,
         }
         self.log = Path(os.environ.get("RADIXKV_VLLM_LOG", self.folder / "vllm.log")).absolute()
@@ -220,10 +223,12 @@ def _given_arguments() -> list[str]:
         arguments = shlex.split(given)
     except ValueError as error:
         raise ConfigError("RADIXKV_VLLM_ARGS", given, f"arguments as in a shell: {error}") from None
-    if any("RadixConnector" in each for each in arguments):
-        allowed = (
-            "arguments without RadixConnector, because purges of this service would not reach its host memory and "
-            "disk: leave it out, or run vLLM without `radixkv serve`"
-        )
-        raise ConfigError("RADIXKV_VLLM_ARGS", "…RadixConnector…", allowed)
+    for each in arguments:
+        name = each.partition("=")[0]
+        if name.replace("_", "-").startswith(_CONNECTORS):
+            allowed = (
+                "arguments without KV connectors, because purges of this service would not reach what these keep: "
+                "leave it out, or run vLLM without `radixkv serve`"
+            )
+            raise ConfigError("RADIXKV_VLLM_ARGS", f"…{name}…", allowed)
     return arguments

@@ -148,6 +148,24 @@ def test_tenants_share_nothing_and_a_purge_is_for_ever(model: str, tmp_path: Pat
     nothing_is_left(found)
 
 
+def test_an_idle_vllm_s_disk_pays_what_it_owes_and_has_nothing_of_a_strict_tenant(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, secret = tmp_path / "engine.keys", tmp_path / "fleet.secret"
+    secret.write_text("the fleet's own secret")
+    KeySet.derive([b"the fleet's own secret"]).write(keys)
+    monkeypatch.setenv("RADIXKV_CONTROL", str(tmp_path / "control" / "control.sock"))
+    extra = {
+        **{"disk": str(tmp_path / "disk"), "disk_size": "64MiB", "fleet_secret": str(secret)},
+        **{"keys": str(keys), "control": str(tmp_path / "control")},
+        "tenants": {"initech": {"mode": "strict", "guaranteed_blocks": 100}},
+    }
+    found = ran("radixkv", model, str(keys), workload="owed", extra=extra)
+    assert found["is_owed"] and found["owed"] == [[0, 0], [1, 1], [0, 0]]
+    assert found["external"] == [0, 0, 0, 480] and found["are_stored"] == [2, False]
+    nothing_is_left(found)
+
+
 def test_resets_and_new_weights_reach_the_second_level(model: str) -> None:
     found = ran("radixkv", model, workload="reset")
     assert found["external"] == [0, 480, 0, 0]
@@ -160,6 +178,7 @@ def test_resets_and_new_weights_reach_the_second_level(model: str) -> None:
         ({"extra": {"blocks": 5}}, "kv_connector_extra_config"),
         ({"policy": "fail"}, "kv_load_failure_policy"),
         ({"role": "kv_consumer"}, "kv_role"),
+        ({"extra": {"tenants": {"acme": {"mode": "strict"}}}}, "tenants"),
     ],
 )
 def test_settings_that_cannot_be_served_end_the_start_by_name(

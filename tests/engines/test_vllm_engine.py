@@ -16,7 +16,6 @@ from radixkv.engines.control import ControlServer
 from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
 from radixkv.engines.engine_protocol import EngineLimits, EngineSettings
 from radixkv.engines.salt import SaltReader
-from radixkv.engines.second_level import SecondLevelSettings
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.vllm_process import VllmProcess
 from radixkv.engines.vllm_serve import VllmEngine, VllmModel
@@ -162,7 +161,7 @@ def test_lookups_are_made_together_and_a_broken_connection_is_replaced(served: S
         assert served.cache.match(ACME, IDS).num_tokens == 0
 
 
-CONNECTOR = '{"kv_connector": "RadixConnector", "kv_connector_extra_config": {"host_blocks": 8}}'
+CONNECTOR = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,9 @@ CONNECTOR = '{"kv_connector": "RadixConnector", "kv_connector_extra_config": {"h
     [
         f"--max-num-seqs 8 --kv-transfer-config '{CONNECTOR}'",
         f"--kv-transfer-config='{CONNECTOR}'",
-        "--kv-transfer-config.kv_connector RadixConnector",
+        "--kv_transfer_config.kv_connector RadixConnector",
+        "--kv-offloading-size 8 --kv-offloading-backend lmcache",
+        "--kv_offloading_size=8",
     ],
 )
 def test_a_connector_that_no_purge_would_reach_is_refused(
@@ -179,18 +180,6 @@ def test_a_connector_that_no_purge_would_reach_is_refused(
     monkeypatch.setenv("RADIXKV_VLLM_ARGS", arguments)
     with pytest.raises(ConfigError, match=r"RADIXKV_VLLM_ARGS=.*purges .* would not reach .* leave it out"):
         VllmProcess([], {}, KEYS)
-
-
-def test_a_connector_that_a_file_of_vllm_names_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"host_blocks": 8}
-    assert SecondLevelSettings.read(given).host_blocks == 8
-    process = VllmProcess([], {}, KEYS)
-    try:
-        monkeypatch.setenv("RADIXKV_SERVED", process._environment["RADIXKV_SERVED"])
-    finally:
-        process.close()
-    with pytest.raises(ConfigError, match="purges would not reach"):
-        SecondLevelSettings.read(given)
 
 
 def test_tiers_of_the_service_are_refused(tmp_path: Path) -> None:

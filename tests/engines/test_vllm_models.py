@@ -115,6 +115,10 @@ def test_adapters_share_nothing(
         ("encoder", "an encoder-decoder model"),
         ("context", "context parallelism"),
         ("version", "vllm='0.99.0'"),
+        (
+            "connector",
+            "kv_connector='OffloadingConnector' is not allowed; allowed: none below `radixkv serve`",
+        ),
         ("tails", "RADIXKV_TAILS='2' is not allowed; allowed: 0 or 1"),
     ],
 )

@@ -7,7 +7,8 @@ Run by ``test_vllm_connector.py`` with the Python of an environment that has vLL
     blocks     of 32 tokens of vLLM's own cache; host_blocks: of the second level
     num_workers  tensor parallel, each in a process of its own
     is_async   whether vLLM schedules the next step before the output of the last one has come
-    workload   "chats", "long", "faults", "tenants", "reset", or "turn": the next turn of the chats, kept in folder
+    workload   "chats", "long", "faults", "tenants", "owed", "reset", or "turn": the next turn of the chats, kept in
+               folder
     seed       of the prompts
     model      folder of the model; folder: a place for files
 """
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,55 @@ def _tenants(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     return {"outputs": [], "external": external, "purged": purged}
 
 
+def _owed(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
+    """A purge that the disk can't do until vLLM is idle, then two prompts of a tenant that is configured as strict."""
+    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.salt import SaltReader, make_salt
+    from radixkv.signing import KeySet
+
+    keys = KeySet.load(os.environ["RADIXKV_KEYS"])
+    level, prompt, external = _ours(scheduler.connector).radixkv, in_process._ids(dice, 500), []
+    tier, purge, store = level.disk.tier, level.disk.tier.purge, level.disk.tier.store
+    stored: set[str] = set()
+
+    def telling(namespace: Any, *args: Any, **named: Any) -> Any:
+        stored.add(namespace.tenant)
+        return store(namespace, *args, **named)
+
+    def failing(tenant: str) -> int:
+        raise OSError(5, "planted")
+
+    def ask(who: str) -> None:
+        llm.reset_prefix_cache()  # of vLLM alone
+        (answer,) = in_process._generate(
+            llm, [{"prompt_token_ids": prompt, "cache_salt": make_salt(keys, who)}], num_new=2
+        )
+        external.append(answer.num_cached_tokens or 0)
+
+    def num_owed() -> list[float]:
+        shown = [each.value for each in llm.get_metrics() if each.name == "vllm:radixkv_disk_owed_purges"]
+        return [client.call("stats")["tiers"]["disk"]["owed_purges"], *shown]
+
+    tier.store = telling
+    ask("acme")
+    with ControlClient(os.environ["RADIXKV_CONTROL"], keys) as client:
+        owed = [num_owed()]
+        tier.purge = failing
+        is_owed = client.call("purge", {"tenant": "acme"})["owed"]
+        ask("globex")
+        owed.append(num_owed())
+        tier.purge, until = purge, time.monotonic() + 120.0
+        while num_owed()[0] and time.monotonic() < until:
+            time.sleep(0.05)
+        ask("initech")
+        ask("initech")
+        owed.append(num_owed())
+    scheduler.connector.shutdown()  # it stores what waits
+    (strict,) = SaltReader(keys).tenant_ids("initech")
+    are_stored = len(stored), strict in stored
+    return {"outputs": [], "external": external, "owed": owed, "is_owed": is_owed, "are_stored": are_stored}
+
+
 def _reset(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     """The same prompt four times: cold, from the second level, after a reset of it, and after new weights."""
     core, prompt, external = llm.llm_engine.engine_core.engine_core, in_process._ids(dice, 500), []
@@ -243,6 +294,7 @@ _WORKLOADS = {
     "long": _long,
     "faults": _faults,
     "tenants": _tenants,
+    "owed": _owed,
     "reset": _reset,
     "turn": _turn,
 }

@@ -1,6 +1,7 @@
 """Ask for what radixkv refuses inside vLLM, and print the error. Run with the Python of vLLM.
 
-vllm_refusals.py WHAT: a model's layers (mamba, sinks, hybrid, none, narrow), or encoder, context, version, tails.
+vllm_refusals.py WHAT: a model's layers (mamba, sinks, hybrid, none, narrow), or encoder, context, version, tails,
+connector.
 "classes" prints which scheduler there is without and with async scheduling.
 """
 
@@ -44,10 +45,13 @@ def ask(what: str) -> None:
         config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
         RadixManager(config, 2048, scheduler_block_size=32, hash_block_size=32)
         return
+    if what == "connector":
+        os.environ["RADIXKV_SERVED"] = "1"
     if what == "version":
         vllm.__version__ = "0.99.0"
     given: Any = SimpleNamespace(
         kv_events_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector"),
         model_config=SimpleNamespace(is_encoder_decoder=what == "encoder"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1 + (what == "context")),
         scheduler_config=SimpleNamespace(async_scheduling=False),
