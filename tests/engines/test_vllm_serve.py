@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -129,6 +130,20 @@ def test_streams_samples_and_several_prompts(of: dict[str, httpx.Client]) -> Non
     both = completed(acme, prompt=[PROMPT, PROMPT[::-1]])
     assert both["choices"][0]["text"] == completed(acme)["choices"][0]["text"]
     assert both["usage"]["prompt_tokens"] == 800
+
+
+def test_a_connector_that_a_file_of_vllm_names_ends_the_start(folder: Path, tmp_path: Path) -> None:
+    """No purge would reach what it keeps."""
+    given = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kept")},
+    }
+    (tmp_path / "vllm.yaml").write_text(f"kv-transfer-config: '{json.dumps(given)}'\n")
+    refusal = r"kv_connector='ExampleConnector' is not allowed; allowed: none below `radixkv serve`"
+    with pytest.raises(AssertionError, match=refusal):
+        with serving(folder, tmp_path, "--config", str(tmp_path / "vllm.yaml")):
+            pytest.fail("it serves")
 
 
 def _processes(folder: Path) -> list[int]:
