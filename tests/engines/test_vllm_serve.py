@@ -141,9 +141,9 @@ def test_a_connector_that_a_file_of_vllm_names_ends_the_start(folder: Path, tmp_
     }
     (tmp_path / "vllm.yaml").write_text(f"kv-transfer-config: '{json.dumps(given)}'\n")
     refusal = r"kv_connector='ExampleConnector' is not allowed; allowed: none below `radixkv serve`"
-    with pytest.raises(AssertionError, match=refusal):
-        with serving(folder, tmp_path, "--config", str(tmp_path / "vllm.yaml")):
-            pytest.fail("it serves")
+    arguments = "--config", str(tmp_path / "vllm.yaml")
+    with pytest.raises(AssertionError, match=refusal), serving(folder, tmp_path, *arguments):
+        pytest.fail("it serves")
 
 
 def _processes(folder: Path) -> list[int]:
