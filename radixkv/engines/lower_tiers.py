@@ -46,6 +46,7 @@ from radixkv.engines.cleaner import Cleaner
 from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
+from radixkv.engines.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
@@ -194,6 +195,7 @@ class LowerTiers:
         self._prefetch: Prefetch | None = None
         self._own_prefetches: dict[str, Prefetch] = {}
         """Those of strict tenants."""
+        self._later = LaterPrompts()
         self._give_all: GiveAll = lambda is_over: None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
@@ -280,19 +282,24 @@ class LowerTiers:
         if prefetch is not None:
             prefetch.add(expected)
 
-    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
-        """Bring what the disk has of a prompt into host memory, unless it takes longer than ``ASKED_S``. Any thread.
-
-        ``resident_tokens``: returns what the cache has of it; the disk's thread calls it. O(1), waits for nothing.
-        """
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """See ``Below``. Unless it takes longer than ``ASKED_S``. O(1), or O(log(prompts)) for a later time."""
         mark, prefetch = self.mark(namespace.tenant), self._prefetch_of(namespace.tenant)
-        if prefetch is not None and mark is not None:
-            until = self._clock() + ASKED_S
+        if prefetch is None or mark is None or not in_s <= MAX_PAUSE_S:
+            return
+        due_at = self._clock() + BEGUN_PART * in_s
+        until = due_at + (1 - BEGUN_PART) * in_s + ASKED_S
 
-            def is_open() -> bool:
-                return self._clock() < until and self.mark(namespace.tenant) == mark
+        def is_open() -> bool:
+            return self._clock() < until and self.mark(namespace.tenant) == mark
 
-            prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
+        asked = Asked(namespace, key, is_open, resident_tokens)
+        if in_s > 0:
+            self._later.add(due_at, asked)
+        else:
+            prefetch.ask(asked)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request of any lane waits for the disk for a part of that."""
@@ -311,6 +318,7 @@ class LowerTiers:
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
+        self._later.forget(tenant)
         try:
             self._owe(tenant)
             yield
@@ -684,6 +692,10 @@ class LowerTiers:
                 disk.debts.know_generations()
         if not self._is_off:
             with self._guarded():
+                for asked in self._later.take_due(self._clock()):
+                    its = self._prefetch_of(asked.namespace.tenant)
+                    if its is not None:
+                        its.ask(asked)
                 if self._prefetch is not None:
                     for each in (self._prefetch, *self._own_prefetches.values()):
                         each.go_on()
@@ -700,6 +712,7 @@ class LowerTiers:
         Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
         """
         self.stop()
+        self._later.clear()
         with self.moving():
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)

@@ -205,11 +205,13 @@ class TiersByDtype:
         if tiers is not None:
             tiers.expect(expected)
 
-    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
-        """See LowerTiers."""
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """See ``Below``."""
         tiers = self._of(namespace.tenant)
         if tiers is not None:
-            tiers.prefetch(namespace, key, resident_tokens)
+            tiers.prefetch(namespace, key, resident_tokens, in_s)
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:

@@ -240,8 +240,8 @@ class PrefixCache(CacheState):
     def note(self, namespace: Namespace, ids: TokenIds, hints: RequestHints) -> None:
         """Tell the policy what became known of the last request of a prompt: labels such as ``tool_pending``.
 
-        Nothing else changes. Without a resident block of the prompt it does nothing. Raises TokenError, ArgumentError.
-        O(nodes on the path + nodes of the request).
+        Without a resident block of the prompt the policy hears nothing. ``expected_gap_s`` also lets a disk bring the
+        prompt near before that time. Raises TokenError, ArgumentError. O(nodes on the path + nodes of the request).
         """
         require_namespace(namespace)
         require_noted(hints)
