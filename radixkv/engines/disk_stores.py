@@ -424,9 +424,10 @@ class DiskStores:
         key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
         first = saved.first + self._tier.locate(on_disk, key, saved.first)
         entries = self._cache.match(saved.namespace, key).block_ids[first : saved.stop]
-        if first + len(entries) < saved.stop:  # the rest was evicted
-            self._counts["disk_unstored_blocks"] += self._tier.num_missing(on_disk, key, first + len(entries))
-            saved = saved._replace(stop=first + len(entries))
+        here = first + len(entries)
+        if here < saved.stop and not self._stores_later:  # else ``leave`` has heard of it
+            self._counts["disk_unstored_blocks"] += self._tier.num_missing(on_disk, key, here)
+        saved = saved._replace(stop=here)
         ranges = self._index.filled_ranges(entries)
         if not ranges:
             return True

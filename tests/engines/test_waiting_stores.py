@@ -44,6 +44,15 @@ def test_what_is_evicted_while_it_waits_is_counted_once(waiting: DiskEngine, num
     assert waiting.disk.take_counts()["disk_unstored_blocks"] == 0
 
 
+def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
+    waiting: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(waiting.disk.shared.stores), "_stores_later", property(lambda self: True))
+    waiting.level.cache.evict(10 + 4)
+    assert waiting.disk.take_counts()["disk_unstored_blocks"] == 10 + 4
+    assert stored(waiting) == 0 and len(waiting.disk.tier) == 16
+
+
 @pytest.mark.parametrize(("dropped", "lost"), [([], 0), ([0], 1), ([3, 9], 2)])
 def test_what_is_evicted_and_on_the_disk_is_not_lost(
     waiting: DiskEngine, dropped: list[int], lost: int
