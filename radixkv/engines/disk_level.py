@@ -113,7 +113,7 @@ class DiskLevel:
         )
         """The lane of all tenants without a partition."""
         self._memory, self._num_rows = memory, memory.num_staging - num_ahead_rows
-        index.watch(self._leave, lambda tenant: self.lane_of(tenant).stores.reserve_for(tenant))
+        index.watch(self._leave, self._reserve_for)
 
     def _made_lane(
         self,
@@ -215,6 +215,9 @@ class DiskLevel:
 
     def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         self.lane_of(namespace.tenant).stores.leave(namespace, key, first, slots)
+
+    def _reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
+        return self.lane_of(tenant).stores.reserve_for(tenant, num_blocks, num_slots)
 
     # --- requests, by their ids
 

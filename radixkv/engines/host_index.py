@@ -58,6 +58,11 @@ Scrub = Literal["cross-tenant", "always"]
 Ids = NDArray[np.int64] | NDArray[np.int32]
 Slots = NDArray[np.int64]
 _NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
+Reserve = Callable[[str, int, int], int]
+"""Returns how many slots of a pool should be free, or in use until they are stored, when a tenant's blocks want some.
+
+It gets the tenant, the number of these blocks, and that of the pool's slots.
+"""
 
 
 class _Pool:
@@ -125,7 +130,7 @@ class HostIndex:
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
         self._own: dict[str, int] = {}
         self._to_zero: list[Slots] = []
-        self._reserve: Callable[[str], int] = lambda tenant: 0
+        self._reserve: Reserve = lambda tenant, num_blocks, num_slots: 0
 
     # --- prefixes
 
@@ -212,6 +217,7 @@ class HostIndex:
         number = self._own.get(tenant, 0)
         pool = self._pools[number]
         if may_evict:
+            reserve = self._reserve(tenant, len(entries), pool.capacity)
             self._make_room(pool, tenant, len(entries))
         num = len(entries) - max(self._short(pool, len(entries)), 0)
         self._num_free -= num
@@ -224,7 +230,7 @@ class HostIndex:
         self._owner_of[slots], self._pool_of[slots] = owner, number
         self._slot_of[entries[:num]] = slots
         if may_evict:
-            self._make_reserve(number, tenant)
+            self._make_reserve(number, tenant, reserve)
         return slots
 
     def _owner(self, tenant: str) -> int:
@@ -238,13 +244,13 @@ class HostIndex:
             self._owners[known] = self._num_owners
         return self._owners[known]
 
-    def _make_reserve(self, number: int, tenant: str) -> None:
+    def _make_reserve(self, number: int, tenant: str, reserve: int) -> None:
         """Evict ahead, so that slots that are in use until they are stored are free when they are needed.
 
         A pool's free slots count for it alone.
         """
         pool = self._pools[number]
-        short = self._reserve(tenant) + self._short(pool, 0) - len(pool.spare)
+        short = reserve + self._short(pool, 0) - len(pool.spare)
         if short > 0:
             short -= self._num_orphans(number)
         if short > 0:
@@ -312,20 +318,15 @@ class HostIndex:
         """Return how often each of these slots is in use."""
         return self._uses[slots].astype(np.int64)
 
-    def watch(
-        self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[str], int]
-    ) -> None:
+    def watch(self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Reserve) -> None:
         """Let ``leaves`` hear of filled slots whose entries are about to be evicted, under the index's lock.
 
         It gets the namespace, the key up to the last of them, the position of the first, and the slots. It may ``use``
-        them, and calls nothing else here. ``reserve``: how many slots of a tenant's pool should be free, or used so.
+        them, and calls nothing else here.
         """
 
         def leave(namespace: Namespace, key: bytes, start: int, entries: Ids) -> None:
-            filled = np.flatnonzero(self._is_filled[entries])
-            if len(filled):
-                first, stop = int(filled[0]), int(filled[-1]) + 1
-                stop = first + self.num_filled(entries[first:stop])
+            for first, stop in self.filled_ranges(entries):
                 end = (start + stop) * self._size * TOKEN_BYTES
                 leaves(namespace, key[:end], start + first, self._slot_of[entries[first:stop]])
 

@@ -32,11 +32,12 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 from typing import Final, Literal
@@ -323,15 +324,29 @@ class DiskTier:
         ``most``: look at no more. A hint: only ``load`` decides. No I/O: a tenant's keys are in memory. O(the tokens
         before the first miss); about 2 µs if nothing is there.
         """
+        return sum(takewhile(bool, self._are_here(namespace, key, first, most)))
+
+    def num_missing(self, namespace: Namespace, key: bytes, first: int) -> int:
+        """Return how many segments of a prompt from segment ``first`` on are not on this disk. See ``locate``.
+
+        All of them if it isn't open. O(tokens).
+        """
+        num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
+        return max(num_segments - first, 0) - sum(self._are_here(namespace, key, first))
+
+    def _are_here(
+        self, namespace: Namespace, key: bytes, first: int, most: int | None = None
+    ) -> Iterator[bool]:
+        """Return for each segment from ``first`` on whether it is on this disk; nothing if the disk isn't open."""
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
         stop = num_segments if most is None else min(num_segments, first + most)
         is_resting = self._lane_of(namespace.tenant).is_resting
         is_shut = self._is_closed or self._is_fenced or self._awaits or is_resting
         if is_shut or not 0 <= first < stop:
-            return 0
+            return
         keys = self._folder.keys(namespace.tenant)
         if keys is None:
-            return 0
+            return
         size = self.settings.segment_tokens * TOKEN_BYTES
         view = memoryview(key)
         stream = xxh3_128(view[: first * size])
@@ -340,9 +355,7 @@ class DiskTier:
             stream.update(view[segment * size : (segment + 1) * size])
             digest = started.copy()
             digest.update(stream.digest())
-            if find(digest.digest()) is None:
-                return segment - first
-        return stop - first
+            yield find(digest.digest()) is not None
 
     # --- work
 

@@ -205,7 +205,6 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path) -> None:
     try:
         disk = owner.below.disk
         assert disk is not None
-        disk.shared.stores._most_leaving = 12
         num = (disk.tier.num_slots + 80) // 10
         numbers = list(range(num))
         for number in numbers:

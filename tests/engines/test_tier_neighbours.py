@@ -226,7 +226,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
         monkeypatch.setattr(type(owner.disk.shared.stores), "_stores_later", property(lambda self: True))
-        owner.disk.shared.stores._most_leaving = 4
+        owner.disk.shared.stores._leaving_slots._most_now = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
@@ -237,7 +237,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
             assert (
                 not owner.disk.shared.stores._leaving
                 and not uses.any()
-                and not owner.disk.shared.stores._num_leaving
+                and not owner.disk.shared.stores._leaving_slots.num
             )
             tier._shared._opens_at = None
 
@@ -722,12 +722,12 @@ def test_an_interruption_leaves_no_slot_in_use(
             index.use(slots)
             store = disk_stores._Store(slots, True, 0.0)
             stores._stores.append(store)
-            stores._num_leaving = 2
+            stores._leaving_slots.num = 2
             monkeypatch.setattr(index, "unuse", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 stores._free_slots(store)
             stores.step()
-            assert not index._uses.any() and not stores._num_leaving and not stores._stores
+            assert not index._uses.any() and not stores._leaving_slots.num and not stores._stores
             index.take_away(np.arange(2))
             index.check()
 
