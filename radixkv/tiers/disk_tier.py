@@ -202,7 +202,7 @@ class DiskTier:
             files=files,
         )
         try:
-            self._slab = Slab(self._folder, direct=settings.direct)
+            self._slab = Slab(self._folder, direct=settings.direct, disk_bytes=settings.disk_bytes)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
             self._shared = self._made_lane("all tenants without a partition", settings.num_threads)
             self._lanes = {owner: self._own_lane() for owner in self._partitions()}
