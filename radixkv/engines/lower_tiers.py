@@ -380,6 +380,10 @@ class LowerTiers:
         """Return the namespaces that hold something in host memory, of one tenant or of all."""
         return self.level.cache.namespaces(tenant)
 
+    def maintain(self) -> None:
+        """See ``Below``."""
+        self.level.cache.maintain()
+
     def purge(self, tenant: str) -> int:
         """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
         return self.level.cache.purge(tenant)

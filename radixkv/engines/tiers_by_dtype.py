@@ -256,6 +256,11 @@ class TiersByDtype:
         """See ``Below``."""
         return [each for tiers in self.tiers.values() for each in tiers.namespaces(tenant)]
 
+    def maintain(self) -> None:
+        """See ``Below``."""
+        for each in self.tiers.values():
+            each.maintain()
+
     # --- an engine that loads and saves by itself
 
     def row(self, namespace: Namespace) -> RowBelow | None:

@@ -25,6 +25,7 @@ from radixkv.index.below import Loading
 from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv_kernels import Pool
+from radixkv_policies import LRU, Policy
 
 SIZE = 4
 NS, OTHER = Namespace("a", "m"), Namespace("b", "m")
@@ -683,3 +684,20 @@ def test_the_policy_of_host_memory_follows_the_caches_clock(kind: type[PrefixCac
     cache = kind(CacheConfig(16, SIZE, LAYOUT, host_blocks=32, policy="lrfu"), clock=clock)
     below = cache._below
     assert isinstance(below, LowerTiers) and below.level.cache._clock is clock
+
+
+@pytest.mark.parametrize("lossy_host_blocks", [0, 32])
+def test_with_a_clock_of_its_own_maintain_reaches_host_memory(lossy_host_blocks: int) -> None:
+    """No thread maintains it then. Without this, its policy would never learn."""
+    learned: list[Policy] = []
+
+    class Learning(LRU):
+        def maintain(self) -> None:
+            learned.append(self)
+
+    layout = KVLayout(1, 1, 8, "float32")
+    config = CacheConfig(16, SIZE, layout, host_blocks=32, lossy_host_blocks=lossy_host_blocks)
+    cache = PrefixCache(config, clock=ManualClock())
+    cache.add_tenant(Tenant("a", policy=Learning))
+    cache.maintain()
+    assert len(learned) == len(set(map(id, learned))) == 2, "that of the cache, and that of host memory"
