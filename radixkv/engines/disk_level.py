@@ -161,6 +161,12 @@ class DiskLevel:
         """All lanes."""
         return [self.shared, *self._lanes.values()]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the disk serves the tenants of all lanes now. O(lanes). Any thread."""
+        states = [self.tier.state, *map(self.tier.state_for, list(self._lanes))]
+        return set(states) == {"open"} and not any(lane.patience.is_resting for lane in self.lanes)
+
     def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
         """Give a tenant slots of the disk and a lane of its own, 0 for none.
 

@@ -733,7 +733,7 @@ class LowerTiers:
 
         - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``, each in the tier where a request found it.
         - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
-        - ``open``: 1 if it serves, 0 also while it rests. ``errors``.
+        - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
         - ``owed_purges``: tenants whose purge isn't done there yet.
         - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
         - ``lost_blocks``: left the tier above, and found no room or no time here.
@@ -770,9 +770,7 @@ class LowerTiers:
                 "loads": disk.load_durations.count,
                 "load_seconds": disk.load_durations.seconds,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(
-                    not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
-                ),
+                "open": int(not self._is_shut and disk.is_open),
                 "owed_purges": len(disk.debts.owed) + disk.debts.num_removed,
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
