@@ -610,6 +610,8 @@ class LowerTiers:
             if is_in:
                 with self._guarded():
                     return self.level.index.let_go(block_ids)
+            else:
+                self.level.index.let_go_later(block_ids)
         return np.ones(len(block_ids), np.bool_)
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
