@@ -418,7 +418,7 @@ class LowerTiers:
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""
-        forget_all_but([self], tenants)
+        forget_all_but({self: tenants})
 
     @property
     def num_removed(self) -> int:
@@ -985,19 +985,19 @@ def without_waiting() -> Iterator[None]:
         _WAITS.reset(before)
 
 
-def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
-    """Destroy the keys of all other tenants' records on the disks of all these tiers, at the same time.
+def forget_all_but(kept: Mapping[LowerTiers, Collection[str]]) -> None:
+    """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
 
     Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
     """
-    disks = [each.disk for each in tiers if each.disk is not None]
-    jobs, ends_at = [each.debts.owe_all_but(tenants) for each in disks], monotonic() + FORGET_S
-    for disk, job in zip(disks, jobs, strict=True):
+    disks = [(each.disk, tenants) for each, tenants in kept.items() if each.disk is not None]
+    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk, tenants in disks], monotonic() + FORGET_S
+    for (disk, _), job in zip(disks, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
         if disk.debts.num_removed:
             _log.error(
-                "the disk owes the purge of %d tenants that were removed, and serves nothing of them meanwhile",
+                "the disk owes the purge of %d tenants that it doesn't keep, and serves nothing of them meanwhile",
                 disk.debts.num_removed,
             )
 

@@ -317,8 +317,13 @@ class TiersByDtype:
         forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``."""
-        forget_all_but(self.tiers.values(), tenants)
+        """See ``Tiered``. Each disk also forgets tenants that were added with another dtype than its own."""
+        forget_all_but(
+            {
+                tiers: [each for each in tenants if self._dtypes.get(each, dtype) == dtype]
+                for dtype, tiers in self.tiers.items()
+            }
+        )
 
     @property
     def num_removed(self) -> int:
