@@ -132,10 +132,11 @@ class RowBelow:
 class LowerTiers:
     """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
 
-    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
-    host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). ``policy_clock``: of host memory's
-    policy, like the cache's; waits for the disk take ``clock``.
+    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. ``policy_clock``: of host
+    memory's policy, like the cache's; waits for the disk take ``clock``.
+
+    Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
+    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -305,8 +306,8 @@ class LowerTiers:
     def forgetting(self, tenant: str) -> Iterator[None]:
         """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
 
-        The disk owes it from the beginning, so that it serves nothing, and once more at the end: what it forgot early
-        may have been stored again from host memory.
+        The disk owes it from the beginning, so that it serves nothing. It owes it once more at the end: what it forgot
+        early may have been stored again from host memory.
         """
         with self._lock:
             self._changing[tenant] += 1
@@ -438,7 +439,7 @@ class LowerTiers:
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that of host memory, nothing of it is kept here, until another change makes room: two tenants'
+        If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)

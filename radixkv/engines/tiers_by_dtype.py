@@ -4,7 +4,7 @@
             ├─ tenants of "fp8"   ──▶ records of fp8
             └─ tenants of "int8"  ──▶ records of int8
 
-Each has an index, a memory and a disk of its own, and serves no tenant of another dtype: for such a tenant its mark is
+Each has an index, a memory and a disk of its own, and serves no tenant of another dtype. For such a tenant its mark is
 None, so nothing is loaded or kept. So exact and lossy KV can't mix below. They can't above either: a tenant that
 changes its dtype is forgotten by the cache first (``load_target.follow``), and a lossy tenant publishes no bases.
 """

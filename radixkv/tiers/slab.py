@@ -5,8 +5,8 @@
     [slots_at, end)           slots of whole pages: the ciphertext of a record
 
 Headers are one contiguous table, because it is read in one go at a start: 12.8 MB for 100,000 slots. The same table is
-in memory, and only it counts while the process runs: a slot whose bytes are exchanged for others, or for older ones,
-doesn't fit the tag in memory.
+in memory. Only that counts while the process runs: bytes that were exchanged for others, or for older ones, don't fit
+the tag in memory.
 
 A record is *sealed* by its header, written last. Nothing is synced for one slot. So after a crash a header may be there
 without its payload, or torn. A checksum finds torn headers; the tag of AES-GCM finds the rest when the record is read.
