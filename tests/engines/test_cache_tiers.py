@@ -127,24 +127,31 @@ def test_nothing_lies_below_without_host_blocks() -> None:
         assert sequence.loading is None
 
 
+def sent_below(
+    cache: PrefixCache, layers: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fill the blocks of a prompt, evict them, and let them come back. Returns each layer's before and afterwards."""
+    with cache.open(NS, PROMPT) as sequence:
+        for layer in layers:
+            layer.copy_(torch.rand(layer.shape) - 0.5)
+        before = [layer[sequence.block_table[:10].tolist()] for layer in layers]
+        sequence.commit(41)
+    cache.evict(16)
+    for layer in layers:
+        layer.zero_()
+    with cache.open(NS, PROMPT) as sequence:
+        assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
+        return before, [layer[sequence.block_table[:10].tolist()] for layer in layers]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_the_tensors_may_be_the_engines(together: bool) -> None:
     shape = (16, 2, SIZE, 3, 8) if together else (16, SIZE, 3, 8)
     layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(4)]
     pool = Pool.together(layers, dim=1) if together else Pool(layers[:2], layers[2:])
     cache = PrefixCache(CacheConfig(16, SIZE, host_blocks=32), storage=BlockStorage(pool))
-    with cache.open(NS, PROMPT) as sequence:
-        for layer in layers:
-            layer.copy_(torch.rand(layer.shape))
-        wanted = [layer[sequence.block_table[:10].tolist()].clone() for layer in layers]
-        sequence.commit(41)
-    cache.evict(16)
-    for layer in layers:
-        layer.zero_()
-    with cache.open(NS, PROMPT) as sequence:
-        assert loading_of(sequence).wait()
-        found = [layer[sequence.block_table[:10].tolist()] for layer in layers]
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    wanted, found = sent_below(cache, layers)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_it_may_be_awaited() -> None:
