@@ -275,7 +275,9 @@ class DiskDebts:
         if generations[1]:
             self._tier.learn_generation(tenant, generations[1])
         if len(self._known) >= _MAX_KNOWN:
-            self._known = {each: known for each, known in self._known.copy().items() if each in self._own}
+            self._known = {
+                each: known for each, known in self._known.copy().items() if each in self._own or known[0]
+            }  # a purge in the cache isn't to be repeated, because it would destroy what was stored since
         self._known[tenant] = generations
         if tenant not in self._owed:
             self._problems.pop(tenant, None)

@@ -536,6 +536,20 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
         assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
 
 
+def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its purge isn't repeated when the disk forgets which purges it knows."""
+    monkeypatch.setattr(disk_debts, "_MAX_KNOWN", 2)
+    with on_disk(folder) as owner:
+        owner.ask(PROMPT)
+        owner.cache.purge("a")
+        owner.ask(PROMPT)
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 20)
+        debts = owner.disk.debts
+        assert all(eventually(lambda name=name: debts.is_known(name)) for name in "abcdefa")  # type: ignore[misc]
+        assert owner.cache.tier_counts()["disk"]["resident_blocks"] == 20
+        assert len(debts._known) <= 3
+
+
 def test_learning_that_fails_is_tried_again_from_time_to_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
