@@ -19,8 +19,8 @@ compared with the last raise that was applied here (``Raised.relation``):
     earlier, or nothing    lost, or put back by an outsider: write the known one again
     apart                  the two are unordered, so it is unknown which one all replicas applied: raise another purge
 
-A purge that is applied here and of which something is left to do, on a disk that failed, is confirmed when that is
-done: with a later beat, or when its progress is asked.
+A purge may be applied here while something is left to do, because a disk failed. It is confirmed when that is done:
+with a later beat, or when its progress is asked.
 
 An announcement only says where to look. If the record in a raise's place can't be read (``UnreadableRecord``), that
 tenant's purge and ``report`` fail. The record is logged with the tenant's digest, and the next raise replaces it.

@@ -161,6 +161,12 @@ class DiskLevel:
         """All lanes."""
         return [self.shared, *self._lanes.values()]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the disk serves the tenants of all lanes now. O(lanes). Any thread."""
+        states = [self.tier.state, *map(self.tier.state_for, list(self._lanes))]
+        return set(states) == {"open"} and not any(lane.patience.is_resting for lane in self.lanes)
+
     def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
         """Give a tenant slots of the disk and a lane of its own, 0 for none.
 
@@ -353,7 +359,9 @@ class DiskLevel:
             named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
             kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
         if num_removed:
-            kinds.append(f"{num_removed} tenants that were removed before the start")
+            kinds.append(
+                f"{num_removed} tenants that were removed before the start, or had another tier_dtype"
+            )
         return (
             f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
             f"{self.debts.problem(owed[0] if owed else '')}. Purge them again at the next start. For a tenant that was "

@@ -22,7 +22,7 @@ slots are free at the next ``settle``. Every call that gives slots settles first
 
 **Strict tenants** have slots of their own, which nobody else takes, and take nobody else's.
 
-Used by one thread at a time, except for what other threads do with ``cache``.
+Used by one thread at a time, except for ``let_go_later`` and what other threads do with ``cache``.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class HostIndex:
         self._is_chosen = np.zeros(num_entries, np.bool_)  # by the disk's write budget
         self._copies = BlockCopies(num_above, num_entries)
         self._dropped_entries: deque[Slots] = deque()
+        self._let_go: deque[Ids] = deque()
         self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
         self._num_free = num_slots
         self._uses = np.zeros(num_slots, np.int32)
@@ -152,7 +153,7 @@ class HostIndex:
         """
         with suppress(CapacityError), self.cache.match_and_lease(namespace, key) as lease:
             if blocks is not None and len(lease.block_ids) == len(blocks):
-                self._copies.join(blocks, lease.block_ids)
+                self.join(blocks, lease.block_ids)
 
     def hold(self, namespace: Namespace, key: bytes) -> Lease | None:
         """Lease the entries of whole blocks, which count as just used. None if there is no room for all of them."""
@@ -174,13 +175,26 @@ class HostIndex:
 
     def join(self, blocks: Ids, entries: Ids) -> None:
         """Take that these blocks of the cache above have the content of these entries, which the caller holds."""
+        self._follow_above()
         self._copies.join(blocks, entries)
+
+    def let_go_later(self, blocks: Ids) -> None:
+        """Do as ``let_go`` does, before these blocks are joined again. By any thread, while their content is theirs."""
+        self._let_go.append(blocks.copy())
+
+    def _follow_above(self) -> None:
+        while self._let_go:
+            self._drop_copies(self._let_go.popleft())
 
     def let_go(self, blocks: Ids) -> NDArray[np.bool_]:
         """Take that the cache above has these blocks no more. Returns which of them may have no copy in a filled slot.
 
         Slots of the other ones aren't spare then. A few array operations, whatever their number.
         """
+        self._follow_above()
+        return self._drop_copies(blocks)
+
+    def _drop_copies(self, blocks: Ids) -> NDArray[np.bool_]:
         entries = self._copies.take(blocks)
         has_copy: NDArray[np.bool_] = self._is_filled[entries] & (entries != NONE)
         self.demoted(entries[has_copy])
@@ -284,7 +298,7 @@ class HostIndex:
         ``blocks``: where it has them; None if ``join`` has told that, or it doesn't call ``let_go``.
         """
         if blocks is not None:
-            self._copies.join(blocks, entries)
+            self.join(blocks, entries)
         for pool, its in self._by_pool(entries):
             pool.spare.add(its)
 
@@ -407,7 +421,8 @@ class HostIndex:
         return self._pools[self._own[tenant]].capacity if tenant in self._own else 0
 
     def settle(self) -> None:
-        """Free the slots of entries that the index has dropped."""
+        """Free the slots of entries that the index has dropped. Take what was let go for later."""
+        self._follow_above()
         while self._dropped_entries:
             self._release(self._dropped_entries.popleft())
 

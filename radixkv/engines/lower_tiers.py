@@ -133,10 +133,11 @@ class RowBelow:
 class LowerTiers:
     """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
 
-    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
-    host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). ``policy_clock``: of host memory's
-    policy, like the cache's; waits for the disk take ``clock``.
+    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. ``policy_clock``: of host
+    memory's policy, like the cache's; waits for the disk take ``clock``.
+
+    Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
+    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -312,8 +313,8 @@ class LowerTiers:
     def forgetting(self, tenant: str) -> Iterator[None]:
         """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
 
-        The disk owes it from the beginning, so that it serves nothing, and once more at the end: what it forgot early
-        may have been stored again from host memory.
+        The disk owes it from the beginning, so that it serves nothing. It owes it once more at the end: what it forgot
+        early may have been stored again from host memory.
         """
         with self._lock:
             self._changing[tenant] += 1
@@ -388,6 +389,10 @@ class LowerTiers:
         """Return the namespaces that hold something in host memory, of one tenant or of all."""
         return self.level.cache.namespaces(tenant)
 
+    def maintain(self) -> None:
+        """See ``Below``."""
+        self.level.cache.maintain()
+
     def purge(self, tenant: str) -> int:
         """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
         return self.level.cache.purge(tenant)
@@ -422,7 +427,7 @@ class LowerTiers:
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""
-        forget_all_but([self], tenants)
+        forget_all_but({self: tenants})
 
     @property
     def num_removed(self) -> int:
@@ -442,7 +447,7 @@ class LowerTiers:
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that of host memory, nothing of it is kept here, until another change makes room: two tenants'
+        If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
@@ -614,6 +619,8 @@ class LowerTiers:
             if is_in:
                 with self._guarded():
                     return self.level.index.let_go(block_ids)
+            else:
+                self.level.index.let_go_later(block_ids)
         return np.ones(len(block_ids), np.bool_)
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
@@ -742,7 +749,7 @@ class LowerTiers:
 
         - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``, each in the tier where a request found it.
         - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
-        - ``open``: 1 if it serves, 0 also while it rests. ``errors``.
+        - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
         - ``owed_purges``: tenants whose purge isn't done there yet.
         - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
         - ``lost_blocks``: left the tier above, and found no room or no time here.
@@ -779,9 +786,7 @@ class LowerTiers:
                 "loads": disk.load_durations.count,
                 "load_seconds": disk.load_durations.seconds,
                 "errors": sum(tier.get(name, 0) for name in errors) + counts["disk_timeouts"],
-                "open": int(
-                    not self._is_shut and disk.tier.state == "open" and not disk.shared.patience.is_resting
-                ),
+                "open": int(not self._is_shut and disk.is_open),
                 "owed_purges": len(disk.debts.owed) + disk.debts.num_removed,
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
@@ -994,19 +999,19 @@ def without_waiting() -> Iterator[None]:
         _WAITS.reset(before)
 
 
-def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
-    """Destroy the keys of all other tenants' records on the disks of all these tiers, at the same time.
+def forget_all_but(kept: Mapping[LowerTiers, Collection[str]]) -> None:
+    """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
 
     Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
     """
-    disks = [each.disk for each in tiers if each.disk is not None]
-    jobs, ends_at = [each.debts.owe_all_but(tenants) for each in disks], monotonic() + FORGET_S
-    for disk, job in zip(disks, jobs, strict=True):
+    disks = [(each.disk, tenants) for each, tenants in kept.items() if each.disk is not None]
+    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk, tenants in disks], monotonic() + FORGET_S
+    for (disk, _), job in zip(disks, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
         if disk.debts.num_removed:
             _log.error(
-                "the disk owes the purge of %d tenants that were removed, and serves nothing of them meanwhile",
+                "the disk owes the purge of %d tenants that it doesn't keep, and serves nothing of them meanwhile",
                 disk.debts.num_removed,
             )
 

@@ -4,7 +4,7 @@
             ├─ tenants of "fp8"   ──▶ records of fp8
             └─ tenants of "int8"  ──▶ records of int8
 
-Each has an index, a memory and a disk of its own, and serves no tenant of another dtype: for such a tenant its mark is
+Each has an index, a memory and a disk of its own, and serves no tenant of another dtype. For such a tenant its mark is
 None, so nothing is loaded or kept. So exact and lossy KV can't mix below. They can't above either: a tenant that
 changes its dtype is forgotten by the cache first (``load_target.follow``), and a lossy tenant publishes no bases.
 """
@@ -258,6 +258,11 @@ class TiersByDtype:
         """See ``Below``."""
         return [each for tiers in self.tiers.values() for each in tiers.namespaces(tenant)]
 
+    def maintain(self) -> None:
+        """See ``Below``."""
+        for each in self.tiers.values():
+            each.maintain()
+
     # --- an engine that loads and saves by itself
 
     def row(self, namespace: Namespace) -> RowBelow | None:
@@ -314,8 +319,13 @@ class TiersByDtype:
         forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``."""
-        forget_all_but(self.tiers.values(), tenants)
+        """See ``Tiered``. Each disk also forgets tenants that were added with another dtype than its own."""
+        forget_all_but(
+            {
+                tiers: [each for each in tenants if self._dtypes.get(each, dtype) == dtype]
+                for dtype, tiers in self.tiers.items()
+            }
+        )
 
     @property
     def num_removed(self) -> int:

@@ -146,7 +146,7 @@ class Loading(Protocol):
 
 
 class Below(Protocol):
-    """What lies below one cache. No call raises what happens there."""
+    """What lies below one cache. No call but ``maintain`` raises what happens there."""
 
     keeps_commits: bool
     """Whether ``keep`` is called after each commit. Otherwise the engine does all of it itself."""
@@ -207,6 +207,9 @@ class Below(Protocol):
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something below."""
+
+    def maintain(self) -> None:
+        """Let policies below learn. Raises what they raise."""
 
 
 def made_for(config: CacheConfig, storage: BlockStorage | None, clock: Clock) -> Below | None:

@@ -146,11 +146,11 @@ class PrefixCache(CacheState):
         return made_for(self._config, self._storage, self._clock)
 
     def maintain(self) -> None:
-        """End expired pins, and let policies learn without the lock.
+        """End expired pins, and let policies learn without the lock, also that of host memory.
 
-        A cache on the monotonic clock has a thread that calls this. With another clock, call it between requests.
+        A cache on the monotonic clock has threads for this. With another clock, call it between requests.
         """
-        self._maintenance.maintain()
+        self._maintenance.maintain(self._below)
 
     # --- match and lease
 

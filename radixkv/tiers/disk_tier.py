@@ -203,7 +203,7 @@ class DiskTier:
             files=files,
         )
         try:
-            self._slab = Slab(self._folder, direct=settings.direct)
+            self._slab = Slab(self._folder, direct=settings.direct, disk_bytes=settings.disk_bytes)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
             self._shared = self._made_lane("all tenants without a partition", settings.num_threads)
             self._lanes = {owner: self._own_lane() for owner in self._partitions()}
@@ -302,9 +302,9 @@ class DiskTier:
     def missed(self) -> dict[str, int]:
         """Return how many loads found nothing, by each reason of ``MISSED``.
 
-        ``absent`` (gone since it was located), ``refused`` (didn't open), ``mismatched`` (another identity at the
-        locator), ``stale`` (purged meanwhile), ``abandoned`` (the caller no longer waited), ``read_errors``,
-        ``closed`` and ``too_busy`` (not begun).
+        - ``absent``: gone since it was located. ``refused``: didn't open. ``mismatched``: another identity at the
+          locator. ``stale``: purged meanwhile.
+        - ``abandoned``: the caller no longer waited. ``read_errors``. ``closed``, ``too_busy``: not begun.
         """
         with self._lock:
             return {reason: self._missed[reason] for reason in MISSED}
@@ -557,8 +557,8 @@ class DiskTier:
     def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
         """Finish what is queued, sync, and give the folder back, unless a purge of it still runs. Idempotent.
 
-        A thread that hangs keeps the files and the lock until the process ends: a descriptor that was closed under it
-        might be another file's by the time it goes on.
+        A thread that hangs keeps the files and the lock until the process ends. Else its descriptor might be another
+        file's by the time it goes on.
         """
         if self._is_closed:
             return

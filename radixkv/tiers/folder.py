@@ -134,8 +134,8 @@ class TierFolder(PrivateFolder):
     to open only what is there. ``is_new``: the slab must be made, because there was none of this geometry.
     ``may_make``: it may be made if it is missing or damaged.
 
-    Raises ConfigError, and changes nothing, for a folder that isn't ours, isn't private, is in use or has foreign
-    files, and for other secrets than its own. Raises OSError if the disk fails.
+    Raises ConfigError for a folder that isn't ours, isn't private, is in use or has foreign files, and for other
+    secrets than its own. It has changed nothing then. Raises OSError if the disk fails.
     """
 
     def __init__(

@@ -1269,6 +1269,18 @@ def test_urls_of_every_form_are_parsed(
         "redis+sentinel://u:w@h/?sentinel_password=an@secret",
         "unix:///place?no_such_option=1",
         "redis://h?retry=1&password=secret",
+        "redis://u:secret",
+        "redis://:secret",
+        "redis://u:1/secret",
+        "redis://u:1?secret=1",
+        "redis://h?secret_option=1",
+        "redis://h?no_such_option=secret",
+        "redis://h?db=secret",
+        "redis+cluster://h:1,u:secret",
+        "redis+sentinel://u:secret/service",
+        "redis://[u:secret]",
+        "u:secret",
+        "ftp://u:secret",
         "ftp://h",
         "",
     ],
@@ -1279,6 +1291,12 @@ def test_invalid_urls_are_refused_without_their_secrets(url: str) -> None:
     assert "secret" not in str(refusal.value)
     with pytest.raises(ConfigError):
         RedisStore(url)
+
+
+def test_a_url_of_another_type_is_refused_without_its_secret() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Address.parse(b"redis://u:secret@h")  # type: ignore[arg-type]
+    assert "secret" not in str(refusal.value)
 
 
 def test_url_options_cannot_change_the_reply_format(fleet: RedisFleet) -> None:
