@@ -140,8 +140,8 @@ class IOThreads:
 
     After ``MOST_LOADS`` loads in a row a store that waits has its turn.
 
-    ``max_queued``: loads that may wait, and stores. ``most_stores``: stores that run at once; None for as many as threads.
-    ``hang_s``: an operation that takes longer counts as hanging.
+    ``max_queued``: loads that may wait, and stores. ``most_stores``: stores that run at once; None for as many as
+    threads. ``hang_s``: an operation that takes longer counts as hanging.
     """
 
     def __init__(
