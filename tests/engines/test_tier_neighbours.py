@@ -380,10 +380,9 @@ def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     claims = list[int]()
     with owner.cache.open(NS, PROMPT) as sequence:
         loading = loading_of(sequence)
-        claiming = threading.Thread(target=lambda: claims.append(loading.claim(8)))
-        during_a_copy(monkeypatch, owner, claiming.start)
+        claiming = during_a_copy(monkeypatch, owner, lambda: claims.append(loading.claim(8)))
         assert loading.poll() and loading.num_loaded_tokens == 40
-        claiming.join()
+        claiming[0].join()
         assert claims == [41] and owner.is_right(sequence)
 
 
