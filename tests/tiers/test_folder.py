@@ -319,7 +319,6 @@ def test_a_key_of_the_past_stays_useless_if_the_generations_were_damaged_meanwhi
     (file,) = (folder / "generations").iterdir()
     file.unlink() if change == "removed" else file.write_bytes(flipped(file))
     with tier_in(folder) as tier:
-        tier.purge("acme")
         tier.learn_generation("acme", 7)
         assert store(tier, ACME, prompt(2))
     shutil.copytree(tmp_path / "keys", folder / KEYS, dirs_exist_ok=True)
