@@ -125,10 +125,8 @@ class DiskDebts:
         Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
         """
         fleet_generation = self._fleet_generation(tenant)
-        if (
-            fleet_generation is None
-        ):  # learned now, it would outlive a crash before the cache has forgotten the tenant
-            return False
+        if fleet_generation is None:
+            return False  # learned now, it would outlive a crash before the cache has forgotten the tenant
         generations = self._cache.generation(tenant), fleet_generation
         if self._known.get(tenant) == generations:
             self._learning.pop(tenant, None)
