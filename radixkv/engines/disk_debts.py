@@ -52,7 +52,11 @@ class DiskDebts:
     """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
 
     def __init__(
-        self, tier: DiskTier, cache: PrefixCache, fleet_generation: Callable[[str], int], clock: Clock
+        self,
+        tier: DiskTier,
+        cache: PrefixCache,
+        fleet_generation: Callable[[str], int | None],
+        clock: Clock,
     ) -> None:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._fleet_generation = fleet_generation
@@ -120,7 +124,10 @@ class DiskDebts:
 
         Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
         """
-        generations = self._cache.generation(tenant), self._fleet_generation(tenant)
+        fleet_generation = self._fleet_generation(tenant)
+        if fleet_generation is None:
+            return False  # learned now, it would outlive a crash before the cache has forgotten the tenant
+        generations = self._cache.generation(tenant), fleet_generation
         if self._known.get(tenant) == generations:
             self._learning.pop(tenant, None)
             return True

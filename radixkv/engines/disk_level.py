@@ -74,7 +74,8 @@ class DiskLevel:
     """Promotes and stores the blocks of ``index`` by ``tier``, whose segments are blocks.
 
     - ``memory``: the slots' bytes. ``fill``: makes the worker copy rows of staging memory into slots, in this step.
-    - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown.
+    - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown, or the fleet. None
+      while what is above may have older KV: then the disk isn't asked, and stores nothing.
     - ``serves``: whether a tenant's blocks may be on the disk.
     - ``bytes_per_s``: the most that is written on average; None for no bound.
     - ``num_ahead_rows``: rows of the memory for what comes before anybody waits for it.
@@ -89,7 +90,7 @@ class DiskLevel:
         memory: HostMemory,
         fill: Callable[[Slots, Slots], None],
         *,
-        fleet_generation: Callable[[str], int] = lambda tenant: 0,
+        fleet_generation: Callable[[str], int | None] = lambda tenant: 0,
         serves: Callable[[str], bool] = lambda tenant: True,
         bytes_per_s: float | None = None,
         num_ahead_rows: int = 0,

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 _WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
 """Whether purges and clears wait for disks here."""
+_APPLIED: Final = ContextVar("radixkv_generation_applied", default=0)
+"""The generation that the fleet gave a tenant by the purge that runs here; 0: it isn't the fleet's."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -186,7 +188,7 @@ class LowerTiers:
         self._counts, self._load_durations = Counter[str](), Durations()
         self._num_brought = 0
         """Of the blocks that are being loaded, those that the disk brought for the same request."""
-        self._fleet_generation: Callable[[str], int] = lambda tenant: 0
+        self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
         self._stop, self._has_work = threading.Event(), threading.Event()
@@ -310,22 +312,24 @@ class LowerTiers:
     # --- purges and tenants, any thread
 
     @contextmanager
-    def forgetting(self, tenant: str) -> Iterator[None]:
+    def forgetting(self, tenant: str, *, owes: bool = True) -> Iterator[None]:
         """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
 
-        The disk owes it from the beginning, so that it serves nothing. It owes it once more at the end: what it forgot
-        early may have been stored again from host memory.
+        The disk ``owes`` it from the beginning, so that it serves nothing. It owes it once more at the end: what it
+        forgot early may have been stored again from host memory.
         """
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
         self._later.forget(tenant)
         try:
-            self._owe(tenant)
+            if owes:
+                self._owe(tenant)
             yield
         finally:
             try:
-                self._owe(tenant)
+                if owes:
+                    self._owe(tenant)
             finally:
                 self._changed(tenant)
 
@@ -372,14 +376,24 @@ class LowerTiers:
 
     @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
+        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here.
+
+        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it:
+        host memory had forgotten the tenant before, and another process had other host memory.
+        """
         self.require_disk()
-        with self.forgetting(tenant):
+        has_learned = namespace is None and self._has_learned(tenant)
+        with self.forgetting(tenant, owes=not has_learned):
             yield
-            if namespace is None:
-                self.purge(tenant)
-            else:
+            if namespace is not None:
                 self.clear(namespace)
+            elif not has_learned:
+                self.purge(tenant)
+
+    def _has_learned(self, tenant: str) -> bool:
+        """Whether the purge that runs is one of the fleet, and the disk has learned its generation."""
+        generation, disk = _APPLIED.get(), self.level.disk
+        return generation != 0 and disk is not None and disk.tier.generation(tenant) == generation
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
@@ -419,6 +433,10 @@ class LowerTiers:
     def without_waiting(self) -> AbstractContextManager[None]:
         """See ``Tiered``."""
         return without_waiting()
+
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return applying(generation)
 
     def settle(self, tenant: str) -> None:
         """See ``Tiered``."""
@@ -737,7 +755,7 @@ class LowerTiers:
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:
@@ -997,6 +1015,17 @@ def without_waiting() -> Iterator[None]:
         yield
     finally:
         _WAITS.reset(before)
+
+
+@contextmanager
+def applying(generation: int) -> Iterator[None]:
+    """Within this, purges by this thread are those by which the fleet gave a tenant this generation: see ``Tiered``."""
+    before = _APPLIED.set(generation)
+    try:
+        with without_waiting():
+            yield
+    finally:
+        _APPLIED.reset(before)
 
 
 def forget_all_but(kept: Mapping[LowerTiers, Collection[str]]) -> None:

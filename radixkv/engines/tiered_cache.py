@@ -129,6 +129,10 @@ class TieredCache(PrefixCache):
         """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
         return nullcontext() if self._lower is None else self._lower.without_waiting()
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """Let a purge by this thread be one of the fleet: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.applying(generation)
+
     def settle(self, tenant: str) -> None:
         """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
         if self._lower is not None:
@@ -145,7 +149,7 @@ class TieredCache(PrefixCache):
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:

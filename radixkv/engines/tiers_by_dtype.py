@@ -24,7 +24,14 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks, without_waiting
+from radixkv.engines.lower_tiers import (
+    LowerTiers,
+    RowBelow,
+    applying,
+    forget_all_but,
+    forget_on_disks,
+    without_waiting,
+)
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -314,6 +321,10 @@ class TiersByDtype:
         """See ``Tiered``."""
         return without_waiting()
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """See ``Tiered``. Each tier decides for itself."""
+        return applying(generation)
+
     def settle(self, tenant: str) -> None:
         """See ``Tiered``."""
         forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
@@ -334,7 +345,7 @@ class TiersByDtype:
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:

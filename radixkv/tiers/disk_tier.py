@@ -478,6 +478,13 @@ class DiskTier:
         self._require_folder()
         return self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
 
+    def generation(self, tenant: str) -> int:
+        """Return the fleet's generation of a tenant that the folder learned last, durably; 0 without one. O(1).
+
+        Nothing older is there. 0 also if the folder's note of it is missing or damaged.
+        """
+        return self._folder.fleet_generation(tenant)
+
     def apply_generations(self, generations: Mapping[str, int]) -> int:
         """Learn the fleet's generations of tenants: purge each tenant that was purged since. Then the tier may open.
 

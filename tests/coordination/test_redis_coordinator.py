@@ -723,7 +723,10 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
 def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> None:
     """Positions then start again. Later announcements must be neither missed nor repeated with every beat."""
     a, purged = fleet.replica("a"), list[tuple[str, int]]()
-    a.attach(PrefixCache(CacheConfig(num_blocks=64, block_size=16)), lambda *told: purged.append(told))
+    a.attach(
+        PrefixCache(CacheConfig(num_blocks=64, block_size=16)),
+        lambda tenant, raised: purged.append((tenant, raised.generation)),
+    )
     a.register()
     for _ in range(3):
         a.purge("acme")
