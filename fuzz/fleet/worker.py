@@ -29,6 +29,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
 from radixkv.coordination.purges import Purge
 from radixkv.coordination.redis_coordinator import RedisCoordinator
+from radixkv.coordination.store.wire import Raised
 from radixkv.errors import (
     CoordinationError,
     OutOfBlocks,
@@ -180,10 +181,10 @@ class Worker:
             found.append(digest.digest()[:8])
         return found
 
-    def purged(self, tenant: str, generation: int) -> None:
+    def purged(self, tenant: str, raised: Raised) -> None:
         """Purge a tenant, as the fleet asks."""
         self.cache.purge(tenant)
-        self.history.record("purged", tenant=tenant, generation=generation)
+        self.history.record("purged", tenant=tenant, generation=raised.generation)
 
     def turn(self, seconds: float) -> None:
         """Change the clock of this replica by ``seconds``."""

@@ -85,6 +85,14 @@ class RequestHints:
         if not isinstance(ranges, tuple) or not all(isinstance(each, TokenRange) for each in ranges):
             raise ValueError(f"ranges={ranges!r} is not allowed; allowed: a tuple of TokenRange")
 
+    @property
+    def pause_s(self) -> float | None:
+        """Seconds until the session's next request, by its labels; None if they don't say that."""
+        gap_s = self.labels.get("expected_gap_s")
+        if isinstance(gap_s, bool) or not isinstance(gap_s, (int, float)) or not 0 < gap_s < inf:
+            return None
+        return None if self.labels.get("session_over") else float(min(gap_s, MAX_DURATION_S))
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

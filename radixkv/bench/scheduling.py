@@ -1,9 +1,9 @@
 """The cost of a scheduling decision over a long queue, and of an announcement beside a match of the same prompt.
 
-A decision is what an engine does for each request that it starts: it reports the waiting requests whose residency
-changed since the last one, asks who is next, starts it, and lets the next arrival wait. The queue's length stays the
-same. Times are CPU time of the calling thread. The yardstick beside it is a bare heap of as many entries, which takes a
-new one for its least as often as a decision changes the queue.
+A decision is what an engine does for each request that it starts. It reports the waiting requests whose residency
+changed since the last decision, and asks which one is next. It starts that one, and lets the next arrival wait. The
+queue's length stays the same. Times are CPU time of the calling thread. The yardstick beside it is a bare heap of as
+many entries, which takes a new one for its least as often as a decision changes the queue.
 
 Announcements and matches alternate. The prompt is resident but for its end, in as many nodes as turns.
 """
@@ -35,10 +35,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``decisions`` decisions over a queue of ``requests``. Returns a dict that JSON can encode.
 
-    ``changes``: residency changes before each decision. The result has ``median_us``, ``p99_us`` and ``mean_us`` of a
-    decision with its changes and its arrival, ``peek_us``: the mean of the choice alone, and ``heap_us``: the mean of
-    as many changes of a bare heap. ``announce_us`` and ``match_us``: medians for a prompt of ANNOUNCED_TOKENS, of which
-    the last turn isn't resident.
+    ``changes``: residency changes before each decision. The result has:
+
+    - ``median_us``, ``p99_us``, ``mean_us``: of a decision with its changes and its arrival.
+    - ``peek_us``: the mean of the choice alone. ``heap_us``: the mean of as many changes of a bare heap.
+    - ``announce_us``, ``match_us``: medians for a prompt of ANNOUNCED_TOKENS, of which the last turn isn't resident.
 
     Raises ConfigError for an invalid setting.
     """

@@ -19,8 +19,8 @@ compared with the last raise that was applied here (``Raised.relation``):
     earlier, or nothing    lost, or put back by an outsider: write the known one again
     apart                  the two are unordered, so it is unknown which one all replicas applied: raise another purge
 
-A purge that is applied here and of which something is left to do, on a disk that failed, is confirmed when that is
-done: with a later beat, or when its progress is asked.
+A purge may be applied here while something is left to do, because a disk failed. It is confirmed when that is done:
+with a later beat, or when its progress is asked.
 
 An announcement only says where to look. If the record in a raise's place can't be read (``UnreadableRecord``), that
 tenant's purge and ``report`` fail. The record is logged with the tenant's digest, and the next raise replaces it.
@@ -51,8 +51,8 @@ from radixkv.errors import ArgumentError, StoreUnavailable, UnreadableRecord
 
 log = logging.getLogger("radixkv.coordination")
 
-OnPurge = Callable[[str, int], None]
-"""Called with a tenant and its new generation. Returns when nothing of the tenant can be matched here."""
+OnPurge = Callable[[str, Raised], None]
+"""Called with a tenant and the raise of its generation. Returns when nothing of the tenant can be matched here."""
 
 _MAX_NAMES = 65_536
 _ITEM_BYTES = 200
@@ -158,6 +158,11 @@ class Purges:
         """Return the generation of a tenant as known here; local."""
         return self.raised(tenant).generation
 
+    def applied(self, tenant: str) -> int | None:
+        """Return the number of a tenant's last purge, 0 before the first; None until it is applied here. Local."""
+        last = self._last(self._keys.tenant(tenant))
+        return last.raised.number if last.is_done else None
+
     def raised(self, tenant: str) -> Raised:
         """Return the last raise of a tenant that is known here; local."""
         return self._last(self._keys.tenant(tenant)).raised
@@ -257,7 +262,7 @@ class Purges:
             self.meet([tenant])
             self._apply(writer, digest, tenant, raised, known.position)
         elif relation == "apart" and self.on_purge is not None:
-            self.on_purge(tenant, known.raised.generation)
+            self.on_purge(tenant, raised)
 
     def is_late(self, tenant: str) -> bool:
         """Whether a purge is applied here, and its confirmation waits for what the tenant was ``owed``. Local.
@@ -480,7 +485,7 @@ class Purges:
                 self._on_raise(tenant, raised.generation)
                 if self.on_purge is None:
                     return
-                self.on_purge(tenant, raised.generation)
+                self.on_purge(tenant, raised)
             self._applied[digest] = _Applied(raised, position, is_done=True)
         self._confirm(writer, digest, raised)
 

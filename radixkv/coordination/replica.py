@@ -145,8 +145,9 @@ class Replica:
     ) -> None:
         """Set the source for a rebuild after the journal has overflowed. Without it, other replicas only lose hints.
 
-        ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here. It must return when
-        nothing of the tenant can be matched. Without it such a purge is never confirmed.
+        ``on_purge(tenant, raised)`` is called when the fleet purges a tenant that was met here; ``raised`` is the raise
+        of its generation. It must return when nothing of the tenant can be matched. Without it such a purge is never
+        confirmed.
 
         ``owed()`` returns tenants of whose purge something is left to do here. No purge of theirs is confirmed before.
         ``owes_removed()``: the same of tenants whose names weren't met here.
@@ -156,7 +157,7 @@ class Replica:
                 "resident", resident, "an object with snapshot() and tenants(), such as a PrefixCache"
             )
         if on_purge is not None and not callable(on_purge):
-            raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
+            raise ArgumentError("on_purge", on_purge, "a function of a tenant and a raise, or None")
         self._resident = self.purges.resident = resident
         self.purges.on_purge, self.purges.owed, self.purges.owes_removed = on_purge, owed, owes_removed
 

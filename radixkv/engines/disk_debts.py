@@ -1,7 +1,7 @@
 """What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
 
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
-    owe_all_but   the same for tenants that were removed while no process had the folder
+    owe_all_but   the same for tenants that were removed, or got another dtype, while no process had the folder
     is_known      the folder has applied a tenant's purges in the cache and in the fleet
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
@@ -54,7 +54,11 @@ class DiskDebts:
     """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
 
     def __init__(
-        self, tier: DiskTier, cache: PrefixCache, fleet_generation: Callable[[str], int], clock: Clock
+        self,
+        tier: DiskTier,
+        cache: PrefixCache,
+        fleet_generation: Callable[[str], int | None],
+        clock: Clock,
     ) -> None:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._fleet_generation = fleet_generation
@@ -64,7 +68,7 @@ class DiskDebts:
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
         self._removed: set[str] = set()
-        """Tags of removed tenants whose records must be destroyed: nobody here knows their names."""
+        """Tags of tenants that have nothing here any more, and whose records must be destroyed."""
         self._removing: Job | None = None
         self._num_owed, self._owing = 0, threading.Lock()
         self._pays_at = self._meets_at = clock()
@@ -124,7 +128,10 @@ class DiskDebts:
 
         Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
         """
-        generations = self._cache.generation(tenant), self._fleet_generation(tenant)
+        fleet_generation = self._fleet_generation(tenant)
+        if fleet_generation is None:
+            return False  # learned now, it would outlive a crash before the cache has forgotten the tenant
+        generations = self._cache.generation(tenant), fleet_generation
         if self._known.get(tenant) == generations:
             self._learning.pop(tenant, None)
             return True
@@ -181,7 +188,7 @@ class DiskDebts:
         self._removed = self._tier.tags_but(tenants)
         if not self._removed:
             return None
-        _log.info("the disk forgets %d tenants that were removed", len(self._removed))
+        _log.info("the disk forgets %d tenants that it doesn't keep any more", len(self._removed))
         self._pay_removed()
         return self._removing
 
@@ -297,7 +304,9 @@ class DiskDebts:
         if generations[1]:
             self._tier.learn_generation(tenant, generations[1])
         if len(self._known) >= _MAX_KNOWN:
-            self._known = {each: known for each, known in self._known.copy().items() if each in self._own}
+            self._known = {
+                each: known for each, known in self._known.copy().items() if each in self._own or known[0]
+            }  # a purge in the cache isn't to be repeated, because it would destroy what was stored since
         self._known[tenant] = generations
         if tenant not in self._owed:
             self._problems.pop(tenant, None)
@@ -345,7 +354,7 @@ class DiskDebts:
             self._problems.pop("", None)
             return True
         if self._problems.get("") != str(problem):
-            text = "the disk can't forget %d tenants that were removed, which is tried again: %s"
+            text = "the disk can't forget %d tenants that it doesn't keep, which is tried again: %s"
             _log.error(text, len(self._removed), problem)
         self._problems[""] = str(problem)
         return False

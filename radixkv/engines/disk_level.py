@@ -74,7 +74,8 @@ class DiskLevel:
     """Promotes and stores the blocks of ``index`` by ``tier``, whose segments are blocks.
 
     - ``memory``: the slots' bytes. ``fill``: makes the worker copy rows of staging memory into slots, in this step.
-    - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown.
+    - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown, or the fleet. None
+      while what is above may have older KV: then the disk isn't asked, and stores nothing.
     - ``serves``: whether a tenant's blocks may be on the disk.
     - ``bytes_per_s``: the most that is written on average; None for no bound.
     - ``num_ahead_rows``: rows of the memory for what comes before anybody waits for it.
@@ -89,7 +90,7 @@ class DiskLevel:
         memory: HostMemory,
         fill: Callable[[Slots, Slots], None],
         *,
-        fleet_generation: Callable[[str], int] = lambda tenant: 0,
+        fleet_generation: Callable[[str], int | None] = lambda tenant: 0,
         serves: Callable[[str], bool] = lambda tenant: True,
         bytes_per_s: float | None = None,
         num_ahead_rows: int = 0,
@@ -113,7 +114,7 @@ class DiskLevel:
         )
         """The lane of all tenants without a partition."""
         self._memory, self._num_rows = memory, memory.num_staging - num_ahead_rows
-        index.watch(self._leave, lambda tenant: self.lane_of(tenant).stores.reserve_for(tenant))
+        index.watch(self._leave, self._reserve_for)
 
     def _made_lane(
         self,
@@ -160,6 +161,12 @@ class DiskLevel:
     def lanes(self) -> list[DiskLane]:
         """All lanes."""
         return [self.shared, *self._lanes.values()]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the disk serves the tenants of all lanes now. O(lanes). Any thread."""
+        states = [self.tier.state, *map(self.tier.state_for, list(self._lanes))]
+        return set(states) == {"open"} and not any(lane.patience.is_resting for lane in self.lanes)
 
     def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
         """Give a tenant slots of the disk and a lane of its own, 0 for none.
@@ -215,6 +222,9 @@ class DiskLevel:
 
     def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         self.lane_of(namespace.tenant).stores.leave(namespace, key, first, slots)
+
+    def _reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
+        return self.lane_of(tenant).stores.reserve_for(tenant, num_blocks, num_slots)
 
     # --- requests, by their ids
 
@@ -350,7 +360,9 @@ class DiskLevel:
             named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
             kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
         if num_removed:
-            kinds.append(f"{num_removed} tenants that were removed before the start")
+            kinds.append(
+                f"{num_removed} tenants that were removed before the start, or had another tier_dtype"
+            )
         return (
             f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
             f"{self.debts.problem(owed[0] if owed else '')}. Purge them again at the next start. For a tenant that was "
@@ -378,7 +390,7 @@ class DiskLevel:
             "loads": durations.count,
             "load_seconds": durations.seconds,
             "errors": sum(tier.get(name, 0) for name in errors),
-            "open": int(self.tier.state == "open" and not self.shared.patience.is_resting),
+            "open": int(self.is_open),
             "owed_purges": self.debts.num_owed,
             "budget_bytes": self.budget_bytes,
         }

@@ -106,7 +106,7 @@ class DiskPromotions:
 
         One that needs more rows of staging memory than are free comes in parts. ``need``: a request that is to come
         takes neither rows nor threads from those that wait. One that was only asked about takes no slots from other
-        tenants beyond its own one's guarantee, and the write budget hears only of what the disk had of it.
+        tenants beyond its own one's guarantee. The write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """

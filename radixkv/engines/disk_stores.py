@@ -4,11 +4,11 @@
 and again when a later prompt finds them in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
-was saved. It waits without a lease: if it is evicted first, it is not stored. A full disk stores a block when it leaves
-host memory, so the two hold different blocks. Its slot stays taken until then; ``LEAVING_PART`` bounds how many do.
-What leaves beyond that is not stored. A block that is being stored needs its slot until a thread has encrypted it, and
-gives it back after ``STORE_S`` in any case. At most an eighth of the slots are needed so. So the disk takes as much as
-it can write, and never holds up host memory, even if it hangs.
+was saved. It waits without a lease: if it is evicted first, it is lost. A full disk stores a block when it leaves host
+memory, so the two hold different blocks. Its slot stays taken until then: ``leaving_slots`` bounds how many do. What
+leaves beyond that is lost. A disk that takes nothing now has no reserve. A block that is being stored needs its slot
+until a thread has encrypted it, and gives it back after ``STORE_S`` in any case. At most an eighth of the slots are
+needed so. So the disk takes as much as it can write, and never holds up host memory, even if it hangs.
 
 What the disk can't take at once goes on waiting, and costs the budget nothing. So do blocks of a tenant whose purges
 the folder doesn't know; the others' go on. In one step ``MAX_LOOKS`` waiting ranges are looked at.
@@ -22,7 +22,6 @@ lost.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.filling_slots import FillingSlots
 from radixkv.engines.host_blocks import Slots
 from radixkv.engines.host_index import HostIndex
+from radixkv.engines.leaving_slots import LeavingSlots
 from radixkv.engines.staging_rows import HostMemory
 from radixkv.engines.waiting_stores import Saved, WaitingStores
 from radixkv.index.load_target import paths_of
@@ -49,8 +49,6 @@ from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positi
 
 STORE_S: Final = 5.0
 """The longest time for which a block that is being stored needs its slot."""
-LEAVING_PART: Final = 64
-"""Over a full disk, one of so many slots of host memory is free or waits to be stored."""
 MAX_STORES: Final = 64
 """Blocks that are stored at once; at most an eighth of the slots, at least one."""
 MAX_LOOKS: Final = 64
@@ -114,9 +112,7 @@ class DiskStores:
         self._num_looks = self._num_look_bytes = 0
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
-        self._num_slots, self._tenant = num_slots, tenant
-        self._num_leaving, self._most_leaving = 0, max(num_slots // LEAVING_PART, 1)
-        self._counting = threading.Lock()
+        self._leaving_slots, self._tenant = LeavingSlots(num_slots), tenant
         self._most_stores = min(MAX_STORES, max(num_slots // 8, 1))
         self._is_closing = False
         num_blocks = (tier.partition(tenant) if tenant else 0) or tier.num_slots
@@ -125,10 +121,16 @@ class DiskStores:
         """What the budget had left when it was last asked."""
         self._counts = {"disk_unstored_blocks": 0, "disk_unchosen_blocks": 0}
 
-    def reserve_for(self, tenant: str) -> int:
-        """Return how many slots should be free, or used by what leaves, when a tenant gets some."""
-        is_needed = self._serves(tenant) and self._stores_later
-        return self._num_slots // LEAVING_PART if is_needed else 0
+    def reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
+        """Return how many slots should be free, or used by what leaves.
+
+        A tenant's ``num_blocks`` want slots, of a pool that has ``num_slots``. O(1).
+        """
+        if not self._serves(tenant):
+            return 0
+        self._leaving_slots.given(num_blocks, num_slots)
+        is_needed = self._stores_later and self._is_open and not self._is_worthless
+        return self._leaving_slots.reserve if is_needed else 0
 
     def set_rate(self, bytes_per_s: float) -> None:
         """Let the budget, if there is one, spend so many bytes a second from now on."""
@@ -293,17 +295,13 @@ class DiskStores:
         num_left = len(slots) * store.has_left
         try:
             store.slots = slots[:0]
-            self._count_leaving(-num_left)
+            self._leaving_slots.add(-num_left)
             self._index.unuse(slots)
         except BaseException:
             if not store.slots.size and (self._index.uses_of(slots) == uses).all():  # another call does it
                 store.slots = slots
-                self._count_leaving(num_left)
+                self._leaving_slots.add(num_left)
             raise
-
-    def _count_leaving(self, by: int) -> None:
-        with self._counting:
-            self._num_leaving += by
 
     def leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
         """Keep slots whose entries are evicted until they are stored, up to the first that is being filled.
@@ -317,13 +315,13 @@ class DiskStores:
         is_shut = (
             known is None or self._debts.is_owed(tenant) or self._debts.is_resetting or not self._is_open
         )
-        room = 0 if is_shut or self._is_worthless else max(self._most_leaving - self._num_leaving, 0)
+        room = 0 if is_shut or self._is_worthless else self._leaving_slots.room
         kept = slots[: min(self._filling.num_ready(slots), room)]
         self._counts["disk_unstored_blocks"] += len(slots) - len(kept)
         if known is not None and len(kept):
             leaving = _Leaving(namespace, key, first, kept, known, self._tier.num_purges(tenant))
             self._index.use(kept)
-            self._count_leaving(len(kept))
+            self._leaving_slots.add(len(kept))
             self._leaving.append(leaving)
 
     @property
@@ -426,6 +424,10 @@ class DiskStores:
         key = saved.key[: saved.stop * self._size * TOKEN_BYTES]
         first = saved.first + self._tier.locate(on_disk, key, saved.first)
         entries = self._cache.match(saved.namespace, key).block_ids[first : saved.stop]
+        here = first + len(entries)
+        if here < saved.stop and not self._stores_later:  # else ``leave`` has heard of it
+            self._counts["disk_unstored_blocks"] += self._tier.num_missing(on_disk, key, here)
+        saved = saved._replace(stop=here)
         ranges = self._index.filled_ranges(entries)
         if not ranges:
             return True

@@ -339,10 +339,11 @@ class Tiered(Protocol):
         """Return details by tier, of the same tiers as ``tier_counts``. From any thread."""
 
     def follow_generations(
-        self, generation: Callable[[str], int], knows: Callable[[], bool], store_id: Callable[[], str]
+        self, generation: Callable[[str], int | None], knows: Callable[[], bool], store_id: Callable[[], str]
     ) -> None:
         """Take the fleet's generations of tenants, whether all are known, and the id of their store from these.
 
+        A generation is a number that grows with each purge. None: a purge is known, and hasn't reached the cache yet.
         The id is empty without a store. A tier that outlives the process forgets everything if it changes.
         """
 
@@ -362,12 +363,19 @@ class Tiered(Protocol):
     def without_waiting(self) -> AbstractContextManager[None]:
         """Return a context within which purges and clears by this thread don't wait for a disk: it owes them."""
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """Return such a context, in which a purge is the one by which the fleet gave the tenant this generation.
+
+        Tiers whose disk has learned this very generation keep what they have: it came after that purge.
+        """
+
     def settle(self, tenant: str) -> None:
         """Wait some seconds for a disk that owes something of a tenant."""
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
 
+        A disk of records of one dtype also forgets tenants whose settings now name another one.
         Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
         """
 

@@ -368,7 +368,8 @@ class HFEngine(StockLoop):
           with beams.
         - ``stop``: called after each prefill chunk and each step. True ends the request with the tokens so far.
         - ``on_no_room``: called with the error when a step finds too few blocks. True tries the step again.
-        - ``hints``: what eviction policies may use of these requests, the same for all: see ``PrefixCache.open``.
+        - ``hints``: what eviction policies may use of these requests, the same for all: see ``PrefixCache.open``. With
+          ``expected_gap_s``, a disk brings what it has of prompt and answer near before that time: ``TieredCache``.
 
         Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
         ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, also in the middle. In
@@ -393,10 +394,21 @@ class HFEngine(StockLoop):
             hints=hints,
         )
         if self._batch is None:
-            return self._generate_alone(request, started)
-        if request.num_beams > 1:
-            return self._search_together(self._batch, request, started)
-        return self._generate_together(self._batch, request, started)
+            made = self._generate_alone(request, started)
+        elif request.num_beams > 1:
+            made = self._search_together(self._batch, request, started)
+        else:
+            made = self._generate_together(self._batch, request, started)
+        self._bring_back(request, made)
+        return made
+
+    def _bring_back(self, request: Request, made: Generation) -> None:
+        """Let a disk bring the conversations near again before the expected end of a pause, if there is one."""
+        pause_s = None if request.hints is None else request.hints.pause_s
+        if pause_s is not None and isinstance(self.cache, TieredCache):
+            namespace, num_rows = self._now(request.namespace), len(made.token_ids) // len(request.prompts)
+            for prompt, answer in zip(request.prompts, made.token_ids[::num_rows], strict=True):
+                self.cache.prefetch(namespace, prompt.key + tokens.encode(answer), in_s=pause_s)
 
     def _generate_alone(self, request: Request, started: float) -> Generation:
         """In transformers' loop. Other requests go on in the callbacks."""

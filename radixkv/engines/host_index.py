@@ -23,7 +23,7 @@ slots are free at the next ``settle``. Every call that gives slots settles first
 **Strict tenants** have slots of their own, which nobody else takes, and take nobody else's. One that has none yet gets
 none.
 
-Used by one thread at a time, except for what other threads do with ``cache``.
+Used by one thread at a time, except for ``let_go_later`` and what other threads do with ``cache``.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ Scrub = Literal["cross-tenant", "always"]
 Ids = NDArray[np.int64] | NDArray[np.int32]
 Slots = NDArray[np.int64]
 _NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
+Reserve = Callable[[str, int, int], int]
+"""Returns how many slots of a pool should be free, or in use until they are stored, when a tenant's blocks want some.
+
+It gets the tenant, the number of these blocks, and that of the pool's slots.
+"""
 
 
 class _Pool:
@@ -113,6 +118,7 @@ class HostIndex:
         self._is_chosen = np.zeros(num_entries, np.bool_)  # by the disk's write budget
         self._copies = BlockCopies(num_above, num_entries)
         self._dropped_entries: deque[Slots] = deque()
+        self._let_go: deque[Ids] = deque()
         self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack
         self._num_free = num_slots
         self._uses = np.zeros(num_slots, np.int32)
@@ -126,7 +132,7 @@ class HostIndex:
         self._pool_of = np.full(num_slots, NO_SLOT, np.int32)
         self._own: dict[str, int] = {}
         self._to_zero: list[Slots] = []
-        self._reserve: Callable[[str], int] = lambda tenant: 0
+        self._reserve: Reserve = lambda tenant, num_blocks, num_slots: 0
 
     # --- prefixes
 
@@ -148,7 +154,7 @@ class HostIndex:
         """
         with suppress(CapacityError), self.cache.match_and_lease(namespace, key) as lease:
             if blocks is not None and len(lease.block_ids) == len(blocks):
-                self._copies.join(blocks, lease.block_ids)
+                self.join(blocks, lease.block_ids)
 
     def hold(self, namespace: Namespace, key: bytes) -> Lease | None:
         """Lease the entries of whole blocks, which count as just used. None if there is no room for all of them."""
@@ -170,13 +176,26 @@ class HostIndex:
 
     def join(self, blocks: Ids, entries: Ids) -> None:
         """Take that these blocks of the cache above have the content of these entries, which the caller holds."""
+        self._follow_above()
         self._copies.join(blocks, entries)
+
+    def let_go_later(self, blocks: Ids) -> None:
+        """Do as ``let_go`` does, before these blocks are joined again. By any thread, while their content is theirs."""
+        self._let_go.append(blocks.copy())
+
+    def _follow_above(self) -> None:
+        while self._let_go:
+            self._drop_copies(self._let_go.popleft())
 
     def let_go(self, blocks: Ids) -> NDArray[np.bool_]:
         """Take that the cache above has these blocks no more. Returns which of them may have no copy in a filled slot.
 
         Slots of the other ones aren't spare then. A few array operations, whatever their number.
         """
+        self._follow_above()
+        return self._drop_copies(blocks)
+
+    def _drop_copies(self, blocks: Ids) -> NDArray[np.bool_]:
         entries = self._copies.take(blocks)
         has_copy: NDArray[np.bool_] = self._is_filled[entries] & (entries != NONE)
         self.demoted(entries[has_copy])
@@ -215,6 +234,7 @@ class HostIndex:
             return _NO_SLOTS
         pool = self._pools[number]
         if may_evict:
+            reserve = self._reserve(tenant, len(entries), pool.capacity)
             self._make_room(pool, tenant, len(entries))
         num = len(entries) - max(self._short(pool, len(entries)), 0)
         self._num_free -= num
@@ -227,7 +247,7 @@ class HostIndex:
         self._owner_of[slots], self._pool_of[slots] = owner, number
         self._slot_of[entries[:num]] = slots
         if may_evict:
-            self._make_reserve(number, tenant)
+            self._make_reserve(number, tenant, reserve)
         return slots
 
     def _owner(self, tenant: str) -> int:
@@ -241,13 +261,13 @@ class HostIndex:
             self._owners[known] = self._num_owners
         return self._owners[known]
 
-    def _make_reserve(self, number: int, tenant: str) -> None:
+    def _make_reserve(self, number: int, tenant: str, reserve: int) -> None:
         """Evict ahead, so that slots that are in use until they are stored are free when they are needed.
 
         A pool's free slots count for it alone.
         """
         pool = self._pools[number]
-        short = self._reserve(tenant) + self._short(pool, 0) - len(pool.spare)
+        short = reserve + self._short(pool, 0) - len(pool.spare)
         if short > 0:
             short -= self._num_orphans(number)
         if short > 0:
@@ -284,7 +304,7 @@ class HostIndex:
         ``blocks``: where it has them; None if ``join`` has told that, or it doesn't call ``let_go``.
         """
         if blocks is not None:
-            self._copies.join(blocks, entries)
+            self.join(blocks, entries)
         for pool, its in self._by_pool(entries):
             pool.spare.add(its)
 
@@ -318,20 +338,15 @@ class HostIndex:
         """Return how often each of these slots is in use."""
         return self._uses[slots].astype(np.int64)
 
-    def watch(
-        self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Callable[[str], int]
-    ) -> None:
+    def watch(self, leaves: Callable[[Namespace, bytes, int, Slots], None], reserve: Reserve) -> None:
         """Let ``leaves`` hear of filled slots whose entries are about to be evicted, under the index's lock.
 
         It gets the namespace, the key up to the last of them, the position of the first, and the slots. It may ``use``
-        them, and calls nothing else here. ``reserve``: how many slots of a tenant's pool should be free, or used so.
+        them, and calls nothing else here.
         """
 
         def leave(namespace: Namespace, key: bytes, start: int, entries: Ids) -> None:
-            filled = np.flatnonzero(self._is_filled[entries])
-            if len(filled):
-                first, stop = int(filled[0]), int(filled[-1]) + 1
-                stop = first + self.num_filled(entries[first:stop])
+            for first, stop in self.filled_ranges(entries):
                 end = (start + stop) * self._size * TOKEN_BYTES
                 leaves(namespace, key[:end], start + first, self._slot_of[entries[first:stop]])
 
@@ -423,7 +438,8 @@ class HostIndex:
         return self._pools[self._own[tenant]].capacity if tenant in self._own else 0
 
     def settle(self) -> None:
-        """Free the slots of entries that the index has dropped."""
+        """Free the slots of entries that the index has dropped. Take what was let go for later."""
+        self._follow_above()
         while self._dropped_entries:
             self._release(self._dropped_entries.popleft())
 

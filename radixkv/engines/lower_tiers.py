@@ -46,6 +46,7 @@ from radixkv.engines.cleaner import Cleaner
 from radixkv.engines.engine_protocol import TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
+from radixkv.engines.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
 from radixkv.engines.lossy_blocks import LossyBlocks
 from radixkv.engines.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.engines.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 
 _WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
 """Whether purges and clears wait for disks here."""
+_APPLIED: Final = ContextVar("radixkv_generation_applied", default=0)
+"""The generation that the fleet gave a tenant by the purge that runs here; 0: it isn't the fleet's."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -132,10 +135,11 @@ class RowBelow:
 class LowerTiers:
     """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
 
-    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. Raises ConfigError if
-    host memory doesn't hold two blocks, or the machine hasn't got it, for KV that can't be quantised (``LossyCodec``),
-    for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). ``policy_clock``: of host memory's
-    policy, like the cache's; waits for the disk take ``clock``.
+    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. ``policy_clock``: of host
+    memory's policy, like the cache's; waits for the disk take ``clock``.
+
+    Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
+    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class LowerTiers:
         self._counts, self._load_durations = Counter[str](), Durations()
         self._num_brought = 0
         """Of the blocks that are being loaded, those that the disk brought for the same request."""
-        self._fleet_generation: Callable[[str], int] = lambda tenant: 0
+        self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
         self._stop, self._has_work = threading.Event(), threading.Event()
@@ -194,6 +198,7 @@ class LowerTiers:
         self._prefetch: Prefetch | None = None
         self._own_prefetches: dict[str, Prefetch] = {}
         """Those of strict tenants."""
+        self._later = LaterPrompts()
         self._give_all: GiveAll = lambda is_over: None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
@@ -280,19 +285,24 @@ class LowerTiers:
         if prefetch is not None:
             prefetch.add(expected)
 
-    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
-        """Bring what the disk has of a prompt into host memory, unless it takes longer than ``ASKED_S``. Any thread.
-
-        ``resident_tokens``: returns what the cache has of it; the disk's thread calls it. O(1), waits for nothing.
-        """
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """See ``Below``. Unless it takes longer than ``ASKED_S``. O(1), or O(log(prompts)) for a later time."""
         mark, prefetch = self.mark(namespace.tenant), self._prefetch_of(namespace.tenant)
-        if prefetch is not None and mark is not None:
-            until = self._clock() + ASKED_S
+        if prefetch is None or mark is None or not in_s <= MAX_PAUSE_S:
+            return
+        due_at = self._clock() + BEGUN_PART * in_s
+        until = due_at + (1 - BEGUN_PART) * in_s + ASKED_S
 
-            def is_open() -> bool:
-                return self._clock() < until and self.mark(namespace.tenant) == mark
+        def is_open() -> bool:
+            return self._clock() < until and self.mark(namespace.tenant) == mark
 
-            prefetch.ask(Asked(namespace, key, is_open, resident_tokens))
+        asked = Asked(namespace, key, is_open, resident_tokens)
+        if in_s > 0:
+            self._later.add(due_at, asked)
+        else:
+            prefetch.ask(asked)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request of any lane waits for the disk for a part of that."""
@@ -302,21 +312,24 @@ class LowerTiers:
     # --- purges and tenants, any thread
 
     @contextmanager
-    def forgetting(self, tenant: str) -> Iterator[None]:
+    def forgetting(self, tenant: str, *, owes: bool = True) -> Iterator[None]:
         """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
 
-        The disk owes it from the beginning, so that it serves nothing, and once more at the end: what it forgot early
-        may have been stored again from host memory.
+        The disk ``owes`` it from the beginning, so that it serves nothing. It owes it once more at the end: what it
+        forgot early may have been stored again from host memory.
         """
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
+        self._later.forget(tenant)
         try:
-            self._owe(tenant)
+            if owes:
+                self._owe(tenant)
             yield
         finally:
             try:
-                self._owe(tenant)
+                if owes:
+                    self._owe(tenant)
             finally:
                 self._changed(tenant)
 
@@ -363,14 +376,24 @@ class LowerTiers:
 
     @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here."""
+        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here.
+
+        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it:
+        host memory had forgotten the tenant before, and another process had other host memory.
+        """
         self.require_disk()
-        with self.forgetting(tenant):
+        has_learned = namespace is None and self._has_learned(tenant)
+        with self.forgetting(tenant, owes=not has_learned):
             yield
-            if namespace is None:
-                self.purge(tenant)
-            else:
+            if namespace is not None:
                 self.clear(namespace)
+            elif not has_learned:
+                self.purge(tenant)
+
+    def _has_learned(self, tenant: str) -> bool:
+        """Whether the purge that runs is one of the fleet, and the disk has learned its generation."""
+        generation, disk = _APPLIED.get(), self.level.disk
+        return generation != 0 and disk is not None and disk.tier.generation(tenant) == generation
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
@@ -379,6 +402,10 @@ class LowerTiers:
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something in host memory, of one tenant or of all."""
         return self.level.cache.namespaces(tenant)
+
+    def maintain(self) -> None:
+        """See ``Below``."""
+        self.level.cache.maintain()
 
     def purge(self, tenant: str) -> int:
         """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
@@ -407,6 +434,10 @@ class LowerTiers:
         """See ``Tiered``."""
         return without_waiting()
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return applying(generation)
+
     def settle(self, tenant: str) -> None:
         """See ``Tiered``."""
         if tenant in self.owed():
@@ -414,7 +445,7 @@ class LowerTiers:
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""
-        forget_all_but([self], tenants)
+        forget_all_but({self: tenants})
 
     @property
     def num_removed(self) -> int:
@@ -434,7 +465,7 @@ class LowerTiers:
     def add_tenant(self, tenant: Tenant) -> None:
         """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
 
-        If it can't have that of host memory, nothing of it is kept here, until another change makes room: two tenants'
+        If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
@@ -606,6 +637,8 @@ class LowerTiers:
             if is_in:
                 with self._guarded():
                     return self.level.index.let_go(block_ids)
+            else:
+                self.level.index.let_go_later(block_ids)
         return np.ones(len(block_ids), np.bool_)
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
@@ -684,6 +717,10 @@ class LowerTiers:
                 disk.debts.know_generations()
         if not self._is_off:
             with self._guarded():
+                for asked in self._later.take_due(self._clock()):
+                    its = self._prefetch_of(asked.namespace.tenant)
+                    if its is not None:
+                        its.ask(asked)
                 if self._prefetch is not None:
                     for each in (self._prefetch, *self._own_prefetches.values()):
                         each.go_on()
@@ -700,6 +737,7 @@ class LowerTiers:
         Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
         """
         self.stop()
+        self._later.clear()
         with self.moving():
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
@@ -717,7 +755,7 @@ class LowerTiers:
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:
@@ -729,7 +767,7 @@ class LowerTiers:
 
         - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``, each in the tier where a request found it.
         - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
-        - ``open``: 1 if it serves, 0 also while it rests. ``errors``.
+        - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
         - ``owed_purges``: tenants whose purge isn't done there yet.
         - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
         - ``lost_blocks``: left the tier above, and found no room or no time here.
@@ -971,19 +1009,30 @@ def without_waiting() -> Iterator[None]:
         _WAITS.reset(before)
 
 
-def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
-    """Destroy the keys of all other tenants' records on the disks of all these tiers, at the same time.
+@contextmanager
+def applying(generation: int) -> Iterator[None]:
+    """Within this, purges by this thread are those by which the fleet gave a tenant this generation: see ``Tiered``."""
+    before = _APPLIED.set(generation)
+    try:
+        with without_waiting():
+            yield
+    finally:
+        _APPLIED.reset(before)
+
+
+def forget_all_but(kept: Mapping[LowerTiers, Collection[str]]) -> None:
+    """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
 
     Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
     """
-    disks = [each.disk for each in tiers if each.disk is not None]
-    jobs, ends_at = [each.debts.owe_all_but(tenants) for each in disks], monotonic() + FORGET_S
-    for disk, job in zip(disks, jobs, strict=True):
+    disks = [(each.disk, tenants) for each, tenants in kept.items() if each.disk is not None]
+    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk, tenants in disks], monotonic() + FORGET_S
+    for (disk, _), job in zip(disks, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
         if disk.debts.num_removed:
             _log.error(
-                "the disk owes the purge of %d tenants that were removed, and serves nothing of them meanwhile",
+                "the disk owes the purge of %d tenants that it doesn't keep, and serves nothing of them meanwhile",
                 disk.debts.num_removed,
             )
 

@@ -2,6 +2,7 @@
 
     announce          add      remembers the prompt, until its announcement ends
     route             ask      remembers it for seconds: somebody asked where to send it
+    expected_gap_s    ask      the same, once most of the expected pause is over (``later_prompts``)
     the disk's thread go_on    one prompt at a time: disk → staging rows of its own → slot
 
 Tenants take turns, after each part of a long prompt. Of one tenant, announced prompts go first, because their requests

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of, require_fingerprint
-from radixkv.errors import ConfigError
+from radixkv.errors import ArgumentError, ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
@@ -87,19 +87,24 @@ class TieredCache(PrefixCache):
         if self._lower is not None:
             self._lower.close()
 
-    def prefetch(self, namespace: Namespace, ids: TokenIds) -> None:
-        """Bring what a disk has of a prompt into host memory, because its request may come within moments.
+    def prefetch(self, namespace: Namespace, ids: TokenIds, *, in_s: float = 0.0) -> None:
+        """Bring what a disk has of a prompt into host memory, because its request may come in ``in_s`` seconds.
 
         Unlike ``announce`` it is no request: it changes no order of eviction in this cache, and beyond its tenant's
         guarantee it takes no host memory from others. The newest ``prefetch.MAX_ASKED`` prompts of a tenant count, for
         ``prefetch.ASKED_S`` seconds; a purge or a clear ends them. Each keeps its ids, 4 bytes a token.
 
+        ``in_s``: 0 for within moments. Otherwise it begins after three quarters of that time; above an hour it has no
+        effect. ``later_prompts`` bounds how many wait. A hint of ``expected_gap_s`` does the same: see ``note``.
+
         Raises TokenError, ArgumentError. O(tokens) to read the ids. It waits neither for the disk nor for a request.
         """
         require_namespace(namespace)
+        if isinstance(in_s, bool) or not isinstance(in_s, (int, float)) or not in_s >= 0:
+            raise ArgumentError("in_s", in_s, "seconds ≥ 0")
         key = encode(ids)
         if self._lower is not None:
-            self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens)
+            self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens, in_s)
 
     # --- Tiered
 
@@ -124,6 +129,10 @@ class TieredCache(PrefixCache):
         """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
         return nullcontext() if self._lower is None else self._lower.without_waiting()
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """Let a purge by this thread be one of the fleet: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.applying(generation)
+
     def settle(self, tenant: str) -> None:
         """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
         if self._lower is not None:
@@ -140,7 +149,7 @@ class TieredCache(PrefixCache):
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:

@@ -4,7 +4,7 @@
             ├─ tenants of "fp8"   ──▶ records of fp8
             └─ tenants of "int8"  ──▶ records of int8
 
-Each has an index, a memory and a disk of its own, and serves no tenant of another dtype: for such a tenant its mark is
+Each has an index, a memory and a disk of its own, and serves no tenant of another dtype. For such a tenant its mark is
 None, so nothing is loaded or kept. So exact and lossy KV can't mix below. They can't above either: a tenant that
 changes its dtype is forgotten by the cache first (``load_target.follow``), and a lossy tenant publishes no bases.
 """
@@ -24,7 +24,14 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.cache_tiers import CacheTiers
 from radixkv.engines.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow, forget_all_but, forget_on_disks, without_waiting
+from radixkv.engines.lower_tiers import (
+    LowerTiers,
+    RowBelow,
+    applying,
+    forget_all_but,
+    forget_on_disks,
+    without_waiting,
+)
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
 
@@ -205,11 +212,13 @@ class TiersByDtype:
         if tiers is not None:
             tiers.expect(expected)
 
-    def prefetch(self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int]) -> None:
-        """See LowerTiers."""
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """See ``Below``."""
         tiers = self._of(namespace.tenant)
         if tiers is not None:
-            tiers.prefetch(namespace, key, resident_tokens)
+            tiers.prefetch(namespace, key, resident_tokens, in_s)
 
     @contextmanager
     def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
@@ -255,6 +264,11 @@ class TiersByDtype:
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """See ``Below``."""
         return [each for tiers in self.tiers.values() for each in tiers.namespaces(tenant)]
+
+    def maintain(self) -> None:
+        """See ``Below``."""
+        for each in self.tiers.values():
+            each.maintain()
 
     # --- an engine that loads and saves by itself
 
@@ -307,13 +321,22 @@ class TiersByDtype:
         """See ``Tiered``."""
         return without_waiting()
 
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """See ``Tiered``. Each tier decides for itself."""
+        return applying(generation)
+
     def settle(self, tenant: str) -> None:
         """See ``Tiered``."""
         forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``."""
-        forget_all_but(self.tiers.values(), tenants)
+        """See ``Tiered``. Each disk also forgets tenants that were added with another dtype than its own."""
+        forget_all_but(
+            {
+                tiers: [each for each in tenants if self._dtypes.get(each, dtype) == dtype]
+                for dtype, tiers in self.tiers.items()
+            }
+        )
 
     @property
     def num_removed(self) -> int:
@@ -322,7 +345,7 @@ class TiersByDtype:
 
     def follow_generations(
         self,
-        generation: Callable[[str], int],
+        generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:

@@ -5,6 +5,7 @@
                                  Below.leave        copies those
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
     announce                     Below.expect       brings what is slow to come
+    note, Session.pause          Below.prefetch     brings it shortly before the expected end of a pause
     purge, clear, forget         Below.forgotten    forgets it there too
     add_tenant, remove_tenant    Below.follow       takes the tenant's settings
 
@@ -145,7 +146,7 @@ class Loading(Protocol):
 
 
 class Below(Protocol):
-    """What lies below one cache. No call raises what happens there."""
+    """What lies below one cache. No call but ``maintain`` raises what happens there."""
 
     keeps_commits: bool
     """Whether ``keep`` is called after each commit. Otherwise the engine does all of it itself."""
@@ -187,6 +188,14 @@ class Below(Protocol):
     def expect(self, expected: Expected) -> None:
         """Bring near what lies far below of a prompt, before it is opened. O(1); the cache's lock is held."""
 
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """Bring near what lies far below of a prompt that may come in ``in_s`` seconds. Any thread; never waits.
+
+        ``resident_tokens``: returns what the cache has of it, by any thread and without the lock.
+        """
+
     def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
         """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""
 
@@ -198,6 +207,9 @@ class Below(Protocol):
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something below."""
+
+    def maintain(self) -> None:
+        """Let policies below learn. Raises what they raise."""
 
 
 def made_for(config: CacheConfig, storage: BlockStorage | None, clock: Clock) -> Below | None:

@@ -146,11 +146,11 @@ class PrefixCache(CacheState):
         return made_for(self._config, self._storage, self._clock)
 
     def maintain(self) -> None:
-        """End expired pins, and let policies learn without the lock.
+        """End expired pins, and let policies learn without the lock, also that of host memory.
 
-        A cache on the monotonic clock has a thread that calls this. With another clock, call it between requests.
+        A cache on the monotonic clock has threads for this. With another clock, call it between requests.
         """
-        self._maintenance.maintain()
+        self._maintenance.maintain(self._below)
 
     # --- match and lease
 
@@ -240,8 +240,8 @@ class PrefixCache(CacheState):
     def note(self, namespace: Namespace, ids: TokenIds, hints: RequestHints) -> None:
         """Tell the policy what became known of the last request of a prompt: labels such as ``tool_pending``.
 
-        Nothing else changes. Without a resident block of the prompt it does nothing. Raises TokenError, ArgumentError.
-        O(nodes on the path + nodes of the request).
+        Without a resident block of the prompt the policy hears nothing. ``expected_gap_s`` also lets a disk bring the
+        prompt near before that time. Raises TokenError, ArgumentError. O(nodes on the path + nodes of the request).
         """
         require_namespace(namespace)
         require_noted(hints)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from radixkv.index.below import Below
     from radixkv.index.cachelock import CacheLock
     from radixkv.index.pins import Pins
     from radixkv.index.residency import Claims
@@ -34,14 +35,19 @@ class Maintenance:
         self._lock, self._tenants, self._pins, self._claims = lock, tenants, pins, claims
         self._has_started = False
 
-    def maintain(self) -> None:
-        """End what has expired, then let policies learn without the lock. Raises the first error at the end."""
+    def maintain(self, below: Below | None = None) -> None:
+        """End what has expired, then let policies learn without the lock, also those below the cache.
+
+        Raises the first error at the end.
+        """
         with self._lock:
             duties = [tenant.policy.maintain for tenant in self._tenants.values()]
             cache = self._pins.cache or self._claims.cache
         if cache is not None:
             duties.insert(0, cache._end_due)
             del cache
+        if below is not None:
+            duties.append(below.maintain)
         failures: list[Exception] = []
         for duty in duties:
             try:

@@ -57,12 +57,13 @@ class Session:
     It is safe to use from several threads. Calls other than ``close`` raise LeaseError after ``close``.
     """
 
-    __slots__ = ("_cache", "_last", "_user", "name", "namespace", "num_requests")
+    __slots__ = ("_cache", "_key", "_last", "_user", "name", "namespace", "num_requests")
 
     def __init__(self, cache: CacheState, namespace: Namespace, name: str, family: SoleUser) -> None:
         self._cache, self._user = cache, SoleUser(namespace, family)
         self.namespace, self.name, self.num_requests = namespace, name, 0
         self._last: object = None  # its last request, as the policy knows it
+        self._key = b""  # of its last prompt, if something lies below the cache
 
     def __repr__(self) -> str:
         return (
@@ -102,16 +103,20 @@ class Session:
         self._require_open()
         turn, known = self.num_requests + 1, hints or _NO_HINTS
         hints = replace(known, labels={**known.labels, "session": self.name, "turn": turn})
+        key = encode(ids)
         sequence = open_handle(
-            self._cache, self.namespace, encode(ids), hints, None, lookup, ahead, announcement, self._user
+            self._cache, self.namespace, key, hints, None, lookup, ahead, announcement, self._user
         )
         self._last, self.num_requests = sequence._state._hints, turn
+        if self._cache._below is not None:
+            self._key = key
         return sequence
 
     def pause(self, expected_gap_s: float | None = None, *, for_tool: bool = True) -> None:
         """Tell the policy that the session continues. Call it when the last request ends, or later.
 
-        - ``expected_gap_s``: seconds until the next request, if known, up to a year.
+        - ``expected_gap_s``: seconds until the next request, if known, up to a year. What only a disk has of the last
+          prompt then comes into host memory shortly before.
         - ``for_tool``: it waits for a tool's answer, not for a person.
 
         ``learned`` and ``auto`` use it, with the session's own past pauses. Raises ArgumentError, LeaseError. O(nodes
@@ -127,6 +132,7 @@ class Session:
             tenant = cache._tenants.get(self.namespace.tenant)
             if tenant is not None and tenant.on_noted is not None:
                 tenant.on_noted(self._last, hints)
+        _bring_back(cache, self.namespace, self._key, hints)
 
     def fork(self, name: str | None = None) -> Session:
         """Make a session for a subagent. What both use counts as theirs, until both are closed.
@@ -183,12 +189,25 @@ def note(cache: CacheState, namespace: Namespace, key: bytes, hints: RequestHint
     """See PrefixCache.note."""
     with cache._lock, Mending(cache):
         tree = cache._registry.resident_tree(namespace, key, len(key))
-        if tree is None or tree.tenant.on_noted is None:
-            return
-        node, _, child, _ = tree.walk(key, len(key), bytearray())
-        end = node if child is None else child
-        if end is not tree.root:
-            tree.tenant.on_noted(None, hints, end)
+        if tree is not None and tree.tenant.on_noted is not None:
+            node, _, child, _ = tree.walk(key, len(key), bytearray())
+            end = node if child is None else child
+            if end is not tree.root:
+                tree.tenant.on_noted(None, hints, end)
+    _bring_back(cache, namespace, key, hints)
+
+
+def _bring_back(cache: CacheState, namespace: Namespace, key: bytes, hints: RequestHints) -> None:
+    """Let what lies below bring a prompt near again before the expected end of a pause, if there is one."""
+    below, pause_s = cache._below, hints.pause_s
+    if below is None or pause_s is None or not key:
+        return
+
+    def resident_tokens() -> int:
+        with cache._lock:
+            return requests.find(cache, namespace, key).num_tokens
+
+    below.prefetch(namespace, key, resident_tokens, pause_s)
 
 
 def _next_name(cache: CacheState, namespace: Namespace) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
-from radixkv.engines.engine_protocol import Tiered, without_waiting
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
@@ -35,6 +36,7 @@ from radixkv.signing import KeySet
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from radixkv.coordination.store.wire import Raised
     from radixkv.events.event_publisher import EventPublisher
     from radixkv.events.event_settings import EventSettings
     from radixkv.index.changes import Journal
@@ -162,16 +164,17 @@ def _attach(coordinator: Coordinator, cache: EngineCache) -> None:
         return
     coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
     cache.follow_generations(
-        coordinator.purges.generation,
+        coordinator.purges.applied,
         lambda: coordinator.knows_generations,
         lambda: coordinator.store_id,
     )
 
 
-def _purge(cache: EngineCache, tenant: str, generation: int) -> None:
+def _purge(cache: EngineCache, tenant: str, raised: Raised) -> None:
     """Drop what this replica has of a tenant, because the fleet raised the tenant's generation.
 
-    It doesn't wait for the disk, because no beat is sent meanwhile. The coordinator asks what is owed.
+    It doesn't wait for the disk, because no beat is sent meanwhile. The coordinator asks what is owed. A disk that has
+    paid this very purge before, perhaps in an earlier process, keeps what it has stored since.
     """
-    with without_waiting(cache):
+    with cache.applying(raised.number) if isinstance(cache, Tiered) else nullcontext():
         cache.purge(tenant)

@@ -72,7 +72,7 @@ _TEXTS = {
 _TIER_TEXTS = {
     "capacity_blocks": ("Capacity of the tier, in blocks", True),
     "resident_blocks": ("Blocks in the tier", True),
-    "open": ("1 if the tier serves, 0 also while it rests", True),
+    "open": ("1 if the tier serves all tenants, 0 also while it rests for some", True),
     "owed_purges": ("Tenants that were purged, and whose records the tier couldn't destroy yet", True),
     "budget_bytes": ("What the write budget of the tier had left when it was last asked", True),
     "hit_blocks": ("Blocks that came back from the tier instead of being computed", False),

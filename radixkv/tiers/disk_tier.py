@@ -32,11 +32,12 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 from typing import Final, Literal
@@ -202,7 +203,7 @@ class DiskTier:
             files=files,
         )
         try:
-            self._slab = Slab(self._folder, direct=settings.direct)
+            self._slab = Slab(self._folder, direct=settings.direct, disk_bytes=settings.disk_bytes)
             self._table = SlotTable(self._slab.num_slots, self._partitions())
             self._shared = self._made_lane("all tenants without a partition", settings.num_threads)
             self._lanes = {owner: self._own_lane() for owner in self._partitions()}
@@ -301,9 +302,9 @@ class DiskTier:
     def missed(self) -> dict[str, int]:
         """Return how many loads found nothing, by each reason of ``MISSED``.
 
-        ``absent`` (gone since it was located), ``refused`` (didn't open), ``mismatched`` (another identity at the
-        locator), ``stale`` (purged meanwhile), ``abandoned`` (the caller no longer waited), ``read_errors``,
-        ``closed`` and ``too_busy`` (not begun).
+        - ``absent``: gone since it was located. ``refused``: didn't open. ``mismatched``: another identity at the
+          locator. ``stale``: purged meanwhile.
+        - ``abandoned``: the caller no longer waited. ``read_errors``. ``closed``, ``too_busy``: not begun.
         """
         with self._lock:
             return {reason: self._missed[reason] for reason in MISSED}
@@ -323,15 +324,29 @@ class DiskTier:
         ``most``: look at no more. A hint: only ``load`` decides. No I/O: a tenant's keys are in memory. O(the tokens
         before the first miss); about 2 µs if nothing is there.
         """
+        return sum(takewhile(bool, self._are_here(namespace, key, first, most)))
+
+    def num_missing(self, namespace: Namespace, key: bytes, first: int) -> int:
+        """Return how many segments of a prompt from segment ``first`` on are not on this disk. See ``locate``.
+
+        All of them if it isn't open. O(tokens).
+        """
+        num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
+        return max(num_segments - first, 0) - sum(self._are_here(namespace, key, first))
+
+    def _are_here(
+        self, namespace: Namespace, key: bytes, first: int, most: int | None = None
+    ) -> Iterator[bool]:
+        """Return for each segment from ``first`` on whether it is on this disk; nothing if the disk isn't open."""
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
         stop = num_segments if most is None else min(num_segments, first + most)
         is_resting = self._lane_of(namespace.tenant).is_resting
         is_shut = self._is_closed or self._is_fenced or self._awaits or is_resting
         if is_shut or not 0 <= first < stop:
-            return 0
+            return
         keys = self._folder.keys(namespace.tenant)
         if keys is None:
-            return 0
+            return
         size = self.settings.segment_tokens * TOKEN_BYTES
         view = memoryview(key)
         stream = xxh3_128(view[: first * size])
@@ -340,9 +355,7 @@ class DiskTier:
             stream.update(view[segment * size : (segment + 1) * size])
             digest = started.copy()
             digest.update(stream.digest())
-            if find(digest.digest()) is None:
-                return segment - first
-        return stop - first
+            yield find(digest.digest()) is not None
 
     # --- work
 
@@ -474,6 +487,13 @@ class DiskTier:
         self._require_folder()
         return self._forget_tag(tag, partial(self._folder.raise_generation_of, tag), is_certain=True)
 
+    def generation(self, tenant: str) -> int:
+        """Return the fleet's generation of a tenant that the folder learned last, durably; 0 without one. O(1).
+
+        Nothing older is there. 0 also if the folder's note of it is missing or damaged.
+        """
+        return self._folder.fleet_generation(tenant)
+
     def apply_generations(self, generations: Mapping[str, int]) -> int:
         """Learn the fleet's generations of tenants: purge each tenant that was purged since. Then the tier may open.
 
@@ -553,8 +573,8 @@ class DiskTier:
     def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
         """Finish what is queued, sync, and give the folder back, unless a purge of it still runs. Idempotent.
 
-        A thread that hangs keeps the files and the lock until the process ends: a descriptor that was closed under it
-        might be another file's by the time it goes on.
+        A thread that hangs keeps the files and the lock until the process ends. Else its descriptor might be another
+        file's by the time it goes on.
         """
         if self._is_closed:
             return

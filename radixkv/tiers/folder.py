@@ -4,7 +4,7 @@
     master         the folder's key, sealed under a key derived from the fleet's secret; made last
     slab           headers and slots (``slab``)
     store          the id of the store that the fleet's purges come from, sealed under the folder's key
-    generations/   for each purged tenant its generation, sealed under the folder's key
+    generations/   for each purged tenant its generation, here and in the fleet, sealed under the folder's key
     keys/          for each tenant and generation a random root key, sealed under the folder's key
 
 Names in ``generations`` and ``keys`` are keyed digests: no path contains what a client chose. The folder has mode 0700,
@@ -59,6 +59,7 @@ _TAG_BYTES: Final = 16
 _FORMAT: Final = b"radixkv tier 1\0\0"
 _GENERATIONS: Final = struct.Struct("<QQ")
 _ROOT: Final = struct.Struct(f"<{ID_BYTES}sQ{_KEY_BYTES}s")
+_MOST_FIRST: Final = 2**62
 _MOST_PARTS: Final = 64
 _MOST_TAGS: Final = 65_536
 
@@ -99,6 +100,23 @@ class TenantKeys:
         return blake2b(packed, digest_size=32, key=self._identities).digest()
 
 
+class Generations(NamedTuple):
+    """Numbers of a tenant that grow with its purges: ``here``, and ``fleet`` when one of the fleet was done here last.
+
+    After 0, the first one here is random: no key of the past has a later one, also if the file was removed meanwhile.
+    """
+
+    here: int = 0
+    fleet: int = 0
+
+
+_NOT_PURGED: Final = Generations()
+
+
+def _first() -> int:
+    return 1 + secrets.randbelow(_MOST_FIRST)
+
+
 class Master(NamedTuple):
     """The content of ``master``: the folder's key, and the geometry of the slab."""
 
@@ -134,8 +152,8 @@ class TierFolder(PrivateFolder):
     to open only what is there. ``is_new``: the slab must be made, because there was none of this geometry.
     ``may_make``: it may be made if it is missing or damaged.
 
-    Raises ConfigError, and changes nothing, for a folder that isn't ours, isn't private, is in use or has foreign
-    files, and for other secrets than its own. Raises OSError if the disk fails.
+    Raises ConfigError for a folder that isn't ours, isn't private, is in use or has foreign files, and for other
+    secrets than its own. It has changed nothing then. Raises OSError if the disk fails.
     """
 
     def __init__(
@@ -153,7 +171,8 @@ class TierFolder(PrivateFolder):
         self._changing: dict[str, threading.Lock] = {}
         """By tag: what hangs for one tenant holds up no other one."""
         self._tags: dict[str, str] = {}
-        self._generations: dict[str, int | None] = {}
+        self._generations: dict[str, Generations | None] = {}
+        """By tag. None: nobody knows them, as the file is damaged or a purge has failed."""
         self._keys: dict[str, TenantKeys] = {}
         self._is_current = True
         if num_slots is None and not Path(path).is_dir():
@@ -211,12 +230,16 @@ class TierFolder(PrivateFolder):
         Raises TierError if its file is damaged: then nobody knows what was purged.
         """
         tag = self.tag(tenant)
-        found = self._generations.get(tag, 0)
+        found = self._generations.get(tag, _NOT_PURGED)
         if found is None:
             raise TierError(
                 f"the generation of a tenant can't be read ({GENERATIONS}/{tag}): purge the tenant"
             )
-        return found
+        return found.here
+
+    def fleet_generation(self, tenant: str) -> int:
+        """Return the fleet's generation of a tenant for which its keys were destroyed last; 0 if nobody knows. O(1)."""
+        return (self._generations.get(self.tag(tenant), _NOT_PURGED) or _NOT_PURGED).fleet
 
     def keys(self, tenant: str) -> TenantKeys | None:
         """Return the keys of the tenant's generation, or None if there are none. O(1)."""
@@ -293,7 +316,8 @@ class TierFolder(PrivateFolder):
 
     def _raise(self, tag: str, fleet: int | None) -> bool:
         with self._lock_of(tag):
-            is_certain, keys = self._generations.get(tag, 0) is not None, self._keys.get(tag)
+            is_certain = self._generations.get(tag, _NOT_PURGED) is not None
+            keys = self._keys.get(tag)
             if (
                 fleet is None and keys is not None
             ):  # first: whatever fails next, no later opening takes the key
@@ -301,10 +325,10 @@ class TierFolder(PrivateFolder):
                 self._generations[tag] = None
                 self._mark({keys.key_id.hex()})
             known = self._read_generations(tag)
-            generation, before = known or (0, 0)
+            generation, before = known or _NOT_PURGED
             if known is not None and is_certain and fleet is not None and fleet <= before:
                 return False
-            names = {self._key_id(tag, each).hex() for each in (generation, generation - 1) if each >= 0}
+            names = {self._key_id(tag, each).hex() for each in {0, max(generation - 1, 0), generation}}
             if (
                 known is not None
                 and is_certain
@@ -318,14 +342,14 @@ class TierFolder(PrivateFolder):
             if not is_certain:
                 names |= self._names_of(tag)
             self._mark(names)
-            raised = generation + 1, max(before, fleet or 0)
+            raised = Generations(generation + 1 if generation else _first(), max(before, fleet or 0))
             try:
-                self._write_generations(tag, *raised)
+                self._write_generations(tag, raised)
             except OSError:  # a full disk has space again when the keys are removed
                 self._destroy_keys(names)
-                self._write_generations(tag, *raised)
+                self._write_generations(tag, raised)
             self._destroy_keys(names)
-            self._generations[tag] = generation + 1
+            self._generations[tag] = raised
             return True
 
     def _lock_of(self, tag: str) -> threading.Lock:
@@ -364,19 +388,18 @@ class TierFolder(PrivateFolder):
     def _key_id(self, tag: str, generation: int) -> bytes:
         return mac(self.master.key, "root", tag, generation)[:ID_BYTES]
 
-    def _read_generations(self, tag: str) -> tuple[int, int] | None:
-        """Return the folder's generation of a tenant, and the fleet's at its last purge. None if they are damaged."""
+    def _read_generations(self, tag: str) -> Generations | None:
+        """Return the generations in a tenant's file. None if they are damaged."""
         sealed = self.read_small(self._in_generations, tag)
         if sealed is None:
-            return 0, 0
+            return _NOT_PURGED
         content = unseal(self.master.key, f"{GENERATIONS}/{tag}", sealed)
         if content is None or len(content) != _GENERATIONS.size:
             return None
-        generation, fleet = _GENERATIONS.unpack(content)
-        return generation, fleet
+        return Generations(*_GENERATIONS.unpack(content))
 
-    def _write_generations(self, tag: str, generation: int, fleet: int) -> None:
-        content = _GENERATIONS.pack(generation, fleet)
+    def _write_generations(self, tag: str, generations: Generations) -> None:
+        content = _GENERATIONS.pack(*generations)
         self.write_small(self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content))
 
     def _names_of(self, tag: str) -> set[str]:
@@ -405,7 +428,7 @@ class TierFolder(PrivateFolder):
         """
         for tag in filter(is_tag, self.files.names(self._in_generations)):
             known = self._unless_unreadable(self._read_generations, tag)
-            self._generations[tag] = None if known is None else known[0]
+            self._generations[tag] = known
             if known is None:
                 log.error(
                     "%s/%s is damaged: that tenant has no disk tier until it is purged", GENERATIONS, tag
@@ -418,10 +441,10 @@ class TierFolder(PrivateFolder):
             if root is None:
                 log.error("%s/%s is damaged: the records under that key are lost", KEYS, name)
                 continue
-            tag, generation = root[0].hex(), self._generations.get(root[0].hex(), 0)
-            if generation == root[1]:
+            tag, known = root[0].hex(), self._generations.get(root[0].hex(), _NOT_PURGED)
+            if known is not None and known.here == root[1]:
                 self._keys[tag] = TenantKeys(bytes.fromhex(name), root[1], root[2])
-            elif generation is not None:
+            elif known is not None:
                 self.destroy(self._in_keys, name)
 
     def _finish_purges(self) -> None:
@@ -431,7 +454,8 @@ class TierFolder(PrivateFolder):
             if name == file or not is_tag(name):
                 continue
             root = self._opened_root(name, file)
-            if root is not None and self._generations.get(root[0].hex(), 0) == root[1]:
+            known = None if root is None else self._generations.get(root[0].hex(), _NOT_PURGED)
+            if root is not None and known is not None and known.here == root[1]:
                 try:
                     self._raise(root[0].hex(), None)
                 except OSError as error:

@@ -140,8 +140,8 @@ class IOThreads:
 
     After ``MOST_LOADS`` loads in a row a store that waits has its turn.
 
-    ``max_queued``: jobs that may wait. ``most_stores``: stores that run at once; None for as many as threads.
-    ``hang_s``: an operation that takes longer counts as hanging.
+    ``max_queued``: loads that may wait, and stores. ``most_stores``: stores that run at once; None for as many as
+    threads. ``hang_s``: an operation that takes longer counts as hanging.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class IOThreads:
         ``unwanted``: called in place of the work if the job never begins: abandoned before, closed, or no memory.
         """
         with self._changed:
-            num_queued = len(self._loads) + len(self._stores)
-            if self._is_closing or num_queued >= self._max_queued or self._num_hung() >= self._num_threads:
+            queue, num_queued = self._loads if is_load else self._stores, len(self._loads) + len(self._stores)
+            if self._is_closing or len(queue) >= self._max_queued or self._num_hung() >= self._num_threads:
                 return None
             idle = len(self._threads) - len(self._began)
             is_wanted = len(self._threads) < self._num_threads and idle <= num_queued
@@ -209,7 +209,7 @@ class IOThreads:
             if not self._threads:
                 return None
             job = Job(work, unwanted, num_bytes=num_bytes)
-            (self._loads if is_load else self._stores).append(job)
+            queue.append(job)
             self._changed.notify()
             return job
 

@@ -1,9 +1,13 @@
 """What a record is the KV of. Two records with equal identities are interchangeable; no others are.
 
 A record is the KV of tokens ``[start, stop)`` of one prefix: one *segment*. Its identity covers everything that decides
-these bytes and who may read them: namespace (with its version of the weights), generation of the tenant, fingerprint of
-the engine, scheme of the bytes, and the SHA-256 of all ids up to ``stop``. It covers no place: a record may move to
-another slot, tier or replica.
+these bytes and who may read them:
+
+- the namespace, with its version of the weights, and the generation of the tenant
+- the fingerprint of the engine, and the scheme of the bytes
+- the SHA-256 of all ids up to ``stop``
+
+It covers no place: a record may move to another slot, tier or replica.
 
 A reader computes the identity that it needs. A tier proves that a record has this identity: on disk as associated data
 of AES-GCM, in host memory by comparison. Nothing else decides; a locator only says where to look.

@@ -5,8 +5,8 @@
     [slots_at, end)           slots of whole pages: the ciphertext of a record
 
 Headers are one contiguous table, because it is read in one go at a start: 12.8 MB for 100,000 slots. The same table is
-in memory, and only it counts while the process runs: a slot whose bytes are exchanged for others, or for older ones,
-doesn't fit the tag in memory.
+in memory. Only that counts while the process runs: bytes that were exchanged for others, or for older ones, don't fit
+the tag in memory.
 
 A record is *sealed* by its header, written last. Nothing is synced for one slot. So after a crash a header may be there
 without its payload, or torn. A checksum finds torn headers; the tag of AES-GCM finds the rest when the record is read.
@@ -135,19 +135,21 @@ class Slab:
 
     ``headers``: the table in memory, ``[num_slots]`` of HEADER. Only the caller's lock guards it.
     ``is_direct``: whether slots bypass the page cache.
+    ``disk_bytes``: the size that was asked for, which errors show; None: that of the file.
     """
 
-    def __init__(self, folder: TierFolder, *, direct: bool = True) -> None:
+    def __init__(self, folder: TierFolder, *, direct: bool = True, disk_bytes: int | None = None) -> None:
         self._files: Files = folder.files
         self.num_slots, self.record_bytes = folder.master.num_slots, folder.master.record_bytes
         self.slot_bytes = round_up(self.record_bytes)
         self.slots_at = PAGE_BYTES + round_up(self.num_slots * HEADER_BYTES)
         self.num_bytes = self.slots_at + self.num_slots * self.slot_bytes
+        self._disk_bytes = disk_bytes or self.num_bytes
         try:
             self._table = memoryview(bytearray(self.slots_at - PAGE_BYTES))
         except MemoryError:
             allowed = f"a size whose headers fit in memory, {HEADER_BYTES} bytes a record"
-            raise ConfigError("disk_bytes", self.num_bytes, allowed) from None
+            raise ConfigError("disk_bytes", self._disk_bytes, allowed) from None
         if folder.is_new or (folder.may_make and not self._fits(folder)):
             self._make(folder)
         elif not self._fits(folder):
@@ -233,14 +235,14 @@ class Slab:
             free = self._files.free_bytes(folder.folder)
             if free < self.num_bytes:
                 allowed = f"a size for which {folder.path} has space: {free:,} bytes are free"
-                raise ConfigError("disk_bytes", self.num_bytes, allowed)
+                raise ConfigError("disk_bytes", self._disk_bytes, allowed)
             try:
                 self._files.allocate(descriptor, self.num_bytes)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                     raise
                 allowed = f"a size for which {folder.path} has space ({error.strerror})"
-                raise ConfigError("disk_bytes", self.num_bytes, allowed) from None
+                raise ConfigError("disk_bytes", self._disk_bytes, allowed) from None
             head = _GEOMETRY.pack(_SLAB_MAGIC, self.num_slots, self.record_bytes)
             write_exactly(self._files, descriptor, memoryview(head), 0)
             self._files.sync(descriptor)

@@ -8,8 +8,8 @@ tenant. When there is none free, the owner that is furthest above its share lose
 (``slot_owners``). An owner with a *partition* has slots of its own that no other owner takes, and takes none of the
 others', so neither sees the other's load. Which slots these are is not fixed: a partition is a number of them.
 
-A law holds between calls: each slot is in exactly one state, an owner's counts sum up to its slots, and a pool has at
-most its slots, or nothing in it can be evicted (``check``).
+Three laws hold between calls (``check``). Each slot is in exactly one state. An owner's counts sum up to its slots. A
+pool has at most its slots, or nothing in it can be evicted.
 """
 
 from __future__ import annotations

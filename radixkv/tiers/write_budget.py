@@ -5,8 +5,8 @@
     spend      some of them are written now
     asked      a request needs blocks that memory doesn't have: what was offered before has come back
 
-**Kinds.** Blocks are of one kind if they agree in three facts: whether a later prompt has used them, whether their
-prompt began with known blocks, and the size of their prompt in powers of two. For each kind the budget learns which
+**Kinds.** Blocks are of one kind if they agree in three facts. Has a later prompt used them? Did their prompt begin
+with known blocks? How large is their prompt, in powers of two? For each kind the budget learns which
 share of what was offered comes back, written or not. The kinds with the largest shares are written, as many as the
 bytes allow. If the bytes don't suffice for all of the last kind, every n-th of its prompts is written.
 

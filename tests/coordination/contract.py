@@ -22,7 +22,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.purges import Purges
-from radixkv.coordination.store.wire import NEVER, Limit
+from radixkv.coordination.store.wire import NEVER, Limit, Raised
 from radixkv.coordination.values import MAX_AMOUNT, WIRE_VERSION, FleetPin, Writer
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 from tests.coordination import signed
@@ -1029,13 +1029,13 @@ class CoordinatorContract:
         lose_it, rivals = fleet.remember(a.replica.keys.tenant("acme")), list[Purged]()
         a.replica.purge("acme")
 
-        def stand_still(tenant: str, generation: int) -> None:
-            b.purge(tenant, generation)
+        def stand_still(tenant: str, raised: Raised) -> None:
+            b.purge(tenant, raised)
             if not rivals:
                 b.warm(ACME, prompt(512))
                 lose_it()
                 rivals.append(by_hand(fleet, "rival"))
-                assert rivals[0].replica.purge("acme").generation == generation == 1
+                assert rivals[0].replica.purge("acme").generation == raised.generation == 1
 
         b.replica.attach(b.cache, stand_still)
         b.replica.apply_purges()
@@ -1047,6 +1047,28 @@ class CoordinatorContract:
         assert rival.replica.purge_report("acme").confirmed == ("a", "b", "rival")
         assert b.cache.match(ACME, prompt(512)).num_tokens == 0
         assert b.purged == [("acme", 1)] * 2
+
+    def test_a_purge_has_a_number_of_its_own_once_it_is_applied(self, fleet: Fleet) -> None:
+        """Also if the store loses it and gives its generation to another one."""
+        a, seen = by_hand(fleet, "a"), list[tuple[int, int | None]]()
+
+        def look(tenant: str, raised: Raised) -> None:
+            seen.append((raised.number, a.replica.purges.applied(tenant)))
+
+        a.replica.attach(a.cache, look)
+        assert a.replica.purges.applied("acme") == 0
+        lose_it, numbers = fleet.remember(a.replica.keys.tenant("acme")), list[int | None]()
+        for _ in range(3):
+            a.replica.purge("acme")
+            numbers.append(a.replica.purges.applied("acme"))
+        assert (
+            seen == [(number, None) for number in numbers]
+            and 0 < seen[0][0] < seen[1][0] < seen[2][0] < 2**64
+        )
+        lose_it()
+        b = by_hand(fleet, "b")
+        assert b.replica.purge("acme").generation == 1
+        assert b.replica.purges.applied("acme") not in (*numbers, None, 0)
 
     def test_data_that_arrives_during_a_purge_is_not_confirmed_for_the_next_one(self, fleet: Fleet) -> None:
         """A replica without data of the tenant stalls while it applies a purge.
@@ -1339,8 +1361,8 @@ class Purged:
         self.replica.attach(self.cache, self.purge, lambda: self.owed, lambda: self.owes_removed)
         self.replica.register()
 
-    def purge(self, tenant: str, generation: int) -> None:
-        self.purged.append((tenant, generation))
+    def purge(self, tenant: str, raised: Raised) -> None:
+        self.purged.append((tenant, raised.generation))
         self.knew.append(self.replica.knows_generations)
         for namespace in self.cache.namespaces(tenant):
             self.cache.clear(namespace)

@@ -243,10 +243,10 @@ def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
     fleet.store.announced[a.replica.keys.tenant("acme")] = 0  # a position that no replica reads
     failures = [RuntimeError("a purge that fails")]
 
-    def fail_once(tenant: str, generation: int) -> None:
+    def fail_once(tenant: str, raised: Raised) -> None:
         if failures:
             raise failures.pop()
-        b.purge(tenant, generation)
+        b.purge(tenant, raised)
 
     b.replica.attach(b.cache, fail_once)
     with pytest.raises(RuntimeError, match="a purge that fails"):
@@ -327,7 +327,7 @@ def test_a_lone_replica_has_no_journal_no_thread_and_no_lease() -> None:
     coordinator.report_job(job.id, "running", 1)
     seen = coordinator.job(job.id, "acme")
     assert seen is not None and seen.parts[0].state == "running"
-    coordinator.attach(PrefixCache(CacheConfig(num_blocks=4, block_size=24)), lambda tenant, generation: None)
+    coordinator.attach(PrefixCache(CacheConfig(num_blocks=4, block_size=24)), lambda tenant, raised: None)
     assert coordinator.knows_generations and coordinator.purge("acme").is_complete
     coordinator.close()
     assert coordinator.health().state == "left"
@@ -542,7 +542,7 @@ def test_memory_for_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     a = alone(replica_id="a", store=MemoryStore())
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
     purged: list[str] = []
-    a.attach(cache, lambda tenant, generation: (purged.append(tenant), cache.purge(tenant))[0])
+    a.attach(cache, lambda tenant, raised: (purged.append(tenant), cache.purge(tenant))[0])
     a.register()
     for number in range(20):
         with cache.open(Namespace(f"tenant-{number}", "fp:model"), list(range(32))) as sequence:

@@ -723,7 +723,10 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
 def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> None:
     """Positions then start again. Later announcements must be neither missed nor repeated with every beat."""
     a, purged = fleet.replica("a"), list[tuple[str, int]]()
-    a.attach(PrefixCache(CacheConfig(num_blocks=64, block_size=16)), lambda *told: purged.append(told))
+    a.attach(
+        PrefixCache(CacheConfig(num_blocks=64, block_size=16)),
+        lambda tenant, raised: purged.append((tenant, raised.generation)),
+    )
     a.register()
     for _ in range(3):
         a.purge("acme")
@@ -1269,6 +1272,18 @@ def test_urls_of_every_form_are_parsed(
         "redis+sentinel://u:w@h/?sentinel_password=an@secret",
         "unix:///place?no_such_option=1",
         "redis://h?retry=1&password=secret",
+        "redis://u:secret",
+        "redis://:secret",
+        "redis://u:1/secret",
+        "redis://u:1?secret=1",
+        "redis://h?secret_option=1",
+        "redis://h?no_such_option=secret",
+        "redis://h?db=secret",
+        "redis+cluster://h:1,u:secret",
+        "redis+sentinel://u:secret/service",
+        "redis://[u:secret]",
+        "u:secret",
+        "ftp://u:secret",
         "ftp://h",
         "",
     ],
@@ -1279,6 +1294,12 @@ def test_invalid_urls_are_refused_without_their_secrets(url: str) -> None:
     assert "secret" not in str(refusal.value)
     with pytest.raises(ConfigError):
         RedisStore(url)
+
+
+def test_a_url_of_another_type_is_refused_without_its_secret() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Address.parse(b"redis://u:secret@h")  # type: ignore[arg-type]
+    assert "secret" not in str(refusal.value)
 
 
 def test_url_options_cannot_change_the_reply_format(fleet: RedisFleet) -> None:

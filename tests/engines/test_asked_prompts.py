@@ -18,7 +18,7 @@ from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
 from radixkv.tiers.write_budget import Point, WriteBudget
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, held_reads, on_disk
 from tests.engines.test_prefetch import by_hand, in_host, ticks
 from tests.tiers.support import FaultyFiles, patience
 
@@ -91,10 +91,7 @@ def test_it_begins_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_asking_waits_for_nothing(folder: Path) -> None:
     """Neither for the disk, which hangs, nor for a step of the engine."""
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: owner.disk.num_running == 1)
         with owner.below.gate:  # type: ignore[attr-defined]
@@ -109,10 +106,7 @@ def test_asking_waits_for_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("change", ["purge", "clear", "time"])
 def test_what_ends_it(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower_tiers, "ASKED_S", 0.3 if change == "time" else 60.0)
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: owner.disk.num_running == 1)
         if change != "time":
@@ -271,14 +265,10 @@ def test_a_limit_holds(folder: Path) -> None:
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.cache.prefetch(Namespace("b", "m", salt="uncached-1"), PROMPT)
         assert eventually(lambda: is_idle(owner))
         assert reads.num == 0 and in_host(owner) == 0
-        reads.open()
 
 
 class Heard(WriteBudget):
@@ -327,10 +317,7 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
 @pytest.mark.parametrize("call", ["announce", "prefetch"])
 def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand: None) -> None:
     """It doesn't wait for reads that others' go before: it uses what is there, and reads the rest itself."""
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.disk.shared.stores._budget = heard = Heard()
         getattr(owner.cache, call)(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
@@ -358,10 +345,7 @@ def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand:
 
 
 def test_what_a_request_brings_is_not_brought_ahead(folder: Path, by_hand: None) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         with owner.below.gate:  # type: ignore[attr-defined]
             assert owner.disk.shared.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
         owner.cache.prefetch(NS, PROMPT)

@@ -25,6 +25,7 @@ from radixkv.index.below import Loading
 from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv_kernels import Pool
+from radixkv_policies import LRU, Policy
 
 SIZE = 4
 NS, OTHER = Namespace("a", "m"), Namespace("b", "m")
@@ -126,24 +127,31 @@ def test_nothing_lies_below_without_host_blocks() -> None:
         assert sequence.loading is None
 
 
+def sent_below(
+    cache: PrefixCache, layers: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fill the blocks of a prompt, evict them, and let them come back. Returns each layer's before and afterwards."""
+    with cache.open(NS, PROMPT) as sequence:
+        for layer in layers:
+            layer.copy_(torch.rand(layer.shape) - 0.5)
+        before = [layer[sequence.block_table[:10].tolist()] for layer in layers]
+        sequence.commit(41)
+    cache.evict(16)
+    for layer in layers:
+        layer.zero_()
+    with cache.open(NS, PROMPT) as sequence:
+        assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
+        return before, [layer[sequence.block_table[:10].tolist()] for layer in layers]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_the_tensors_may_be_the_engines(together: bool) -> None:
     shape = (16, 2, SIZE, 3, 8) if together else (16, SIZE, 3, 8)
     layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(4)]
     pool = Pool.together(layers, dim=1) if together else Pool(layers[:2], layers[2:])
     cache = PrefixCache(CacheConfig(16, SIZE, host_blocks=32), storage=BlockStorage(pool))
-    with cache.open(NS, PROMPT) as sequence:
-        for layer in layers:
-            layer.copy_(torch.rand(layer.shape))
-        wanted = [layer[sequence.block_table[:10].tolist()].clone() for layer in layers]
-        sequence.commit(41)
-    cache.evict(16)
-    for layer in layers:
-        layer.zero_()
-    with cache.open(NS, PROMPT) as sequence:
-        assert loading_of(sequence).wait()
-        found = [layer[sequence.block_table[:10].tolist()] for layer in layers]
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    wanted, found = sent_below(cache, layers)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_it_may_be_awaited() -> None:
@@ -683,3 +691,20 @@ def test_the_policy_of_host_memory_follows_the_caches_clock(kind: type[PrefixCac
     cache = kind(CacheConfig(16, SIZE, LAYOUT, host_blocks=32, policy="lrfu"), clock=clock)
     below = cache._below
     assert isinstance(below, LowerTiers) and below.level.cache._clock is clock
+
+
+@pytest.mark.parametrize("lossy_host_blocks", [0, 32])
+def test_with_a_clock_of_its_own_maintain_reaches_host_memory(lossy_host_blocks: int) -> None:
+    """No thread maintains it then. Without this, its policy would never learn."""
+    learned: list[Policy] = []
+
+    class Learning(LRU):
+        def maintain(self) -> None:
+            learned.append(self)
+
+    layout = KVLayout(1, 1, 8, "float32")
+    config = CacheConfig(16, SIZE, layout, host_blocks=32, lossy_host_blocks=lossy_host_blocks)
+    cache = PrefixCache(config, clock=ManualClock())
+    cache.add_tenant(Tenant("a", policy=Learning))
+    cache.maintain()
+    assert len(learned) == len(set(map(id, learned))) == 2, "that of the cache, and that of host memory"

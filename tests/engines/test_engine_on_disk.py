@@ -227,6 +227,34 @@ def test_the_folder_waits_for_the_fleets_purges(tmp_path: Path) -> None:
         assert ask(engine, PROMPT, "b") == (answer, 40)
 
 
+def test_the_disk_learns_no_purge_that_the_cache_has_not_applied(tmp_path: Path) -> None:
+    """It would outlive a crash: the next process would keep what the cache had from before the purge."""
+    answer, applied = filled(tmp_path / "disk"), list[int | None]([None])
+    with on_disk(tmp_path / "disk") as engine:
+        cache, disk = engine.cache, lower_of(engine).level.disk
+        assert isinstance(cache, TieredCache) and disk is not None
+        cache.follow_generations(lambda tenant: applied[-1], lambda: True)
+        assert ask(engine, PROMPT) == (answer, 0) and not disk.debts.is_known("a")
+        assert disk.tier.generation("a") == 0
+        with cache.applying(7):
+            cache.purge("a")
+        applied.append(7)
+        assert eventually(lambda: not cache.owed() and disk.debts.is_known("a"))
+        assert disk.tier.generation("a") == 7
+        assert ask(engine, PROMPT) == (answer, 0)
+    with on_disk(tmp_path / "disk") as engine:
+        cache = engine.cache
+        assert isinstance(cache, TieredCache)
+        cache.follow_generations(lambda tenant: 7, lambda: True)
+        with cache.applying(7):
+            cache.purge("a")
+        assert not cache.owed() and ask(engine, PROMPT) == (answer, 40)
+        for generation in (6, 8):
+            with cache.applying(generation):
+                cache.purge("a")
+            assert eventually(lambda: not cache.owed()) and ask(engine, PROMPT) == (answer, 0)
+
+
 def lower_of(engine: HFEngine) -> LowerTiers:
     assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, LowerTiers)
     return engine.cache.lower

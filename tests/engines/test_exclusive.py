@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
+from radixkv.index import engine_blocks
 from radixkv.index.tokens import encode
 from radixkv.storage.plan import BlockIds
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
@@ -100,6 +103,54 @@ def test_a_long_prompt_evicts_in_slices(monkeypatch: pytest.MonkeyPatch) -> None
     owner.ask(prompt_of(2, 200))
     assert 0 < most <= 2
     assert owner.ask(prompt_of(1, 200))[1] < 8
+    owner.check()
+
+
+@contextmanager
+def busy(owner: Owner) -> Iterator[None]:
+    """Another thread is in the gate of the tiers meanwhile."""
+    is_in, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with owner.below.gate:
+            is_in.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_in.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def evict_meanwhile(owner: Owner) -> None:
+    """Evict everything while the tiers are busy, by a call that doesn't wait for them."""
+    before = lost(owner)
+    with busy(owner):
+        engine_blocks._evict(owner.cache, 1_000, None)
+    assert owner.cache.resident_blocks == 0 and lost(owner) == before + 10
+
+
+def test_slots_of_what_leaves_while_the_tiers_are_busy_are_not_spare() -> None:
+    owner = Owner(num_blocks=16, host_blocks=24, policy="lru")
+    owner.evicted(prompt_of(1))
+    owner.ask(prompt_of(2))
+    evict_meanwhile(owner)
+    owner.evicted(prompt_of(3))
+    assert owner.ask(prompt_of(2)) == (40, 1), "the oldest prompt gave its slots, not this one"
+    owner.check()
+
+
+def test_blocks_that_left_while_the_tiers_were_busy_have_no_copy_of_what_they_had() -> None:
+    """Else what they hold next wouldn't be saved when it leaves."""
+    owner = Owner(num_blocks=11, host_blocks=20, policy="lru")
+    owner.ask(prompt_of(1))
+    evict_meanwhile(owner)
+    assert owner.below.level.index.let_go(np.arange(11)).all()
+    owner.below.level.index.check()
     owner.check()
 
 
@@ -205,7 +256,6 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path) -> None:
     try:
         disk = owner.below.disk
         assert disk is not None
-        disk.shared.stores._most_leaving = 12
         num = (disk.tier.num_slots + 80) // 10
         numbers = list(range(num))
         for number in numbers:

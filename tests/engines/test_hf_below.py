@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from radixkv import CacheConfig, Tenant, audit
+from radixkv import CacheConfig, RequestHints, Tenant, audit
 from radixkv.engines.hf import HFEngine, layout_of
+from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_loading import TierLoading
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError
+from radixkv.index.tokens import decode
 from radixkv.storage.device import DeviceStorage
 from radixkv.tiers.disk_tier import DiskTier
 from tests.engines import test_lower_tiers as own_tiers
@@ -105,6 +108,26 @@ def filled(folder: Path) -> Any:
         counts = engine.cache.tier_counts
         assert eventually(lambda: counts()["disk"]["resident_blocks"] >= 10)
     return answer
+
+
+@pytest.mark.parametrize("sampling", [{}, {"num_beams": 2, "num_return_sequences": 2}])
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_a_disk_hears_when_conversations_go_on(tmp_path: Path, sampling: dict[str, Any], name: str) -> None:
+    """With the prompts and answers, at the end of a request whose hints say it."""
+    prompts = [PROMPT, PROMPT[::-1]]
+    with tiered(model=model_of(name), disk=options(tmp_path)) as engine:
+        assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, LowerTiers)
+        later, namespace = engine.cache.lower._later, engine.namespace("a")
+        for labels in ({}, {"tool_pending": True}, {"expected_gap_s": 60.0, "session_over": True}):
+            engine.generate(namespace, prompts, 4, hints=RequestHints(labels), **sampling)
+            assert len(later) == 0
+        made = engine.generate(
+            namespace, prompts, 4, hints=RequestHints({"expected_gap_s": 60.0}), **sampling
+        )
+        best = made.token_ids[:: len(made.token_ids) // 2]
+        assert [decode(each.key).tolist() for each in later.take_due(inf)] == [
+            [*prompt, *answer] for prompt, answer in zip(prompts, best, strict=True)
+        ]
 
 
 def test_the_engine_computes_from_the_front_while_the_disk_reads_from_the_back(

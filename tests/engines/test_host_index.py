@@ -231,6 +231,19 @@ def test_a_purge_in_the_middle_of_undoing_gives_no_slot_twice(monkeypatch: pytes
     index.check()
 
 
+def test_all_that_leaves_is_told_whatever_lies_between() -> None:
+    index, told = HostIndex(10, SIZE, num_above=10, policy="lru"), list[tuple[int, int, int]]()
+    index.watch(
+        lambda name, key, first, slots: told.append((first, len(slots), len(key) // (4 * SIZE))),
+        lambda tenant, num_blocks, num_slots: 0,
+    )
+    put(index, "a", 1, 10)
+    entries = index.cache.match(name_of("a"), key_of(1, 10)).block_ids.astype(np.int64)
+    index.take_away(entries[[0, 4, 5, 8]])
+    index.cache.evict(10)
+    assert sorted(told) == [(1, 3, 4), (6, 2, 8), (9, 1, 10)]
+
+
 def test_a_wrong_count_is_found() -> None:
     index = HostIndex(5, SIZE, num_above=5)
     put(index, "a", 1)

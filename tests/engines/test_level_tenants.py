@@ -409,4 +409,5 @@ def test_a_strict_tenant_gives_no_slot_to_a_disk_that_it_has_not(tmp_path: Path)
         engine.flood("b", engine.disk.tier.num_slots // 4 + 5)
         assert engine.disk.tier.is_full
         stores = engine.disk.shared.stores
-        assert stores.reserve_for(engine.id_of("b")) > 0 == stores.reserve_for(engine.id_of("a"))
+        reserves = [stores.reserve_for(engine.id_of(name), 1, NUM_SLOTS) for name in ("a", "b")]
+        assert reserves[1] > 0 == reserves[0]

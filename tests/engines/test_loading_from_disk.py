@@ -102,6 +102,19 @@ def on_disk(folder: Path, **settings: Any) -> Iterator[DiskOwner]:
         owner.cache.close()
 
 
+@contextmanager
+def held_reads(folder: Path) -> Iterator[tuple[DiskOwner, Reads]]:
+    """A disk that knows all purges, and whose reads wait until they are let through. At the end all are."""
+    reads = Reads()
+    with on_disk(folder, files=FaultyFiles(reads)) as owner:
+        owner.known()
+        reads.is_armed = True
+        try:
+            yield owner, reads
+        finally:
+            reads.open()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the KV of the prompt, of two tenants."""
@@ -141,10 +154,7 @@ def test_a_miss_asks_no_more_than_the_first_block(folder: Path, monkeypatch: pyt
 
 
 def test_the_engine_and_the_disk_meet(folder: Path) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert loading.num_tokens == 40
@@ -185,10 +195,7 @@ def test_host_memory_comes_first_and_the_disk_behind_it(folder: Path) -> None:
 
 
 def test_a_disk_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, _):
         assert owner.ask(PROMPT) == (0, 41), "claims go on"
         assert owner.disk.shared.promotions.place_of(NS) is not None
         monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
@@ -198,7 +205,6 @@ def test_a_disk_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.M
             assert loading.wait() and loading.num_loaded_tokens == 0
             assert owner.disk.shared.promotions.place_of(OTHER) is None, "the disk rests"
             owner.compute(sequence, 41)
-        reads.open()
 
 
 def test_who_polls_rarely_isnt_taken_for_a_slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,26 +239,23 @@ def test_a_record_that_fails_leaves_a_gap(folder: Path) -> None:
 
 
 def test_a_record_is_read_once_for_all(folder: Path) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
-        with owner.cache.open(NS, PROMPT) as one, owner.cache.open(NS, [*PROMPT[:30], 7, 8]) as other:
-            loads = [loading_of(one), loading_of(other)]
-            assert [each.num_tokens for each in loads] == [40, 28]
-            reads.allow(100)
-            assert all(each.wait() for each in loads)
-            assert (reads.num, one.num_committed_tokens, other.num_committed_tokens) == (10, 40, 28)
-            assert owner.is_right(one) and owner.is_right(other)
+    with (
+        held_reads(folder) as (owner, reads),
+        owner.cache.open(NS, PROMPT) as one,
+        owner.cache.open(NS, [*PROMPT[:30], 7, 8]) as other,
+    ):
+        loads = [loading_of(one), loading_of(other)]
+        assert [each.num_tokens for each in loads] == [40, 28]
+        reads.allow(100)
+        assert all(each.wait() for each in loads)
+        assert (reads.num, one.num_committed_tokens, other.num_committed_tokens) == (10, 40, 28)
+        assert owner.is_right(one) and owner.is_right(other)
 
 
 @pytest.mark.parametrize("change", ["purge", "clear", "truncate", "fork", "release", "forgotten", "cancel"])
 def test_records_on_their_way_are_dropped(folder: Path, change: str) -> None:
     """The sequence changes while its records are read: none is written, and all staging memory comes back."""
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         sequence = owner.cache.open(NS, PROMPT)
         loading = loading_of(sequence)
         reads.allow(4)
@@ -278,7 +281,6 @@ def test_records_on_their_way_are_dropped(folder: Path, change: str) -> None:
                 if change != "release":
                     each.release()
             loading.wait(0.01)
-        reads.open()
 
 
 def test_what_was_purged_does_not_come_back_from_disk(folder: Path) -> None:
@@ -375,10 +377,7 @@ def test_a_late_record_in_a_claimed_block_is_found(folder: Path, monkeypatch: py
 
 
 def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         assert isinstance(owner.below, object)
         reader = owner.below.reader  # type: ignore[attr-defined]
         with owner.below.gate:  # type: ignore[attr-defined]
@@ -452,19 +451,14 @@ def test_what_comes_ahead_counts_where_a_request_finds_it(folder: Path) -> None:
 
 def test_a_late_record_is_no_hit(folder: Path) -> None:
     """The engine has claimed its block meanwhile."""
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
-        with owner.cache.open(NS, PROMPT) as sequence:
-            loading = loading_of(sequence)
-            reads.allow(10)
-            assert arrived(loading, 10)
-            assert isinstance(loading, TierLoading)
-            with owner.below.gate:
-                loading._claimed = 16
-                loading._take()
-            assert loading.num_loaded_tokens == 24
-            assert owner.disk.shared.promotions._counts["disk_loaded_blocks"] == 6
-            owner.compute(sequence, 41)
-        reads.open()
+    with held_reads(folder) as (owner, reads), owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        reads.allow(10)
+        assert arrived(loading, 10)
+        assert isinstance(loading, TierLoading)
+        with owner.below.gate:
+            loading._claimed = 16
+            loading._take()
+        assert loading.num_loaded_tokens == 24
+        assert owner.disk.shared.promotions._counts["disk_loaded_blocks"] == 6
+        owner.compute(sequence, 41)

@@ -30,7 +30,9 @@ WAIT_S = 1.0
 class LossyDiskOwner(LossyOwner):
     """Tenant a is lossy, tenant b exact; each has a disk."""
 
-    def __init__(self, folder: Path, dtype: Any, exact: bool = True, num_blocks: int = 40) -> None:
+    def __init__(
+        self, folder: Path, dtype: Any, exact: bool = True, num_blocks: int = 40, dtype_of_a: Any = None
+    ) -> None:
         config = CacheConfig(num_blocks, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
         self.cache = TieredCache(
             config,
@@ -39,7 +41,7 @@ class LossyDiskOwner(LossyOwner):
             fingerprint="toy",
         )
         self.engine = Engine(self.cache)
-        self.cache.add_tenant(Tenant("a", tier_dtype=dtype))
+        self.cache.add_tenant(Tenant("a", tier_dtype=dtype_of_a or dtype))
 
     def on_disk(self, dtype: str) -> int:
         name = "disk" if dtype == "exact" else f"disk_{dtype}"
@@ -105,6 +107,28 @@ def test_a_tenant_that_is_exact_after_a_restart_finds_nothing_lossy(folder: Path
         assert eventually(lambda: not owner.cache.unforgotten("a"))
         owner.cache.add_tenant(Tenant("a", tier_dtype="int8"))
         assert loaded(owner, NS) == 0, "the change has forgotten it"
+
+
+def test_a_start_destroys_records_of_a_dtype_that_a_tenant_no_longer_has(folder: Path) -> None:
+    with on_disk(folder, dtype_of_a="exact") as owner:
+        owner.cache.add_tenant(Tenant("b", tier_dtype="int8"))
+        owner.cache.forget_all_but({"a", "b"})
+        assert eventually(lambda: owner.on_disk("int8") == owner.on_disk("exact") == 0)
+        assert eventually(lambda: not owner.cache.owes_removed())
+        for namespace in (NS, OTHER):
+            owner.ask(PROMPT, namespace)
+        assert eventually(lambda: owner.on_disk("int8") == owner.on_disk("exact") == 10), (
+            "of the other tenant"
+        )
+    with on_disk(folder) as owner:
+        assert loaded(owner, NS) == loaded(owner, OTHER) == 0
+
+
+def test_a_start_keeps_records_of_tenants_whose_dtype_is_not_known_yet(folder: Path) -> None:
+    with on_disk(folder) as owner:
+        owner.cache.forget_all_but({"a", "b"})
+        assert owner.on_disk("int8") == owner.on_disk("exact") == 10
+        assert loaded(owner, NS) == loaded(owner, OTHER) == 40
 
 
 @pytest.mark.parametrize("forget", ["purge", "clear"])

@@ -12,7 +12,7 @@ import pytest
 from radixkv import Namespace, Tenant
 from radixkv.engines import lower_tiers, prefetch
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, held_reads, on_disk
 from tests.tiers.support import FaultyFiles, patience
 
 __all__ = ["folder", "patience"]  # fixtures
@@ -42,10 +42,7 @@ def in_host(owner: DiskOwner, namespace: Namespace = NS) -> int:
 
 
 def test_an_announced_prompt_waits_in_host_memory(folder: Path) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         reads.allow(100)
         announcement = owner.cache.announce(NS, PROMPT)
         assert eventually(lambda: in_host(owner) == 40), "in parts, if it must be"
@@ -68,10 +65,7 @@ def test_a_prompt_that_is_not_there_ends_at_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", ["withdraw", "purge", "clear", "open"])
 def test_what_ends_the_announcement_ends_the_way(folder: Path, change: str) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         announcement = owner.cache.announce(NS, PROMPT)
         assert eventually(lambda: owner.disk.num_running == 1)
         if change == "withdraw":
@@ -215,10 +209,7 @@ def test_a_burst_drops_no_other_tenants_prompts() -> None:
 
 def test_while_the_tiers_are_off_nothing_is_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error that could not be undone, the disk's thread only repeats what is owed, and keeps no prompts."""
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.cache.announce(NS, PROMPT)
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: held._running is not None)
@@ -243,15 +234,11 @@ def test_while_the_tiers_are_off_nothing_is_busy(folder: Path, monkeypatch: pyte
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, reads):
         owner.cache.announce(Namespace("b", "m", salt="uncached-1"), PROMPT)
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: not held.is_busy)
         assert reads.num == 0 and in_host(owner) == 0
-        reads.open()
 
 
 @pytest.mark.parametrize("call", ["announce", "prefetch"])
@@ -274,16 +261,12 @@ def test_a_strict_tenants_prompt_waits_for_nobodys_reads(folder: Path, call: str
 def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waited: requests may still ask the disk."""
     monkeypatch.setattr("radixkv.engines.disk_promotions.AHEAD_S", 0.05)
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, _):
         owner.cache.announce(NS, PROMPT)
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: owner.disk.num_running == 1)
         assert eventually(lambda: not held.is_busy)
         assert owner.disk.shared.promotions.place_of(NS) is not None
-        reads.open()
 
 
 def a_promotion_that_a_purge_does_not_stop(patch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from radixkv.tiers.tier_lanes import USED_PART
 from tests.engines.test_cache_tiers import PROMPT, SIZE
 from tests.engines.test_disk_shares import NUM_BLOCKS, NUM_SLOTS, SharedOwner
 from tests.engines.test_loading_from_disk import SECRET, Reads, eventually
-from tests.tiers.support import FaultyFiles
+from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
 
 BANK = Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict")
@@ -327,6 +327,25 @@ def check_rests_are_apart(folder: Path) -> None:
 
 def test_rests_are_apart(tmp_path: Path) -> None:
     check_rests_are_apart(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_the_metric_shows_a_rest_of_any_lane(tmp_path: Path, tenant: str) -> None:
+    """It doesn't say of which one."""
+    with strict(tmp_path / "disk") as owner:
+        assert owner.cache.tier_counts()["disk"]["open"] == 1
+        owner.disk.lane_of(tenant).patience.rest()
+        assert owner.cache.tier_counts()["disk"]["open"] == 0
+
+
+def test_the_metric_shows_a_lane_whose_disk_fails(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with strict(tmp_path / "disk", files) as owner:
+        owner.stored("a", PROMPT, 10)
+        files.before = failing("read", times=100)
+        assert owner.ask_again(PROMPT) == 0
+        assert owner.disk.tier.state == "open" and owner.disk.tier.state_for("a") == "degraded"
+        assert owner.cache.tier_counts()["disk"]["open"] == 0
 
 
 def test_others_staging_memory_is_apart(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.index.tokens import encode
 from radixkv.storage.device import BlockStorage, DeviceStorage
 from radixkv_kernels import Pool
-from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Owner, loading_of
+from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Owner, loading_of, sent_below
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 WITHIN = 2.0**-14
@@ -239,19 +239,9 @@ def test_the_tensors_may_be_the_engines(form: str, elements: torch.dtype, dtype:
     pool = Pool.together(layers, dim=1) if form == "together" else Pool(views[:2], views[2:])
     config = CacheConfig(16, SIZE, lossy_host_blocks=32, default_tenant=Tenant("default", tier_dtype=dtype))
     cache = PrefixCache(config, storage=BlockStorage(pool))
-    with cache.open(NS, PROMPT) as sequence:
-        for layer in layers:
-            layer.copy_(torch.rand(layer.shape) - 0.5)
-        wanted = [layer[sequence.block_table[:10].tolist()].float() for layer in layers]
-        sequence.commit(41)
-    cache.evict(16)
-    for layer in layers:
-        layer.zero_()
-    with cache.open(NS, PROMPT) as sequence:
-        assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
-        found = [layer[sequence.block_table[:10].tolist()].float() for layer in layers]
-        error = max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
-        assert 0 < error < 0.5 / (16 if dtype == "fp8" else 127)
+    wanted, found = ([layer.float() for layer in each] for each in sent_below(cache, layers))
+    error = max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+    assert 0 < error < 0.5 / (16 if dtype == "fp8" else 127)
 
 
 def test_a_strict_lossy_tenant_has_its_own_share() -> None:

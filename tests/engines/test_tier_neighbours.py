@@ -23,7 +23,7 @@ from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, on_disk
+from tests.engines.test_loading_from_disk import DiskOwner, eventually, folder, held_reads, on_disk
 from tests.engines.test_second_level import Engine, ids_of
 from tests.tiers.support import FaultyFiles
 
@@ -69,10 +69,7 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_loading, "IDLE_S", 0.0)
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
+    with held_reads(folder) as (owner, _):
         monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
@@ -84,24 +81,18 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
             owner.compute(sequence, stop)
             assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
             assert eventually(owner.is_idle)
-        reads.open()
 
 
 def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that computes everything and goes on for minutes holds no staging memory."""
     monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        reads.is_armed = True
-        with owner.cache.open(NS, PROMPT) as sequence:
-            loading = loading_of(sequence)
-            owner.compute(sequence, 20)
-            assert eventually(lambda: owner.disk.num_used_rows == 5)
-            assert not loading.is_done
-            owner.compute(sequence, 41)
-            assert eventually(owner.is_idle) and loading.is_done
-        reads.open()
+    with held_reads(folder) as (owner, _), owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        owner.compute(sequence, 20)
+        assert eventually(lambda: owner.disk.num_used_rows == 5)
+        assert not loading.is_done
+        owner.compute(sequence, 41)
+        assert eventually(owner.is_idle) and loading.is_done
 
 
 def test_tenants_share_staging_memory(folder: Path) -> None:
@@ -226,7 +217,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
         monkeypatch.setattr(type(owner.disk.shared.stores), "_stores_later", property(lambda self: True))
-        owner.disk.shared.stores._most_leaving = 4
+        owner.disk.shared.stores._leaving_slots._most_now = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
@@ -237,7 +228,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
             assert (
                 not owner.disk.shared.stores._leaving
                 and not uses.any()
-                and not owner.disk.shared.stores._num_leaving
+                and not owner.disk.shared.stores._leaving_slots.num
             )
             tier._shared._opens_at = None
 
@@ -389,10 +380,9 @@ def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     claims = list[int]()
     with owner.cache.open(NS, PROMPT) as sequence:
         loading = loading_of(sequence)
-        claiming = threading.Thread(target=lambda: claims.append(loading.claim(8)))
-        during_a_copy(monkeypatch, owner, claiming.start)
+        claiming = during_a_copy(monkeypatch, owner, lambda: claims.append(loading.claim(8)))
         assert loading.poll() and loading.num_loaded_tokens == 40
-        claiming.join()
+        claiming[0].join()
         assert claims == [41] and owner.is_right(sequence)
 
 
@@ -543,6 +533,20 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
         with owner.cache.open(NS, PROMPT) as sequence:
             assert loading_of(sequence).wait(30) and sequence.num_committed_tokens == 40
         assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
+
+
+def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its purge isn't repeated when the disk forgets which purges it knows."""
+    monkeypatch.setattr(disk_debts, "_MAX_KNOWN", 2)
+    with on_disk(folder) as owner:
+        owner.ask(PROMPT)
+        owner.cache.purge("a")
+        owner.ask(PROMPT)
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 20)
+        debts = owner.disk.debts
+        assert all(eventually(lambda name=name: debts.is_known(name)) for name in "abcdefa")  # type: ignore[misc]
+        assert owner.cache.tier_counts()["disk"]["resident_blocks"] == 20
+        assert len(debts._known) <= 3
 
 
 def test_learning_that_fails_is_tried_again_from_time_to_time(
@@ -722,12 +726,12 @@ def test_an_interruption_leaves_no_slot_in_use(
             index.use(slots)
             store = disk_stores._Store(slots, True, 0.0)
             stores._stores.append(store)
-            stores._num_leaving = 2
+            stores._leaving_slots.num = 2
             monkeypatch.setattr(index, "unuse", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 stores._free_slots(store)
             stores.step()
-            assert not index._uses.any() and not stores._num_leaving and not stores._stores
+            assert not index._uses.any() and not stores._leaving_slots.num and not stores._stores
             index.take_away(np.arange(2))
             index.check()
 

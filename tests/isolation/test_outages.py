@@ -57,7 +57,7 @@ class Replica(CacheAdapter):
         for tenant in self.tenants:
             cache.add_tenant(tenant)
         self.one.attach(
-            cache, lambda tenant, generation: None
+            cache, lambda tenant, raised: None
         )  # the cache is purged before the fleet hears of the purge
         return cache, engine
 

@@ -36,7 +36,7 @@ from tests.service.running import (
     service_in_thread,
 )
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
-from tests.tiers.support import failing
+from tests.tiers.support import failing, patient_disks
 
 SECRET = "s" * 40
 
@@ -171,9 +171,10 @@ def test_a_tenant_that_is_exact_after_a_restart_gets_nothing_lossy(place: Path) 
     text, num_blocks = filled(place)
     write_keys(place, "exact")
     with serving(place) as live:
+        assert on_disk(live, "int8") == 0, "destroyed before the first request"
+        assert ask(live.globex)[1] > 100, "others notice nothing"
         assert ask(live.acme) == (text, 0)
         assert metric(live.operator, "hit_blocks_total", "disk_int8") == 0
-        assert on_disk(live, "int8") == num_blocks, "it is there, and is served to nobody"
         set_dtype(live, "acme", "int8").raise_for_status()
         assert ask(live.acme) == (text, 0), "the change has forgotten it"
     with serving(place) as live:
@@ -259,6 +260,21 @@ def test_a_purge_in_the_fleet_holds_for_a_lossy_disk_that_was_down(
         assert ask(live.acme)[1] == 0
         assert metric(live.operator, "hit_blocks_total", "disk_int8") == 0
         assert ask(live.globex)[1] == num_blocks * 16
+
+
+def test_a_purge_in_the_fleet_that_a_lossy_disk_has_paid_costs_nothing_at_the_next_start(
+    place: Path, redis_server: RedisServer
+) -> None:
+    fleet = {"redis": redis_server.url, "lease-s": "4", "replica": "b"}
+    with serving(place, **fleet) as live:
+        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        ask(live.acme)
+        live.operator.post("/v1/tenants/acme/purge").raise_for_status()
+        assert ask(live.acme)[1] == 0
+    with patient_disks(), serving(place, **fleet) as live:
+        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        assert ask(live.acme)[1] > 100
+        assert metric(live.operator, "hit_blocks_total", "disk_int8") > 0
 
 
 def test_with_a_fleet_each_lossy_disk_is_closed_until_the_purges_are_known(place: Path) -> None:

@@ -4,6 +4,8 @@ Each life is a fork of this process, which has imported everything. It opens the
 works at random, reports over a pipe what has to be found later, and kills itself with SIGKILL at a chosen system call:
 before it, after it, or with half of a write done. Then this process opens the folder and checks everything. It prints
 one JSON object.
+
+``python -m tests.tiers.crash_driver FOLDER learn`` kills processes at each step of learning a purge of the fleet.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from radixkv.tiers.files import Files
 from tests.tiers.support import (
+    ACME,
+    GLOBEX,
     NAMESPACES,
     NUM_PROMPTS,
     FaultyFiles,
@@ -109,18 +115,57 @@ def live(folder: Path, pipe: int, chance: random.Random) -> None:
                 tell(pipe, ["synced", held(tier)])
             else:
                 tell(pipe, ["purging", tenant])
-                tier.purge(tenant)
+                if deed < 0.965:
+                    tier.purge(tenant)
+                else:
+                    tier.learn_generation(tenant, tier.generation(tenant) + 1)
                 tell(pipe, ["purged", tenant])
 
 
-def messages_of_a_life(folder: Path, seed: int) -> list[list[object]]:
-    """Fork a process that works and is killed; return what it reported."""
+def learn(folder: Path, pipe: int, step: int, how: str) -> None:
+    """Store and learn purge 1 of the fleet, store again, and learn purge 2 until the kill in this step of it."""
+    files = KillingFiles(10**9, how, pipe)
+    with tier_in(folder, files=files, direct=False, num_threads=1) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        tier.learn_generation("acme", 1)
+        assert store(tier, ACME, prompt(2))
+        files._left = step
+        tier.learn_generation("acme", 2)
+        files._left = 10**9
+        tell(pipe, ["learned"])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_learning(root: Path) -> dict[str, object]:
+    """Kill at each step of ``learn``, in three ways; return what the next opening has found."""
+    counts: Counter[str] = Counter(found_in_spite_of_2=0, found_after_all=0, others_lost=0)
+    by_call: Counter[str] = Counter()
+    for how in ("before", "half", "after"):
+        for step in range(1, 1_000):
+            folder = root / f"{how}{step}"
+            messages = messages_of_a_life(partial(learn, folder, step=step, how=how))
+            by_call.update(str(facts[0]) for kind, *facts in messages if kind == "killed")
+            with tier_in(folder, files=FaultyFiles(), direct=False, num_threads=1) as tier:
+                known = tier.generation("acme")
+                assert known in (1, 2) and load(tier, ACME, prompt(1)) is None, "purge 1 holds"
+                counts[f"knows_{known}"] += 1
+                counts["found_in_spite_of_2"] += known == 2 and load(tier, ACME, prompt(2)) is not None
+                tier.learn_generation("acme", 2)
+                counts["found_after_all"] += load(tier, ACME, prompt(2)) is not None
+                counts["others_lost"] += load(tier, GLOBEX, prompt(1)) is None
+            if ["learned"] in messages:
+                break
+    return {**counts, "kills_by_call": dict(by_call)}
+
+
+def messages_of_a_life(work: Callable[[int], None]) -> list[list[object]]:
+    """Fork a process that works and is killed; return what it reported. ``work`` takes the pipe to report over."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             os.close(reading)
-            live(folder, writing, random.Random(seed))
+            work(writing)
         finally:
             os._exit(3)
     os.close(writing)
@@ -141,7 +186,9 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
     for number in range(kills):
         if number % NEW_FOLDER_EVERY == 0:
             folder, synced, gone = root / f"t{number}", [], set()
-        for kind, *facts in messages_of_a_life(folder, seed * 1_000_003 + number):
+        for kind, *facts in messages_of_a_life(
+            partial(live, folder, chance=random.Random(seed * 1_000_003 + number))
+        ):
             if kind == "synced":
                 synced = [(each[0], each[1]) for each in facts[0]]  # type: ignore[attr-defined]
             elif kind == "storing":
@@ -169,4 +216,7 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    if sys.argv[2] == "learn":
+        print(json.dumps(kill_while_learning(Path(sys.argv[1]))))
+    else:
+        print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -115,13 +115,14 @@ def test_a_secret_that_is_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
         read_secret("--fleet-secret", str(tmp_path / "secret"))
 
 
-def test_a_refused_size_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has space"):
-        DiskTier(settings(tmp_path / "a", disk_bytes=2**50, record_bytes=2**30), [SECRET])
+def test_a_refused_size_leaves_no_file_and_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    given = 2**50 + 1  # no whole records
+    with pytest.raises(ConfigError, match=rf"^disk_bytes={given} .* has space"):
+        DiskTier(settings(tmp_path / "a", disk_bytes=given, record_bytes=2**30), [SECRET])
     files = FaultyFiles()
     files.before = failing("allocate", errno.ENOSPC)
-    with pytest.raises(ConfigError, match="has space"):
-        DiskTier(settings(tmp_path / "b"), [SECRET], files=files)
+    with pytest.raises(ConfigError, match=r"^disk_bytes=81920 .* has space"):
+        DiskTier(settings(tmp_path / "b", disk_bytes=81_920), [SECRET], files=files)
     assert not list(tmp_path.glob("*/slab*"))
 
 

@@ -48,6 +48,18 @@ def test_sigkill_at_every_step_gives_no_wrong_kv_and_loses_nothing_synced(tmp_pa
     assert result["kept"] > KILLS, "most records that were synced were there to be checked"
 
 
+@pytest.mark.timeout(3600)
+def test_sigkill_at_every_step_of_learning_a_purge_of_the_fleet(tmp_path: Path) -> None:
+    """Either the next opening doesn't know the purge, and learns it again, or nothing older is there."""
+    command = [sys.executable, "-m", "tests.tiers.crash_driver", str(tmp_path), "learn"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout)
+    assert result["found_in_spite_of_2"] == result["found_after_all"] == result["others_lost"] == 0, result
+    assert result["knows_1"] > 3 and result["knows_2"] > 3, result
+    assert result["kills_by_call"].keys() >= set(DAMAGING.split()), result
+
+
 class World:
     """A tier on files that lose unsynced writes, and what has to be found after a power failure."""
 

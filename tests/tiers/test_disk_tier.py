@@ -371,7 +371,7 @@ def test_another_size_makes_a_new_slab_and_keeps_generations(tmp_path: Path) -> 
         assert store(tier, ACME, prompt(1))
         assert tier.purge("acme") == 1 and store(tier, ACME, prompt(1))
     with tier_in(tmp_path / "t", record_bytes=RECORD_BYTES + 1) as tier:
-        assert not right_or_missing(tier, ACME, prompt(1)) and tier._folder.generation("acme") == 1
+        assert not right_or_missing(tier, ACME, prompt(1)) and tier._folder.generation("acme") > 0
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
 
 

@@ -198,7 +198,7 @@ def test_after_a_purge_nothing_is_found_also_after_a_restart(tmp_path: Path) -> 
         assert all(right_or_missing(tier, GLOBEX, prompt(number)) for number in range(3))
         assert len(tier) == 3
     with tier_in(tmp_path / "t") as tier:
-        assert load(tier, ACME, prompt(1)) is None and tier._folder.generation("acme") == 1
+        assert load(tier, ACME, prompt(1)) is None and tier._folder.generation("acme") > 0
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
 
 
@@ -235,6 +235,96 @@ def test_an_older_folder_put_back_is_detected_with_the_generations_of_the_fleet(
         assert not store(tier, ACME, prompt(2))
         assert tier.apply_generations({"acme": 7, "globex": 0}) == 1 and tier.state == "open"
         assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
+
+
+def test_the_next_opening_knows_the_fleets_generation_that_was_learned_last(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        assert tier.generation("acme") == 0
+        tier.learn_generation("acme", 7)
+        tier.learn_generation("globex", 2**63 + 5)
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+    shutil.copytree(folder, tmp_path / "old")
+    with tier_in(folder) as tier:
+        assert (tier.generation("acme"), tier.generation("globex")) == (7, 2**63 + 5)
+        tier.learn_generation("acme", 8)
+        tier.purge("acme")
+    with tier_in(folder) as tier:
+        assert tier.generation("acme") == 8, "a purge that isn't the fleet's changes nothing of it"
+    shutil.rmtree(folder)
+    (tmp_path / "old").rename(folder)
+    with tier_in(folder) as tier:
+        assert tier.generation("acme") == 7, "an older folder knows an older one"
+
+
+@pytest.mark.parametrize(
+    "change", ["flip", "cut", "too large", "other tenant's", "other folder's", "removed"]
+)
+def test_a_wrong_file_of_generations_says_nothing_of_the_fleets(tmp_path: Path, change: str) -> None:
+    folder = tmp_path / "t"
+    for each in (folder, tmp_path / "other"):
+        with tier_in(each) as tier:
+            tier.learn_generation("acme", 7)
+            tier.learn_generation("globex", 7)
+            mine, others = (tier._folder.tag(tenant) for tenant in ("acme", "globex"))
+            if each == folder:
+                file, theirs = folder / "generations" / mine, folder / "generations" / others
+    foreign = tmp_path / "other" / "generations" / mine
+    if change == "removed":
+        file.unlink()
+    else:
+        content = {
+            "flip": flipped(file),
+            "cut": file.read_bytes()[:-1],
+            "too large": file.read_bytes() * 100,
+            "other tenant's": theirs.read_bytes(),
+            "other folder's": foreign.read_bytes(),
+        }
+        file.write_bytes(content[change])
+    with tier_in(folder) as tier:
+        assert (tier.generation("acme"), tier.generation("globex")) == (0, 7)
+        tier.purge("acme")
+        tier.learn_generation("acme", 7)
+        assert tier.generation("acme") == 7 and store(tier, ACME, prompt(1))
+
+
+def test_a_purge_that_fails_makes_the_fleets_generation_unknown(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with tier_in(tmp_path / "t", files=files) as tier:
+        tier.learn_generation("acme", 7)
+        assert store(tier, ACME, prompt(1))
+        files.before = failing("write")
+        with pytest.raises(OSError, match="Input/output"):
+            tier.learn_generation("acme", 8)
+        assert tier.generation("acme") == 0
+        files.before = lambda call: None
+        tier.learn_generation("acme", 8)
+        assert tier.generation("acme") == 8
+
+
+@pytest.mark.parametrize("change", ["removed", "flip"])
+def test_a_key_of_the_past_stays_useless_if_the_generations_were_damaged_meanwhile(
+    tmp_path: Path, change: str
+) -> None:
+    """Key and slab of long ago are put back when the folder has counted anew."""
+    folder = tmp_path / "t"
+    with tier_in(folder) as tier:
+        tier.purge("acme")
+        assert store(tier, ACME, prompt(0)) and tier.purge("acme") == 1, "now there is a file"
+        assert store(tier, ACME, prompt(1))
+    shutil.copytree(folder / KEYS, tmp_path / "keys")
+    shutil.copy(folder / "slab", tmp_path / "slab")
+    with tier_in(folder) as tier:
+        tier.learn_generation("acme", 7)
+    (file,) = (folder / "generations").iterdir()
+    file.unlink() if change == "removed" else file.write_bytes(flipped(file))
+    with tier_in(folder) as tier:
+        tier.learn_generation("acme", 7)
+        assert store(tier, ACME, prompt(2))
+    shutil.copytree(tmp_path / "keys", folder / KEYS, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "slab", folder / "slab")
+    with tier_in(folder) as tier:
+        assert load(tier, ACME, prompt(1)) is None and tier.generation("acme") == 7
 
 
 def test_a_local_purge_does_not_hide_a_later_one_of_the_fleet(tmp_path: Path) -> None:
@@ -415,7 +505,7 @@ def test_a_purge_that_hangs_is_finished_by_the_next_opening(tmp_path: Path, call
         purging.join()
     with tier_in(tmp_path / "killed") as tier:
         assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
-        assert tier._folder.generation("acme") == 1
+        assert tier._folder.generation("acme") > 0
         assert len(list((tmp_path / "killed" / KEYS).iterdir())) == 1
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
 

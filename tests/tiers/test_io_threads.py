@@ -92,6 +92,18 @@ def test_what_nobody_waits_for_costs_no_bandwidth() -> None:
     assert threads.close(WAIT_S)
 
 
+def test_stores_that_hang_leave_the_queue_of_loads_alone() -> None:
+    threads, gate = IOThreads(2, 4096, max_queued=8, most_stores=1), threading.Event()
+    hung = threads.submit(lambda job, memory: gate.wait(WAIT_S), is_load=False)
+    stores = [threads.submit(lambda job, memory: True, is_load=False) for _ in range(20)]
+    load = threads.submit(lambda job, memory: True, is_load=True)
+    assert load is not None and load.wait(WAIT_S)
+    assert stores.count(None) >= 11, "one may have begun"
+    gate.set()
+    assert hung is not None and hung.wait(WAIT_S)
+    assert threads.close(WAIT_S) and all(each.wait(0) for each in stores if each is not None)
+
+
 def test_a_rest_that_ends_between_two_looks() -> None:
     """Another thread asks at the moment at which the rest ends."""
     clock = ManualClock()

@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.tiers import disk_tier
 from radixkv.tiers.disk_tier import DiskTier
-from radixkv.tiers.folder import TierFolder
+from radixkv.tiers.folder import Generations, TierFolder
 from radixkv.tiers.private_folder import PrivateFolder
 from radixkv.tiers.slab import Header
 from radixkv.tiers.slots import SlotTable
@@ -107,7 +107,7 @@ def test_a_store_visible_before_it_is_sealed(tmp_path: Path, monkeypatch: pytest
 
 def test_a_generation_forgotten_at_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation that isn't read is harmless, because the key is gone, or marked. With the key, records come back."""
-    monkeypatch.setattr(TierFolder, "_read_generations", lambda *_: (0, 0))
+    monkeypatch.setattr(TierFolder, "_read_generations", lambda *_: Generations())
     check_purge(tmp_path / "good")
     monkeypatch.setattr(PrivateFolder, "destroy", lambda *_: None)
     check_purge(tmp_path / "marked")

@@ -6,10 +6,11 @@ disk has the table of slots and the write budget of the disk tier. One record is
     request    what the device has; then, block by block in a row, what the host or the disk has
     commit     the host knows the blocks, and copies them while it has free slots
     eviction   a block that leaves the device is copied to the host, unless its copy is still there
-    disk       stores what the host copies; once it is full, what leaves the host
+    disk       stores what the host copies; once it is full, what leaves the host, as far as ``leaving_slots`` lets it
     budget     with one, the disk stores what ``radixkv.tiers.write_budget`` chooses when the host copies it
 
-Without a host, the disk stores what leaves the device. Loads and copies take no time here.
+Without a host, the disk stores what leaves the device. Loads and copies take no time here; a full disk stores what left
+the host for one request when the next one begins.
 
 A request for which the device has no room begins when enough others have ended: here these end early. So only a prompt
 that is larger than the device is refused.
@@ -26,8 +27,8 @@ from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
 from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
-from radixkv.engines.disk_stores import LEAVING_PART
 from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
+from radixkv.engines.leaving_slots import LeavingSlots
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
@@ -157,9 +158,10 @@ class _TieredReplay(Replay):
         evictions = _Evictions()
         super().__init__(trace, resolve("policy", policy), capacity, seed, journal=evictions)
         evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
+        self._leaving, self._leaving_slots = NO_ENTRIES, LeavingSlots(host_blocks)
+        """Slots that left the host for the present request; how many may."""
         if self.host is not None:
-            reserve = host_blocks // LEAVING_PART
-            self.host.watch(self._leave_host, lambda tenant: reserve if disk.stores_later else 0)
+            self.host.watch(self._leave_host, self._reserve_for)
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
         self.host_writes = 0
@@ -175,6 +177,7 @@ class _TieredReplay(Replay):
     def about_to_open(self, number: int, namespace: Namespace, key: bytes) -> None:
         """Count what the tiers have behind what the device has, before the request evicts anything."""
         self._make_way(len(key) // TOKEN_BYTES)
+        self._end_leaving()
         self.disk.now = self._clock.now
         resident = self.cache.match(namespace, key).num_tokens
         reach = resident if self.host is None else self.host.reach(namespace, key, resident)
@@ -251,9 +254,25 @@ class _TieredReplay(Replay):
         for start, stop in ranges:
             self.disk.saved(namespace.tenant, _blocks(key, first + start, first + stop))
 
+    def _reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
+        self._leaving_slots.given(num_blocks, num_slots)
+        return self._leaving_slots.reserve if self.disk.stores_later else 0
+
     def _leave_host(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
-        if self.disk.stores_later:
+        """A full disk stores what leaves the host. The slots stay in use until ``_end_leaving``."""
+        if self.disk.stores_later and self.host is not None:
+            slots = slots[: self._leaving_slots.room]
+            self.host.use(slots)
+            self._leaving_slots.add(len(slots))
+            self._leaving = np.append(self._leaving, slots)
             self.disk.saved(namespace.tenant, _blocks(key, first, first + len(slots)))
+
+    def _end_leaving(self) -> None:
+        """The disk has stored what left the host."""
+        if self.host is not None:
+            self.host.unuse(self._leaving)
+            self._leaving_slots.add(-len(self._leaving))
+            self._leaving = NO_ENTRIES
 
 
 def _host(num_blocks: int, capacity: int, policy: str, clock: Clock) -> HostIndex | None:

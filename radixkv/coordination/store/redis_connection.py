@@ -104,6 +104,10 @@ def unavailable(error: Exception) -> StoreUnavailable:
     return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
 
+class _Malformed(ValueError):
+    """What is wrong with a URL, in words that quote nothing of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """The servers' addresses, from a URL. ``options`` go to every connection, TLS and credentials among them."""
@@ -115,43 +119,45 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Parse a URL. Raises ConfigError, without the password."""
+        """Parse a URL. Raises ConfigError, without the password, and without the options: one may be a misspelt one."""
         if not isinstance(url, str):
-            raise ConfigError("redis", url, _FORMS)
+            raise ConfigError("redis", type(url).__name__, _FORMS)
         try:
             return cls._parse(url)
-        except (ValueError, TypeError) as error:
-            raise ConfigError("redis", without_password(url), f"{_FORMS} ({error})") from None
+        except _Malformed as error:
+            allowed = f"{_FORMS} ({error})"
+        except (ValueError, TypeError):  # their texts quote the URL
+            allowed = _FORMS
+        raise ConfigError("redis", without_password(url.partition("?")[0]), allowed)
 
     @classmethod
     def _parse(cls, url: str) -> Address:
         found = _URL.fullmatch(url)
         if found is None:
-            raise ValueError("not a URL of these forms")
+            raise _Malformed("not a URL of these forms")
         scheme, user, hosts, path, query = (part or "" for part in found.groups())
         plain, _, kind = scheme.partition("+")
         names = [name for name in hosts.split(",") if name]
         is_socket = plain == "unix"
         if not is_socket and re.search("[/?#]", user):
-            raise ValueError("special characters before the @ have to be percent-encoded")
+            raise _Malformed("special characters before the @ have to be percent-encoded")
         user = f"{user}@" if user else ""
         path = path.strip("/")
         service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
         if not is_socket and not re.fullmatch("[0-9]*", database):
-            raise ValueError(f"{database!r} is not the number of a database")
+            raise _Malformed("the database isn't a number")
         shown = url if is_socket else f"{plain}://{user}{names[0] if names else ''}/{database}{query}"
         options = dict(_parse_url(shown))
-        unknown = sorted(options.keys() - _OPTIONS)
-        if unknown:
-            raise ValueError(f"there is no option {unknown[0]}")
+        if options.keys() - _OPTIONS:
+            raise _Malformed("it has an unknown option")
         if is_socket:
             return cls("single", (), "", options)
         if kind == "sentinel" and not service:
-            raise ValueError("the service's name is missing")
+            raise _Malformed("the service's name is missing")
         default = 26379 if kind == "sentinel" else 6379
         listed = tuple(_host(f"{plain}://{name}", default) for name in names or ["localhost"])
         if len(listed) > 1 and not kind:
-            raise ValueError("several hosts")
+            raise _Malformed("several hosts")
         options.pop("host", None)
         options.pop("port", None)
         if options.pop("connection_class", None) is SSLConnection:
@@ -161,7 +167,7 @@ class Address:
 
 def _host(url: str, default_port: int) -> tuple[str, int]:
     if urlsplit(url).port == 0:
-        raise ValueError("there is no port 0")
+        raise _Malformed("there is no port 0")
     options = _parse_url(url)
     return options.get("host", "localhost"), int(options.get("port", default_port))
 

@@ -442,6 +442,14 @@ class Raised(NamedTuple):
         """The purge that it belongs to: the same if a lost raise was written again."""
         return self.token[:_PURGE_DIGITS]
 
+    @property
+    def number(self) -> int:
+        """A number of the purge, below 2**64: no other purge has it, also if the store gives its generation again.
+
+        Greater than those of all purges that its raiser knew. 0: never raised.
+        """
+        return int(self.purge or "0", 16)
+
     def relation(self, known: Raised) -> Relation:
         """Return the relation of this raise to ``known``, the last one applied; both are proven.
 

@@ -123,8 +123,8 @@ class Hints(RequestBody):
 
     labels: Labels = Field(
         default_factory=dict,
-        description="facts by name. Policies use type (default: completion), session, turn, session_over and "
-        "tool_pending, and ignore others",
+        description="facts by name. Policies use type (default: completion), session, turn, session_over, "
+        "tool_pending and expected_gap_s (seconds until the session's next request), and ignore others",
     )
     priority: int | None = Field(
         default=None, ge=0, le=100, description="for all its blocks: 0 is evicted first"

@@ -23,11 +23,23 @@ def trace_of(prompts: list[list[int]]) -> Trace:
 
 
 def test_what_leaves_a_tier_goes_to_the_one_below_and_comes_back() -> None:
-    prompts = [[1, 2], [3, 4], [5, 6], [1, 2], [5, 6]]
-    found = replay_tiers(trace_of(prompts), "lru", 2, 2, 2)
-    assert found.device_hits.tolist() == [0] * 5
-    assert found.disk_hits.tolist() == [0, 0, 0, 2, 0]
-    assert found.host_hits.tolist() == [0, 0, 0, 0, 2]
+    """The device has the last prompt, the host 7 before it and two free slots, and the disk 8 before these."""
+    numbers = [*range(40), 24, 35, 20]
+    found = replay_tiers(trace_of([[2 * each, 2 * each + 1] for each in numbers]), "lru", 2, 16, 16)
+    assert found.device_hits.tolist() == [0] * 43
+    assert found.disk_hits.tolist() == [0] * 40 + [2, 0, 0]
+    assert found.host_hits.tolist() == [0] * 40 + [0, 2, 0]
+
+
+def test_a_full_disk_gets_what_the_host_can_keep_for_it() -> None:
+    """A prompt of a 16th of the host leaves whole, after the first; of one of a half, an eighth of the host leaves."""
+    for size, kept in ((10, 10), (80, 20)):
+        starts = [size * each for each in range(2_000 // size)]
+        prompts = [list(range(start, start + size)) for start in starts]
+        half = len(prompts) // 2
+        whole = replay_tiers(trace_of(prompts), "lru", size, 160, 160)
+        first = replay_tiers(trace_of(prompts[:half]), "lru", size, 160, 160)
+        assert whole.disk_writes - first.disk_writes == kept * (len(prompts) - half)
 
 
 def test_a_copy_that_stays_below_is_not_written_again() -> None:
@@ -78,8 +90,15 @@ class Model:
         """The blocks that the host knows, and whether it has them."""
         self.spare: dict[int, None] = {}
         self.disk: OrderedDict[int, None] = OrderedDict()
+        self.leaving = 0
+        """Slots of the host that are in use until the next request begins."""
+
+    @property
+    def free(self) -> int:
+        return self.sizes[1] - sum(self.entries.values()) - self.leaving
 
     def ask(self, block: int) -> bool:
+        self.leaving = 0
         is_loaded = block not in self.device and self.entries.get(block, False)
         if is_loaded:
             self.entries.move_to_end(block)
@@ -97,7 +116,7 @@ class Model:
             self.entries.move_to_end(block)
         else:
             self.know(block)
-            if sum(self.entries.values()) < self.sizes[1]:
+            if self.free:
                 self.entries[block], self.spare[block] = True, None
                 self.copied(block)
         return is_hit
@@ -110,19 +129,26 @@ class Model:
             self.entries.move_to_end(block)
             self.make_room(block)
             self.entries[block] = True
+            self.make_reserve(block)
             self.copied(block)
 
     def make_room(self, block: int) -> None:
-        if sum(self.entries.values()) == self.sizes[1] and self.spare:
+        if not self.free and self.spare:
             oldest = next(iter(self.spare))
             del self.spare[oldest]
             self.entries[oldest] = False
         step = 1
-        while sum(self.entries.values()) == self.sizes[1]:
+        while not self.free:
             for _ in range(step):
                 if len(self.entries) > 1:
                     self.drop(self.oldest(block))
             step *= 2
+
+    def make_reserve(self, block: int) -> None:
+        """A host of 8 has one slot free or leaving, and smaller ones have none."""
+        wanted = self.sizes[1] // 8 if self.is_later else 0
+        if wanted > self.free + len(self.spare) + self.leaving and len(self.entries) > 1:
+            self.drop(self.oldest(block))
 
     def oldest(self, block: int) -> int:
         return next(each for each in self.entries if each != block)
@@ -135,8 +161,9 @@ class Model:
 
     def drop(self, block: int) -> None:
         self.spare.pop(block, None)
-        if self.entries.pop(block) and self.is_later:
+        if self.entries.pop(block) and self.is_later and not self.leaving:
             self.store(block)
+            self.leaving = 1
 
     @property
     def is_later(self) -> bool:
