@@ -228,7 +228,7 @@ class DiskDebts:
             self._pay_if_due()
 
     def begin_to_retry(self) -> None:
-        """Call ``retry`` by time too, in a thread, until ``close``: an engine without requests makes no steps."""
+        """Retry, and sync, by time too, in a thread, until ``close``: an engine without requests makes no steps."""
         self._retries.start()
 
     def follows(self, store_id: str) -> bool:
@@ -271,6 +271,7 @@ class DiskDebts:
     def _retry_by_time(self) -> None:
         while not self._is_over.wait(PAY_AGAIN_S):
             self.retry()
+            self._tier.maintain()
 
     def _met(self, store_id: str) -> bool:
         try:

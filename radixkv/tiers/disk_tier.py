@@ -560,7 +560,7 @@ class DiskTier:
     def maintain(self) -> None:
         """Sync in a thread if ``sync_s`` seconds have passed and something was sealed; after a failed one, ``retry_s``.
 
-        Doesn't wait. Call it often.
+        Doesn't wait. Call it often, by any thread.
         """
         now = self._clock()
         is_due = now - self._synced_at >= self.settings.sync_s and now >= self._syncs_at

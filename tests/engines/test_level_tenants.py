@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: 
         files.before = lambda call: None
         assert eventually(lambda: not engine.disk.debts.is_resetting)
         assert engine.records("acme") == 0
+
+
+def test_an_idle_engine_s_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    files, synced = FaultyFiles(), threading.Event()
+    with controlled(tmp_path, files) as (engine, _):
+        engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+        files.before = lambda call: synced.set() if call == "sync" else None
+        engine.disk.tier._synced_at = -inf
+        assert not synced.wait(0.2), "nobody makes a step"
+        engine.disk.debts.begin_to_retry()
+        assert synced.wait(WAIT_S)
 
 
 def test_stats_show_what_the_tiers_have(both: tuple[ControlledEngine, ControlClient]) -> None:
