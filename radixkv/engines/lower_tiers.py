@@ -409,11 +409,15 @@ class LowerTiers:
 
     def purge(self, tenant: str) -> int:
         """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
-        return self.level.cache.purge(tenant)
+        num_blocks = self.level.cache.purge(tenant)
+        self._has_work.set()  # slots to zero
+        return num_blocks
 
     def clear(self, namespace: Namespace) -> int:
         """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
-        return self.level.cache.clear(namespace)
+        num_blocks = self.level.cache.clear(namespace)
+        self._has_work.set()
+        return num_blocks
 
     def require_disk(self) -> None:
         """Raise TierError if the disk was closed: it can't forget any more."""
@@ -670,7 +674,7 @@ class LowerTiers:
     # --- the engine
 
     def start(self) -> None:
-        """Begin a thread that evicts ahead, and looks after a disk, also while no request runs.
+        """Begin a thread that evicts ahead, zeroes slots after purges, and looks after a disk, also without requests.
 
         With a disk it runs until ``close``. Without one it also ends when nobody has the tiers any more.
         """
@@ -967,7 +971,7 @@ class LowerTiers:
 
 
 def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:
-    """Evict ahead when there is work, as long as the tiers are there and aren't closed."""
+    """Evict ahead and zero slots when there is work, as long as the tiers are there and aren't closed."""
     while not stop.wait(_BUSY_TICK_S):
         has_work.wait()
         has_work.clear()

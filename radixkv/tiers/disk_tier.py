@@ -394,8 +394,8 @@ class DiskTier:
         ``since``: the tenant's ``num_purges`` when its KV was taken; None for now. After a purge since then nothing is
         stored.
 
-        The job's result says whether the record is sealed. Returns None if the tier is not open or too busy. Raises
-        ArgumentError for a segment outside of ``key``, or a payload that doesn't fit.
+        The job's result says whether the record is sealed, or another job is about to seal it. Returns None if the tier
+        is not open or too busy. Raises ArgumentError for a segment outside of ``key``, or a payload that doesn't fit.
         """
         _, stop = self._range(key, segment)
         source = payload.cast("B") if payload.format != "B" or payload.ndim != 1 else payload
@@ -683,6 +683,8 @@ class DiskTier:
             if (there := self._table.find(locator)) is not None:
                 self._table.touch(there)
                 return True
+            if self._table.is_filling(locator):
+                return True  # the other job counts if it fails
             before = len(self._table)
             slot = self._table.take(locator, self._owner_of(namespace.tenant))
             self._counts["evicted"] += before - len(self._table)

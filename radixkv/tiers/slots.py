@@ -165,6 +165,10 @@ class SlotTable:
         """Return the sealed slot of a record, or None. O(1)."""
         return self._slots.get(locator)
 
+    def is_filling(self, locator: bytes) -> bool:
+        """Whether a slot is being filled with a record. O(1)."""
+        return locator in self._filling
+
     def touch(self, slot: int) -> None:
         """Count a sealed record as just used. O(1)."""
         entry = self._entries[slot]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.config import Scrub
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index import engine_blocks
@@ -176,6 +177,22 @@ def test_slots_that_change_tenant_are_zeroed_first() -> None:
     owner.evicted(prompt_of(1), OTHER)
     assert sorted(zeroed) == list(range(10))
     index.check()
+    owner.check()
+
+
+@pytest.mark.parametrize("forget", ["purge", "clear"])
+@pytest.mark.parametrize("scrub", ["always", "cross-tenant"])
+def test_slots_that_must_not_keep_bytes_are_zeroed_without_a_request(scrub: Scrub, forget: str) -> None:
+    """With ``scrub="always"``, and of a strict tenant. A thread does it: a purge waits for no copy."""
+    owner = Owner(num_blocks=64, host_blocks=64, scrub=scrub)
+    if scrub == "cross-tenant":
+        owner.cache.add_tenant(Tenant(NS.tenant, guaranteed_blocks=32, mode="strict"))
+    owner.evicted(prompt_of(1))
+    rows = owner.below.memory._rows
+    assert rows.any()
+    owner.cache.purge(NS.tenant) if forget == "purge" else owner.cache.clear(NS)
+    assert eventually(lambda: not rows.any())
+    owner.below.level.index.check()
     owner.check()
 
 

@@ -261,6 +261,19 @@ def test_misses_and_stores_that_failed_are_counted_by_reason(tmp_path: Path) -> 
     assert counted(tier, {"absent": 1, "read_errors": 1, "write_errors": 1, "stale": 1, "closed": 3})
 
 
+def test_a_record_that_is_being_stored_already_is_not_lost(tmp_path: Path) -> None:
+    hang = Hang("write")
+    with tier_in(tmp_path / "t", files=FaultyFiles(hang)) as tier:
+        assert store(tier, ACME, prompt(1))
+        hang.is_armed = True
+        first = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
+        assert first is not None and first.wait_for_memory(WAIT_S)  # it has its slot
+        assert store(tier, ACME, prompt(2)) and not first.is_done
+        hang.end()
+        assert first.wait(WAIT_S) and right_or_missing(tier, ACME, prompt(2))
+        assert tier.unstored() == dict.fromkeys(UNSTORED, 0) and counted(tier, {"stored": 2})
+
+
 def test_operations_of_the_disk_are_timed(tmp_path: Path) -> None:
     """One that fails too. What makes no system call isn't one."""
     clock, slow = ManualClock(), {"read": 0.02, "write": 2.0, "sync": 0.3}
