@@ -362,21 +362,26 @@ def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: P
 
 
 class Refusing:
-    """``DiskTier.purge_tag`` of a disk that fails, until ``undo``."""
+    """A method of a disk that fails, until ``is_over``."""
 
-    def __init__(self) -> None:
-        self._works, self._is_undone = DiskTier.purge_tag, False
+    def __init__(self, works: Callable[[DiskTier, str], object], is_over: threading.Event) -> None:
+        self._works, self._is_over = works, is_over
 
-    def undo(self) -> None:
-        self._is_undone = True
-
-    def __get__(self, tier: DiskTier, owner: type) -> Callable[[str], int]:
-        def purge_tag(tag: str) -> int:
-            if not self._is_undone:
+    def __get__(self, tier: DiskTier, owner: type) -> Callable[[str], object]:
+        def purge(of: str) -> object:
+            if not self._is_over.is_set():
                 raise TierError("the disk fails")
-            return self._works(tier, tag)
+            return self._works(tier, of)
 
-        return purge_tag
+        return purge
+
+
+def refused_purges(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no disk purge anybody, by name or tag, until the event is set."""
+    is_over = threading.Event()
+    for method in (DiskTier.purge, DiskTier.purge_tag):
+        monkeypatch.setattr(DiskTier, method.__name__, Refusing(method, is_over))
+    return is_over
 
 
 def write_keys(path: Path, *tenants: str) -> dict[str, str]:
@@ -417,7 +422,7 @@ def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_the
         ask(live.acme), ask(live.globex)
         eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
     keys = write_keys(tmp_path / "keys.json", "globex")
-    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    is_well = refused_purges(monkeypatch)
     message = "1 tenants that were removed before the start"
     with pytest.raises(TierError, match=message), with_files({**options, **keys}, files) as live:
         assert metric(live.operator, "owed_purges", "disk") == 1
@@ -426,7 +431,7 @@ def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_the
     write_keys(tmp_path / "keys.json", "globex")
     with with_files({**options, **keys}, files) as live:
         assert metric(live.operator, "owed_purges", "disk") == 1
-        raising.undo()
+        is_well.set()
         eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
         assert ask_as_new_tenant(live, "acme") == 0
 
@@ -443,7 +448,7 @@ def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_
         ask(b.acme)
         eventually(lambda: metric(b.operator, "resident_blocks", "disk") > 0)
     keys = write_keys(tmp_path / "other.json", "globex")
-    monkeypatch.setattr("radixkv.engines.disk_debts.DiskTier.purge_tag", raising := Refusing())
+    is_well = refused_purges(monkeypatch)
     with (
         service_in_thread(**fleet, **secret, **both, replica="a") as a,
         service_in_thread(**options, **fleet, **keys, replica="b") as b,
@@ -452,7 +457,7 @@ def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_
         assert a.operator.post("/v1/tenants/acme/purge").json()["pending"] == ["b"]
         b.service.fleet.coordinator.beat()
         assert a.operator.get("/v1/tenants/acme/purge").json()["pending"] == ["b"]
-        raising.undo()
+        is_well.set()
         eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"])
         assert metric(b.operator, "resident_blocks", "disk") == 0
 
