@@ -26,6 +26,7 @@ from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_loading_from_disk import DiskOwner, eventually, folder, held_reads, on_disk
 from tests.engines.test_second_level import Engine, ids_of
 from tests.tiers.support import FaultyFiles
+from tests.tiers.support import usual_patience as usual_patience
 
 __all__ = ["folder"]
 
@@ -48,7 +49,7 @@ def others_load(owner: DiskOwner) -> int:
 
 
 def test_a_load_that_nobody_polls_gives_its_memory_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, usual_patience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_loading, "IDLE_S", 0.2)
     with on_disk(folder) as owner:
@@ -247,7 +248,7 @@ def test_memory_that_a_job_never_took_is_the_callers() -> None:
 # --- patience
 
 
-def test_a_few_slow_computations_dont_lengthen_patience(folder: Path) -> None:
+def test_a_few_slow_computations_dont_lengthen_patience(folder: Path, usual_patience: None) -> None:
     with on_disk(folder) as owner:
         disk = owner.disk
         for _ in range(NUM_SAMPLES):
@@ -261,7 +262,7 @@ def test_a_few_slow_computations_dont_lengthen_patience(folder: Path) -> None:
         assert disk.shared.patience.patience_s(1_500) == pytest.approx(before)
 
 
-def test_patience_is_bounded(folder: Path) -> None:
+def test_patience_is_bounded(folder: Path, usual_patience: None) -> None:
     with on_disk(folder) as owner:
         for _ in range(10 * NUM_SAMPLES):
             owner.disk.shared.patience.computed_in(1.5, 16)

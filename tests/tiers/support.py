@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from radixkv.config import Namespace
+from radixkv.engines import disk_debts, disk_patience, disk_stores
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import Files
 from radixkv.tiers.record_identity import fingerprint_of
@@ -28,6 +29,13 @@ WAIT_S = 30.0
 ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 """How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
 
+WAITS: dict[str, float] = {
+    "disk_debts.LEARNING_S": disk_debts.LEARNING_S,
+    "disk_patience.LEAST_WAIT_S": disk_patience.LEAST_WAIT_S,
+    "disk_stores.STORE_S": disk_stores.STORE_S,
+}
+"""How long is waited for a disk, as users have it."""
+
 ACME = Namespace("acme", "model", salt="s")
 GLOBEX = Namespace("globex", "model", salt="s")
 
@@ -36,9 +44,16 @@ GLOBEX = Namespace("globex", "model", salt="s")
 def patient_disks() -> Iterator[None]:
     """Requests and evictions wait for disks a minute: a busy machine can need seconds for what takes a millisecond."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("disk_debts.LEARNING_S", "disk_patience.LEAST_WAIT_S", "disk_stores.STORE_S"):
+        for name in WAITS:
             patch.setattr(f"radixkv.engines.{name}", 60.0)
         yield
+
+
+@pytest.fixture
+def usual_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of how long is waited, wherever ``patient_disks`` may be in effect."""
+    for name, usual in WAITS.items():
+        monkeypatch.setattr(f"radixkv.engines.{name}", usual)
 
 
 @pytest.fixture(autouse=True)
