@@ -244,6 +244,11 @@ class DiskLevel:
     # --- steps
 
     @property
+    def is_storing(self) -> bool:
+        """Whether blocks are being stored. O(lanes)."""
+        return any(lane.stores.num_running for lane in self.lanes)
+
+    @property
     def num_running(self) -> int:
         """Promotions, stores, and steps that fill slots, which haven't ended."""
         return sum(

@@ -893,6 +893,8 @@ class LowerTiers:
         self.level.loads_ended(self.memory.take_loaded())
         self.level.work_done()
         self._take_counts()
+        if self.disk is not None and self.disk.is_storing:
+            self._has_work.set()  # so that the next blocks follow soon
         return report
 
     def _take_counts(self) -> None:

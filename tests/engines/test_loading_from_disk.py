@@ -16,6 +16,7 @@ import pytest
 from radixkv import CacheConfig, PrefixCache
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.engines import lower_tiers
 from radixkv.engines.disk_level import DiskLevel
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.host_blocks import HostBlocks
@@ -142,6 +143,17 @@ def test_a_restart_finds_what_was_computed(folder: Path) -> None:
         counts = owner.cache.tier_counts()
         assert (counts["disk"]["hit_blocks"], counts["host"]["hit_blocks"]) == (10, 10)
         assert counts["disk"]["load_seconds"] > 0 and counts["host"]["load_seconds"] > 0
+
+
+def test_an_idle_engine_s_blocks_go_on_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are stored at once. The next ones follow, and don't wait until somebody looks again, in an hour here."""
+    with on_disk(tmp_path / "disk", host_blocks=16) as owner:
+        owner.ask(PROMPT[:5])
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 1)
+        monkeypatch.setattr(lower_tiers, "_TICK_S", 3_600.0)
+        time.sleep(0.3)  # until the thread sleeps for an hour
+        owner.ask(PROMPT)
+        assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 10)
 
 
 def test_a_miss_asks_no_more_than_the_first_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
