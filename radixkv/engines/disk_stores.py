@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -118,7 +119,8 @@ class DiskStores:
         num_blocks = (tier.partition(tenant) if tenant else 0) or tier.num_slots
         self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, num_blocks)
         self.budget_bytes = 0
-        """What the budget had left when it was last asked."""
+        """What the budget had left within the last second, or at the last step."""
+        self._told_at = -inf
         self._counts = {"disk_unstored_blocks": 0, "disk_unchosen_blocks": 0}
 
     def reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
@@ -194,6 +196,8 @@ class DiskStores:
         self._num_looks = self._num_look_bytes = 0
         self._end_stores()
         self._begin_stores()
+        if self._budget is not None and (now := self._clock()) - self._told_at >= 1.0:
+            self._told_at, self.budget_bytes = now, int(self._budget.left_bytes(now))
 
     def forget_waiting(self) -> None:
         """Store nothing of what waits."""
@@ -443,7 +447,7 @@ class DiskStores:
         num_begun = self._begin(on_disk, key, first, slots[:num_ready], since)
         if self._budget is not None and num_begun:
             self._budget.spend(tenant, num_begun * self._record_bytes, self._clock())
-            self.budget_bytes = int(self._budget.left_bytes())
+            self.budget_bytes = int(self._budget.left_bytes(self._clock()))
         left = saved._replace(first=first + num_begun)
         if num_begun == num_ready < len(slots):
             self._leave_unready(left)

@@ -74,7 +74,7 @@ _TIER_TEXTS = {
     "resident_blocks": ("Blocks in the tier", True),
     "open": ("1 if the tier serves all tenants, 0 also while it rests for some", True),
     "owed_purges": ("Tenants that were purged, and whose records the tier couldn't destroy yet", True),
-    "budget_bytes": ("What the write budget of the tier had left when it was last asked", True),
+    "budget_bytes": ("What the write budget of the tier has left", True),
     "hit_blocks": ("Blocks that came back from the tier instead of being computed", False),
     "read_bytes": ("Bytes read from the tier", False),
     "written_bytes": ("Bytes written to the tier", False),

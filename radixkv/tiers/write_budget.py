@@ -135,8 +135,9 @@ class WriteBudget:
         """Spend so many bytes a second from now on."""
         self.bytes_per_s, self._most = bytes_per_s, bytes_per_s * BURST_S
 
-    def left_bytes(self) -> float:
-        """Return the bytes that could be written now, by all tenants together."""
+    def left_bytes(self, now: float) -> float:
+        """Return the bytes that could be written now, by all tenants together. O(tenants)."""
+        self._fill(now)
         return max(self._common, 0.0) + sum(max(each.credit, 0.0) for each in self._tenants.values())
 
     def offered(

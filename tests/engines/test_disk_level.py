@@ -155,7 +155,11 @@ def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path)
     written = engine.disk.tier.counts()["stored"]
     assert written <= 4 * 240 + 4 * 60 + 16 and counts["disk_unchosen_blocks"] > 240 * 4
     assert computed[True][0] < 0.4 * computed[True][1], computed
-    assert 0 <= engine.disk.budget_bytes <= budget.left_bytes() + 1
+    assert 0 <= engine.disk.budget_bytes <= budget.left_bytes(engine.clock()) + 1
+    before = engine.disk.budget_bytes
+    engine.clock.advance(2.0)
+    engine.step(0)
+    assert engine.disk.budget_bytes == before + 2 * 4 * record_bytes, "it grows without a store too"
     engine.stop()
 
 

@@ -755,7 +755,7 @@ def test_what_the_disk_is_too_busy_for_goes_on_waiting(
     assert sum(each.num_blocks for each in stores._waiting) == 8
     if stores._budget is not None:
         income = stores._budget.bytes_per_s
-        assert stores._budget.left_bytes() == income - 2 * stores._record_bytes
+        assert stores._budget.left_bytes(engine.disk._clock()) == income - 2 * stores._record_bytes
     monkeypatch.setattr(engine.disk.tier, "store", store)
     engine.run()
     assert len(engine.disk.tier) == 10 and engine.disk.take_counts()["disk_unstored_blocks"] == 0

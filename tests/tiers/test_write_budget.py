@@ -156,9 +156,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_begins_with_a_second_and_saves_up_no_more_than_the_burst() -> None:
     budget = WriteBudget(100.0, 1_000)
     kind = kind_of(is_used=False, continues=False, num_blocks=1)
-    assert budget.offered("acme", kind, [], 1, 10, 5.0) and budget.left_bytes() == 100.0
+    assert budget.offered("acme", kind, [], 1, 10, 5.0) and budget.left_bytes(5.0) == 100.0
     assert budget.spend("acme", 110, 5.5) and not budget.spend("acme", 1, 5.5), "the last call may overdraw"
     assert not budget.offered("acme", kind, [], 1, 10, 5.5)
-    assert budget.offered("acme", kind, [], 1, 10, 7.0) and budget.left_bytes() == 190.0
+    assert budget.offered("acme", kind, [], 1, 10, 7.0) and budget.left_bytes(7.0) == 190.0
     budget.offered("acme", kind, [], 1, 10, 1e6)
-    assert 100.0 * BURST_S <= budget.left_bytes() <= 2 * 100.0 * BURST_S
+    assert 100.0 * BURST_S <= budget.left_bytes(1e6) <= 2 * 100.0 * BURST_S
