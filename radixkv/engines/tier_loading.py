@@ -33,7 +33,7 @@ from radixkv.config import Namespace
 from radixkv.engines.gate import Gate
 from radixkv.engines.record_reader import Flight, RecordReader, Where
 from radixkv.index.below import Target
-from radixkv.index.validation import require_between
+from radixkv.index.validation import require_between, require_seconds
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLane
@@ -135,7 +135,7 @@ class TierLoading:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """See ``Loading``."""
-        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        ends_at = None if timeout_s is None else time.monotonic() + require_seconds("timeout_s", timeout_s)
         while not self.poll() and (ends_at is None or time.monotonic() < ends_at):
             time.sleep(POLL_S)
         return self.is_done

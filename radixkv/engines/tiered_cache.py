@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engines.tier_settings import DiskOptions, Disks, disks_of, require_fingerprint
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ConfigError
 from radixkv.index.below import Below
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
-from radixkv.index.validation import require_namespace
+from radixkv.index.validation import require_namespace, require_seconds
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
@@ -100,8 +100,7 @@ class TieredCache(PrefixCache):
         Raises TokenError, ArgumentError. O(tokens) to read the ids. It waits neither for the disk nor for a request.
         """
         require_namespace(namespace)
-        if isinstance(in_s, bool) or not isinstance(in_s, (int, float)) or not in_s >= 0:
-            raise ArgumentError("in_s", in_s, "seconds ≥ 0")
+        in_s = require_seconds("in_s", in_s)
         key = encode(ids)
         if self._lower is not None:
             self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens, in_s)

@@ -128,7 +128,7 @@ class Loading(Protocol):
         """Take what has come, and commit what continues the committed tokens. Returns ``is_done``. Never waits."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Poll until nothing more comes, or for ``timeout_s`` seconds. Returns ``is_done``."""
+        """Poll until nothing more comes, or for ``timeout_s`` seconds. Returns ``is_done``. Raises ArgumentError."""
 
     def __await__(self) -> Generator[Any, Any, int]:
         """Wait without holding up the event loop. Returns ``num_loaded_tokens``."""

@@ -103,6 +103,13 @@ def require_between(argument: str, value: Any, low: int, high: int | None) -> in
     return number
 
 
+def require_seconds(argument: str, value: Any) -> float:
+    """Return a time of 0 seconds or more, as a float; infinity is one too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ArgumentError(argument, value, "seconds ≥ 0")
+    return float(value)
+
+
 def list_of(argument: str, values: Any) -> list[Any]:
     """Return a list of Python values, from any iterable or from an array or tensor with ``tolist``."""
     plain = values.tolist() if hasattr(values, "tolist") else values

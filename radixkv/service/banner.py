@@ -6,6 +6,7 @@ downloaded or copied. With the shipped tokenizer the prompt has about 1,500 toke
 
 from __future__ import annotations
 
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 from radixkv.service.core import Service
 from radixkv.service.options import ServeSettings
@@ -35,6 +36,7 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
     limits = service.engine.limits
     size, room = limits.block_size, limits.num_cache_tokens
     lines = [f"  cache    {limits.num_blocks} blocks of {size} tokens ({room} tokens), {settings.device}"]
+    lines += _tiers(service)
     if settings.model is None:
         lines.insert(0, "  model    random weights: its text is random, its cache and its timings are real")
     if settings.redis is None:
@@ -44,6 +46,15 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
         note = "" if health.is_ok else f": {health.reason or health.state}"
         lines.append(f"  replica  {settings.replica}, coordination {health.state}{note}")
     return lines
+
+
+def _tiers(service: Service) -> list[str]:
+    counts = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
+    sizes = (
+        f"{tier}: {each['resident_blocks']:.0f} of {each['capacity_blocks']:.0f} blocks"
+        for tier, each in counts.items()
+    )
+    return [f"  tiers    {', '.join(sizes)}"] if counts else []
 
 
 def _keys(settings: ServeSettings) -> list[str]:

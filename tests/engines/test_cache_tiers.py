@@ -208,6 +208,17 @@ def test_a_claim_of_nothing_is_refused(num_tokens: Any) -> None:
         loading_of(sequence).claim(num_tokens)
 
 
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), True, "a"])
+def test_a_wait_for_no_time_is_refused(timeout_s: Any) -> None:
+    owner = Owner()
+    owner.evicted(PROMPT)
+    with owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        with pytest.raises(ArgumentError, match="timeout_s"):
+            loading.wait(timeout_s)
+        assert loading.wait(float("inf")) and loading.num_loaded_tokens == 40
+
+
 def test_the_next_turn_finds_the_answer() -> None:
     owner = Owner()
     with owner.cache.open(NS, PROMPT) as sequence:

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, TierError
 from radixkv.index.cache import PrefixCache
+from radixkv.service.banner import banner
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.tiers.disk_tier import MISSED, DiskTier
@@ -158,6 +159,18 @@ def test_a_dtype_without_memory_for_it_is_refused() -> None:
         _, cached = ask(live.acme)
         evict_all(live)
         assert cached == 0 and ask(live.acme)[1] > 100, "nothing has changed"
+
+
+def test_the_banner_says_how_large_the_tiers_are_and_what_they_have(tmp_path: Path) -> None:
+    options = tier_options(tmp_path)
+    with service_in_thread(**options) as live:
+        ask(live.acme)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") == 26)
+    with service_in_thread(**options) as live:
+        shown = banner(ServeSettings.parse(options), live.service, live.url)
+    sizes = [int(size) for size in re.findall(r"of (\d+) blocks", shown)]
+    assert re.search(r"^  tiers    host: 0 of \d+ blocks, disk: 26 of \d+ blocks$", shown, re.M), shown
+    assert all(size > 26 for size in sizes)
 
 
 def test_without_tiers_nothing_is_said_of_them(live: Running) -> None:
