@@ -57,11 +57,7 @@ def run(
     Raises ConfigError for invalid settings or traces.
     """
     began = time.perf_counter()
-    _require_sizes(capacities, host_blocks, disk_blocks)
-    if disk_writes is not None and not (disk_blocks and 1 <= disk_writes <= 1e12):
-        raise ConfigError("--disk-writes", disk_writes, "at least 1 block an hour, with --disk")
-    if restart_s is not None and not disk_blocks:
-        raise ConfigError("--restart", restart_s, "with --disk")
+    _require(capacities, host_blocks, disk_blocks, disk_writes, restart_s)
     sizes = host_blocks, disk_blocks, seed
     writes_per_s = None if disk_writes is None else disk_writes / 3_600
     named = chosen(policies, policy_names())
@@ -93,13 +89,23 @@ def run(
     }
 
 
-def _require_sizes(capacities: Sequence[int], host_blocks: int, disk_blocks: int) -> None:
+def _require(
+    capacities: Sequence[int],
+    host_blocks: int,
+    disk_blocks: int,
+    disk_writes: float | None,
+    restart_s: float | None,
+) -> None:
     for option, size in (("--host", host_blocks), ("--disk", disk_blocks)):
         if not 0 <= size <= MOST_BLOCKS:
             raise ConfigError(option, size, f"0 to {MOST_BLOCKS:,} blocks")
     for capacity in capacities:
         if not 1 <= capacity < 2**31 - 1:
             raise ConfigError("--capacity", capacity, f"from 1 to {2**31 - 2} blocks")
+    if disk_writes is not None and not (disk_blocks and 1 <= disk_writes <= 1e12):
+        raise ConfigError("--disk-writes", disk_writes, "at least 1 block an hour, with --disk")
+    if restart_s is not None and not disk_blocks:
+        raise ConfigError("--restart", restart_s, "with --disk")
 
 
 class _After:

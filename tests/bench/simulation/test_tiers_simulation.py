@@ -116,6 +116,13 @@ def test_a_drain_keeps_to_the_write_budget() -> None:
     assert 0 < at_once[0] <= at_once[1] <= 0.5 * 400 + 64
 
 
+def test_after_a_restart_the_disk_evicts_what_was_written_first() -> None:
+    """It was used again before the restart. A full disk of three then gets a fourth."""
+    trace = trace_of([[1], [2], [3], [1], [4], [5], [2], [1]])
+    found = replay_tiers(trace, "lru", 1, 0, 3, restart=Restart(4.0, drains=False))
+    assert hits(found) == [0, 0, 0, 1, 0, 0, 1, 0]
+
+
 def test_requests_that_run_end_with_a_restart() -> None:
     """The first one's answer is lost, its prompt is not."""
     requests = [
