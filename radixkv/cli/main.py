@@ -464,7 +464,9 @@ _SERVING = (
 _GRID = ("grid", "cells", "seeds", "resume")
 """The options of ``--serve --grid``. A grid sets some of those of ``--serve`` itself."""
 
-_NOT_SERVING = ("tenants", "score_from", "svg", "block_tokens", "keep_tails", "jobs", "disk", "disk_writes")
+_NOT_SERVING = (
+    "tenants", "score_from", "svg", "block_tokens", "keep_tails", "jobs", "disk", "disk_writes", "restart",
+)  # fmt: skip
 
 _SET_BY_GRID = (
     "capacity", "sessions", "rate", "prefill", "profile", "tflops", "host", "replicas", "route", "pauses", "html",
@@ -592,7 +594,13 @@ def _simulate_policies(
 
 
 def _simulate_tiers(
-    traces: Sequence[str], host: str, disk: str, writes: str | None, given: dict[str, Any], as_json: bool
+    traces: Sequence[str],
+    host: str,
+    disk: str,
+    writes: str | None,
+    restart: str | None,
+    given: dict[str, Any],
+    as_json: bool,
 ) -> None:
     from pathlib import Path
 
@@ -610,6 +618,7 @@ def _simulate_tiers(
             host_blocks=_blocks("--host", host),
             disk_blocks=_blocks("--disk", disk),
             disk_writes=None if writes is None else _blocks("--disk-writes", writes),
+            restart_s=None if restart is None else _seconds("--restart", restart),
             **given,
         )
     print_result(result, simulator.table, as_json)
@@ -699,6 +708,10 @@ def _blocks(option: str, text: str) -> int:
     "--disk-writes",
     help="Blocks an hour that the disk tier may be written on average, such as 80k.  [no bound]",
 )
+@click.option(
+    "--restart",
+    help="Say what a restart at this time costs, such as 30m, after a drain or a crash; with --disk.",
+)
 @click.option("--host-speed", type=float, default=25.0, show_default=True, help="GB/s from the host.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Replicas behind the router.")
 @click.option("--route", default="linear", show_default=True, help="Cost by which the router chooses.")
@@ -758,7 +771,7 @@ def simulate(
         serving["block_bytes"] = model.kv_bytes_per_token * 512
         _simulate_serving(traces, policy, capacity, serving, html, as_json)
         return
-    disk, writes = options.pop("disk"), options.pop("disk_writes")
+    disk, writes, restart = (options.pop(name) for name in ("disk", "disk_writes", "restart"))
     find_in_working_directory(policy)
     given: dict[str, Any] = {
         "policies": listed(policy),
@@ -768,8 +781,8 @@ def simulate(
         "profile": model,
         **options,
     }
-    if _is_given("host") or _is_given("disk") or _is_given("disk_writes"):
-        _simulate_tiers(traces, serving["host"], disk, writes, given, as_json)
+    if any(map(_is_given, ("host", "disk", "disk_writes", "restart"))):
+        _simulate_tiers(traces, serving["host"], disk, writes, restart, given, as_json)
     else:
         _simulate_policies(traces, given, html, svg, as_json)
 

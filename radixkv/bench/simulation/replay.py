@@ -72,14 +72,15 @@ class Replay:
     ) -> None:
         self._clock = ManualClock()
         segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token represents a block
-        config = CacheConfig(
+        self._config = CacheConfig(
             num_blocks=capacity + 1,
             block_size=1,
             seed=seed,
             segment_tokens=segment_tokens,
             default_tenant=Tenant("default", policy=policy),
         )
-        self.cache = PrefixCache(config, clock=self._clock, journal=journal)
+        self._journal = journal
+        self.begin_empty()
         self._namespaces = [Namespace(tenant=name, model="trace") for name in trace.tenants]
         self._trace = trace
         self._blocks = trace.blocks.astype("<u4")
@@ -92,12 +93,17 @@ class Replay:
         self._hits = np.zeros(len(trace), np.int64)
         self._refused = 0
 
+    def begin_empty(self) -> None:
+        """Make a new cache with a new policy."""
+        self.cache = PrefixCache(self._config, clock=self._clock, journal=self._journal)
+
     def run(self) -> Outcome:
         """Run the whole trace."""
         ends_at = self._ends_at
         maintain_at = 0.0
         for number, ends in events(self._trace):
             self._clock.now = max(self._clock.now, ends_at[number] if ends else self._times[number])
+            self.advanced()
             if self._clock.now >= maintain_at:
                 self.maintain()
                 maintain_at = self._clock.now + 1.0
@@ -107,6 +113,9 @@ class Replay:
                 self._start(number)
         stats = self.cache.stats()
         return Outcome(self._hits, self._refused, stats.evicted_blocks, stats.declined_blocks)
+
+    def advanced(self) -> None:
+        """The clock has advanced to a request's start or end. Does nothing here."""
 
     def maintain(self) -> None:
         """Let policies learn, once a second of the trace."""

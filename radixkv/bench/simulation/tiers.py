@@ -14,6 +14,10 @@ the host for one request when the next one begins.
 
 A request for which the device has no room begins when enough others have ended: here these end early. So only a prompt
 that is larger than the device is refused.
+
+A restart ends the requests that run, and begins with a new cache, host, policies and budget. The disk keeps its
+records, and from then on evicts those first that were written first. A drain stores what the host has, then what the
+device has, as ``DiskLevel.close`` does. How long that takes isn't modelled: serving ends it after ``CLOSING_S``.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
 from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
 from radixkv.engines.leaving_slots import LeavingSlots
+from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
@@ -52,6 +57,13 @@ class TieredOutcome(NamedTuple):
     disk_writes: int
 
 
+class Restart(NamedTuple):
+    """A restart at a time in seconds: after a drain, or after a crash."""
+
+    time_s: float
+    drains: bool
+
+
 def replay_tiers(
     trace: Trace,
     policy: str,
@@ -61,12 +73,14 @@ def replay_tiers(
     seed: int = 0,
     *,
     disk_writes: float | None = None,
+    restart: Restart | None = None,
 ) -> TieredOutcome:
     """Return the hits of a cache of ``capacity`` blocks over tiers of these sizes; 0: no such tier. O(blocks).
 
     ``disk_writes``: blocks a second that the disk may be written on average; None for no bound.
     """
-    run = _TieredReplay(trace, policy, capacity, seed, host_blocks, _Disk(disk_blocks, disk_writes))
+    disk = _Disk(disk_blocks, disk_writes)
+    run = _TieredReplay(trace, policy, capacity, seed, host_blocks, disk, restart)
     hits = run.run().hit_blocks
     return TieredOutcome(hits, run.host_hits, run.disk_hits, run.host_writes, run.disk.num_writes)
 
@@ -80,9 +94,23 @@ class _Disk:
     """The disk: its table, its budget, and how many blocks were written to it."""
 
     def __init__(self, num_blocks: int, writes_per_s: float | None) -> None:
-        self.table = SlotTable(num_blocks)
-        self.budget = None if writes_per_s is None else WriteBudget(writes_per_s, num_blocks)
+        self._num_blocks, self._writes_per_s = num_blocks, writes_per_s
         self.num_writes, self.now = 0, 0.0
+        self._written: dict[bytes, None] = {}
+        """All blocks that were written, in the order of their last writes."""
+        self.open([])
+
+    def open(self, records: list[tuple[int, bytes, bytes]]) -> None:
+        """Begin with these records, the newest first, and a new budget."""
+        self.table = SlotTable(self._num_blocks)
+        self.table.restore(records)
+        rate = self._writes_per_s
+        self.budget = None if rate is None else WriteBudget(rate, self._num_blocks)
+
+    def reopen(self) -> None:
+        """Restart, with all records."""
+        found = [(self.table.find(block), block) for block in reversed(self._written)]
+        self.open([(slot, block, _OWNER) for slot, block in found if slot is not None])
 
     @property
     def stores_later(self) -> bool:
@@ -129,6 +157,8 @@ class _Disk:
             if slot is not None:
                 self.table.seal(slot)
                 self.num_writes += 1
+                self._written.pop(block, None)
+                self._written[block] = None
 
 
 class _Evictions:
@@ -153,20 +183,63 @@ class _Evictions:
 
 class _TieredReplay(Replay):
     def __init__(
-        self, trace: Trace, policy: str, capacity: int, seed: int, host_blocks: int, disk: _Disk
+        self,
+        trace: Trace,
+        policy: str,
+        capacity: int,
+        seed: int,
+        host_blocks: int,
+        disk: _Disk,
+        restart: Restart | None,
     ) -> None:
+        self.disk, self._restart = disk, restart
+        self._sizes = host_blocks, capacity, policy
         evictions = _Evictions()
         super().__init__(trace, resolve("policy", policy), capacity, seed, journal=evictions)
-        evictions.replay, self.disk, self.host = self, disk, _host(host_blocks, capacity, policy, self._clock)
-        self._leaving, self._leaving_slots = NO_ENTRIES, LeavingSlots(host_blocks)
-        """Slots that left the host for the present request; how many may."""
-        if self.host is not None:
-            self.host.watch(self._leave_host, self._reserve_for)
+        evictions.replay = self
         self.host_hits = np.zeros(len(trace), np.int64)
         self.disk_hits = np.zeros(len(trace), np.int64)
         self.host_writes = 0
+
+    def begin_empty(self) -> None:
+        """See Replay. The host is new too."""
+        super().begin_empty()
+        self.host = _host(*self._sizes, self._clock)
+        if self.host is not None:
+            self.host.watch(self._leave_host, self._reserve_for)
+        self._leaving, self._leaving_slots = NO_ENTRIES, LeavingSlots(self._sizes[0])
+        """Slots that left the host for the present request; how many may."""
         self._loading: Ids = NO_ENTRIES
         """What the request that is about to open loads from the host."""
+
+    def advanced(self) -> None:
+        """Restart when it is time."""
+        if self._restart is None or self._clock.now < self._restart.time_s:
+            return
+        for sequence in self._running.values():
+            sequence.release()
+        self._running.clear()
+        if self._restart.drains:
+            self.disk.now = self._clock.now
+            self._drain()
+        self.disk.reopen()
+        self.begin_empty()
+        self._restart = None
+
+    def _drain(self) -> None:
+        """Store what the host has and the disk lacks, then what only the device has."""
+        host, on_device = self.host, paths_of(self.cache)
+        if host is None:
+            for namespace, key, blocks in on_device:
+                self.leave(namespace, key, 0, len(blocks))
+            return
+        for namespace, key, entries in paths_of(host.cache):
+            for start, stop in host.filled_ranges(entries):
+                self._store(namespace, key, start, entries[start:stop])
+        for namespace, key, blocks in on_device:
+            has_budget = self.disk.budget is not None
+            known = host.cache.match(namespace, key).block_ids if has_budget else blocks
+            self._store(namespace, key, 0, known)
 
     def maintain(self) -> None:
         """See Replay."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from radixkv.bench.simulation.tiers import replay_tiers
+from radixkv.bench.simulation.tiers import Restart, TieredOutcome, replay_tiers
 from radixkv.bench.simulation.trace import Request, Trace, build
 from radixkv.cli.main import commands
 
@@ -71,6 +71,67 @@ def test_a_write_budget_takes_what_comes_back() -> None:
     assert some.disk_writes <= 1.3 * (len(prompts) + 61) + 64
     assert some.disk_writes < 0.4 * whole.disk_writes
     assert some.disk_hits[2_000:].sum() > 0.8 * whole.disk_hits[2_000:].sum()
+
+
+def hits(found: TieredOutcome) -> list[int]:
+    return (found.device_hits + found.host_hits + found.disk_hits).tolist()
+
+
+@pytest.mark.parametrize(
+    ("restart", "expected"),
+    [
+        (None, [2, 2, 2, 2]),
+        (Restart(40.0, drains=False), [2, 2, 0, 0]),
+        (Restart(40.0, drains=True), [0, 2, 2, 2]),
+    ],
+)
+def test_a_full_disk_keeps_the_newest(restart: Restart | None, expected: list[int]) -> None:
+    """The disk has prompts 22 to 31, then a drain brings 32 to 38 from the host and 39 from the device."""
+    numbers = [*range(40), 24, 31, 32, 39]
+    trace = trace_of([[2 * each, 2 * each + 1] for each in numbers])
+    found = replay_tiers(trace, "lru", 2, 16, 20, restart=restart)
+    assert hits(found)[40:] == expected
+    assert restart is None or found.disk_hits[40:].tolist() == expected
+
+
+@pytest.mark.parametrize("host", [0, 2])
+@pytest.mark.parametrize("policy", ["lru", "learned"])
+def test_after_a_drain_the_disk_has_all(host: int, policy: str) -> None:
+    """A crash takes the three blocks on the device with it, which an idle host hasn't copied either."""
+    trace = trace_of([[each] for each in (*range(9), *range(9))])
+    crashed = replay_tiers(trace, policy, 3, host, 40, restart=Restart(9.0, drains=False))
+    drained = replay_tiers(trace, policy, 3, host, 40, restart=Restart(9.0, drains=True))
+    assert hits(crashed)[9:] == [1] * 6 + [0] * 3
+    assert hits(drained)[9:] == [1] * 9 == drained.disk_hits[9:].tolist()
+
+
+def test_a_drain_keeps_to_the_write_budget() -> None:
+    """Without writes left, only what was chosen and written before comes back."""
+    trace = trace_of([[each] for each in (*range(400), *range(400))])
+    found = [
+        replay_tiers(trace, "lru", 90, 200, 4_000, disk_writes=0.5, restart=Restart(400.0, drains=drains))
+        for drains in (False, True)
+    ]
+    at_once = [sum(hits(each)[400:]) for each in found]
+    assert 0 < at_once[0] <= at_once[1] <= 0.5 * 400 + 64
+
+
+def test_after_a_restart_the_disk_evicts_what_was_written_first() -> None:
+    """It was used again before the restart. A full disk of three then gets a fourth."""
+    trace = trace_of([[1], [2], [3], [1], [4], [5], [2], [1]])
+    found = replay_tiers(trace, "lru", 1, 0, 3, restart=Restart(4.0, drains=False))
+    assert hits(found) == [0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_requests_that_run_end_with_a_restart() -> None:
+    """The first one's answer is lost, its prompt is not."""
+    requests = [
+        Request(0.0, "acme", [1, 2], 1, 16, 16, duration_s=10.0),
+        Request(20.0, "acme", [1, 2], 2, 32),
+    ]
+    whole = replay_tiers(build(requests, 16), "lru", 4, 4, 8)
+    drained = replay_tiers(build(requests, 16), "lru", 4, 4, 8, restart=Restart(5.0, drains=True))
+    assert (hits(whole), hits(drained)) == ([0, 2], [0, 1])
 
 
 @pytest.mark.parametrize("given", [["--disk-writes", "5"], ["--disk", "8", "--disk-writes", "0"]])
@@ -201,7 +262,15 @@ def test_the_command(tmp_path: Path) -> None:
     # six blocks go round, and the oldest is on the disk
     assert row["token_hit_rate"] == 0.8 == row["disk"]["token_hit_rate"]
     assert row["disk"]["written_blocks"] > 0 == row["device"]["written_blocks"]
+    done = CliRunner().invoke(commands, [*base, "--disk", "6", "--restart", "20s", "--json"])
+    (again,) = json.loads(done.output)["results"]
+    # the disk has all six
+    assert again.pop("restart") == {"undisturbed": 1.0, "after_drain": 1.0, "after_crash": 1.0}
+    assert again == row
+    shown = CliRunner().invoke(commands, [*base, "--disk", "6", "--restart", "0.3m"]).output
+    assert "the 10 minutes from a restart at 0.3 minutes on" in shown and "after a crash" in shown
     shown = CliRunner().invoke(commands, [*base, "--disk", "6"]).output
+    assert "restart" not in shown
     assert "host 2 blocks, disk 6" in shown and "80.00" in shown
 
 
@@ -211,6 +280,8 @@ def test_the_command(tmp_path: Path) -> None:
         ("--disk", "1.5", "a whole number of blocks"),
         ("--disk", "20m", "0 to 10,000,000 blocks"),
         ("--jobs", "2", "--jobs without --host and --disk"),
+        ("--restart", "0", "with --disk"),
+        ("--restart", "later", "--restart='later'"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, option: str, value: str, message: str) -> None:
@@ -218,6 +289,15 @@ def test_wrong_options_are_refused(tmp_path: Path, option: str, value: str, mess
     path.write_text('{"time": 0, "hashes": [1], "tokens": 16, "block_tokens": 16}')
     done = CliRunner().invoke(commands, ["simulate", str(path), "--host", "5", option, value])
     assert done.exit_code and message in str(done.exception)
+
+
+def test_a_restart_is_within_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"time": 0, "hashes": [1], "tokens": 16, "block_tokens": 16}')
+    done = CliRunner().invoke(commands, ["simulate", str(path), "--disk", "5", "--restart", "2h"])
+    assert done.exit_code and "--restart=7200.0" in str(done.exception), done.exception
+    done = CliRunner().invoke(commands, ["simulate", str(path), "--serve", "--restart", "2h"])
+    assert done.exit_code and "only without --serve" in str(done.exception)
 
 
 def test_a_request_without_room_begins_when_others_have_ended() -> None:
