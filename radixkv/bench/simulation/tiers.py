@@ -114,8 +114,8 @@ class _Disk:
 
     @property
     def stores_later(self) -> bool:
-        """Whether it stores what leaves the host, and not what comes there."""
-        return self.budget is None and not self.table.num_free
+        """Whether it stores what leaves the host, and not what comes there. Not if there is none."""
+        return self.budget is None and self.table.num_slots > 0 and not self.table.num_free
 
     def num_found(self, key: bytes, start: int) -> int:
         """Return how many blocks from ``start`` on it has in a row. They count as just used."""

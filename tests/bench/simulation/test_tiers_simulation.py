@@ -42,6 +42,13 @@ def test_a_full_disk_gets_what_the_host_can_keep_for_it() -> None:
         assert whole.disk_writes - first.disk_writes == kept * (len(prompts) - half)
 
 
+def test_without_a_disk_the_host_keeps_nothing_free_for_it() -> None:
+    prompts = [[8 * each + at for at in range(8)] for each in range(5)] * 4
+    without, with_disk = (replay_tiers(trace_of(prompts), "lru", 8, 36, disk) for disk in (0, 8))
+    assert without.host_hits.sum() == 92, "as a host that nobody asks for room"
+    assert with_disk.host_hits.sum() == 64
+
+
 def test_a_copy_that_stays_below_is_not_written_again() -> None:
     found = replay_tiers(trace_of([[1], [2], [1], [2], [1], [2]]), "lru", 1, 2, 2)
     assert found.host_hits.tolist() == [0, 0, 1, 1, 1, 1]
