@@ -33,7 +33,6 @@ HOST = 2
 class DiskMachine(properties.LoadingMachine):
     """A cache under attack, with little host memory and a disk below it."""
 
-    folder: ClassVar[Path]
     numbers: ClassVar[Iterator[int]] = count()
     num_hits: ClassVar[int] = 0
 
