@@ -25,6 +25,19 @@ The laws, as named in a report:
     announcements      an announcement hangs in trees of its namespace only, where its resident part ends, and counts it
     sessions           what a session alone used is of its namespace, and no other session has its path
     pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
+
+The laws of tiers below the cache have the tier's name in ``tier_counts`` in front: ``host``, ``host_int8``, ``disk``, …
+The index of host memory is a cache with all the laws above: ``host-conservation``, … No disk is read. The others are
+
+    host-slots         a slot of host memory is free, of one entry, or in use without one; free ones aren't in use
+    host-filled        an entry that counts as filled has a slot
+    host-pools         a pool counts the slots that were taken from it, free ones are of none, all pools have all slots
+    host-spare         a pool's spare slots are its own, and it counts them
+    host-copies        a block above and the entry with its copy are joined one to one
+    disk-slots         a slot is free, being filled, sealed or leaving; only sealed and leaving ones are leased
+    disk-owners        an owner's slots, records and counts agree, and all owners' add up to those that aren't free
+    disk-pools         partitions and what the others share add up to the slots, and none has more than it can hold
+    disk-records       a sealed slot has the header of its record, under the key of its tenant's generation
 """
 
 from __future__ import annotations
@@ -33,7 +46,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +60,9 @@ from radixkv.index.snapshot import (
     Snapshot,
     TreeSnapshot,
 )
+
+if TYPE_CHECKING:
+    from radixkv.index.below import Below
 
 TOKEN_BYTES = 4
 ID_BYTES = 4
@@ -62,7 +78,10 @@ NodeAt = tuple[int, int | None]
 
 
 class Audited(Protocol):
-    """What the audit needs of a cache. If the cache has ``snapshot_in_slices(pause)`` too, that is preferred."""
+    """What the audit needs of a cache. If the cache has ``snapshot_in_slices(pause)`` too, that is preferred.
+
+    If it has something ``below``, the laws of that are checked too.
+    """
 
     def snapshot(self) -> Snapshot: ...
 
@@ -142,12 +161,24 @@ def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once
     if violations and in_slices is not None:
         snapshot = cache.snapshot()
         violations = violations_of(snapshot, pause)
+    below: Below | None = getattr(cache, "below", None)
+    if below is not None:
+        violations += tuple(_violations_below(below, pause))
     return Report(violations, _counts(snapshot), time.perf_counter() - start)
 
 
 def violations_of(snapshot: Snapshot, pause: Callable[[], None] = lambda: None) -> tuple[Violation, ...]:
     """Return the laws that a snapshot breaks."""
     return tuple(_Audit(snapshot, pause).violations())
+
+
+def _violations_below(below: Below, pause: Callable[[], None]) -> Iterator[Violation]:
+    for tier, found in below.violations(pause).items():
+        for law, detail in found:
+            yield Violation(f"{tier}-{law}", detail)
+    for tier, index in below.indexes().items():
+        for violation in inspect(index, pause).violations:
+            yield Violation(f"{tier}-{violation.law}", violation.detail)
 
 
 def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:

@@ -40,8 +40,10 @@ class BlockCopies:
         self._entry_of[blocks] = self._block_of[entries] = NONE
         return entries
 
-    def is_right(self) -> bool:
-        """Whether all are joined one to one. O(blocks)."""
+    def wrong_blocks(self) -> NDArray[np.int64]:
+        """Return the blocks that aren't joined one to one. O(blocks + entries)."""
         blocks = np.flatnonzero(self._entry_of != NONE)
         entries = np.flatnonzero(self._block_of != NONE)
-        return len(blocks) == len(entries) and (self._block_of[self._entry_of[blocks]] == blocks).all().item()
+        one_way = blocks[self._block_of[self._entry_of[blocks]] != blocks]
+        other_way = self._block_of[entries[self._entry_of[self._block_of[entries]] != entries]]
+        return np.union1d(one_way, other_way)

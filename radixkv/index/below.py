@@ -8,6 +8,7 @@
     note, Session.pause          Below.prefetch     brings it shortly before the expected end of a pause
     purge, clear, forget         Below.forgotten    forgets it there too
     add_tenant, remove_tenant    Below.follow       takes the tenant's settings
+    audit.check                  Below.violations   tells which laws are broken there
 
 ``load_target`` has the cache's half. ``CacheConfig`` names no module of engines: ``FACTORY`` is imported at the first
 use, like a policy.
@@ -15,7 +16,7 @@ use, like a policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
@@ -210,6 +211,19 @@ class Below(Protocol):
 
     def maintain(self) -> None:
         """Let policies below learn. Raises what they raise."""
+
+    def indexes(self) -> Mapping[str, Any]:
+        """Return the indexes of tiers, which are caches too, by the names of the tiers. For the audit.
+
+        Nothing of tiers that are closed or can't go on.
+        """
+
+    def violations(self, pause: Callable[[], None]) -> Mapping[str, list[tuple[str, str]]]:
+        """Return the laws that tiers break now, and where, by the names of the tiers. For the audit.
+
+        It reads memory alone, and waits for requests, but for no disk. ``pause`` is called between slices; it may
+        sleep. Nothing of tiers that are closed or can't go on.
+        """
 
 
 def made_for(config: CacheConfig, storage: BlockStorage | None, clock: Clock) -> Below | None:

@@ -19,6 +19,7 @@ from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
 from radixkv.index.below import Below, Loading, Part, moved
 from radixkv.index.blocks import unpack
+from radixkv.index.cachelock import CacheLock
 from radixkv.index.holders import LeaseState, SequenceState
 from radixkv.index.leases import Lease
 from radixkv.index.match import Match
@@ -181,6 +182,11 @@ def paths_of(cache: CacheState) -> list[tuple[Namespace, bytes, BlockIds]]:
                     tree.walk(key, size, table)
                     found.append((tree.namespace, key, unpack(table)))
     return found
+
+
+def undisturbed(cache: CacheState) -> CacheLock:
+    """Return a context in which no other thread changes a cache: its lock."""
+    return cache._lock
 
 
 def watch_evictions(cache: CacheState, leave: Leave, let_go: LetGo) -> None:

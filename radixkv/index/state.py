@@ -138,6 +138,11 @@ class CacheState:
         return self._storage
 
     @property
+    def below(self) -> Below | None:
+        """What lies below it, if anything, for the audit."""
+        return self._below
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that can be taken without an eviction; with ``blocks="engine"``, those to reclaim. O(1), no lock."""
         return self._pool.num_free

@@ -248,7 +248,7 @@ def test_a_wrong_count_is_found() -> None:
     index = HostIndex(5, SIZE, num_above=5)
     put(index, "a", 1)
     index._slot_of[index.cache.match(name_of("a"), key_of(1)).block_ids[0]] = 3
-    with pytest.raises(IntegrityError, match="two entries"):
+    with pytest.raises(IntegrityError, match="of an entry twice"):
         index.check()
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from radixkv import PrefixCache
-from radixkv.audit import invariants, properties
+from radixkv.audit import properties
 from radixkv.audit.properties.material import Mirror
 from radixkv.config import Namespace
 from radixkv.engines.cache_tiers import CacheTiers
@@ -25,7 +25,7 @@ EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 120)
 
 
 class Counted(properties.LoadingMachine):
-    """Counts what comes back in all lives. Host memory works, and its index keeps the laws."""
+    """Counts what comes back in all lives. Host memory works."""
 
     loaded: ClassVar[int] = 0
 
@@ -35,8 +35,6 @@ class Counted(properties.LoadingMachine):
         assert isinstance(below, CacheTiers)
         counts = below.counts()["host"]
         assert counts["open"] and not counts["errors"], "host memory failed"
-        invariants.check(below.level.cache)
-        below.level.index.check()
 
     def _came(self, run: Mirror) -> None:
         before = run.num_committed
