@@ -18,6 +18,7 @@ from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
 from radixkv.audit.properties import has_loading, has_lossy
 from radixkv.audit.verdict import Verdict
+from radixkv.engines.host_index import HostIndex
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.errors import ConfigError
 from radixkv.index import ghost_keys
@@ -240,6 +241,7 @@ class Refusing(PrefixCache):
 
 def test_slots_that_a_strict_tenant_shares_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LowerTiers, "_set_own_slots", lambda self, tenant, num_slots: None)
+    monkeypatch.setattr(HostIndex, "_pool_number", lambda self, tenant: 0)
     verdict, detail, figures = inprocess.found_by(audit_of(PrefixCache, 300).two_strict_runs_below)
     assert verdict is Verdict.LEAKS, (detail, figures)
 

@@ -255,8 +255,10 @@ def test_an_idle_engine_s_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files, synced = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, _):
         engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
+        tier = engine.disk.tier
+        assert eventually(lambda: tier._sync_job is None or tier._sync_job.is_done)
         files.before = lambda call: synced.set() if call == "sync" else None
-        engine.disk.tier._synced_at = -inf
+        tier._synced_at, tier._sealed_at_sync = -inf, -1
         assert not synced.wait(0.2), "nobody makes a step"
         engine.disk.debts.begin_to_retry()
         assert synced.wait(WAIT_S)

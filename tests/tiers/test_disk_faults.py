@@ -335,7 +335,7 @@ def test_closing_while_io_hangs_leaves_the_files_to_it(tmp_path: Path) -> None:
 
 
 def test_loads_go_before_stores_and_a_full_queue_refuses() -> None:
-    threads = IOThreads(1, 4096, max_queued=3)
+    threads, names = IOThreads(1, 4096, max_queued=2), ("store", "load", "store", "load")
     begun, go_on = threading.Event(), threading.Event()
     order: list[str] = []
 
@@ -348,10 +348,13 @@ def test_loads_go_before_stores_and_a_full_queue_refuses() -> None:
 
     jobs = [threads.submit(first, is_load=True)]
     assert begun.wait(WAIT_S)
-    jobs += [threads.submit(named(name), is_load=name == "load") for name in ("store", "load", "store")]
-    assert threads.submit(named("load"), is_load=True) is None
+    jobs += [threads.submit(named(name), is_load=name == "load") for name in names]
+    assert (
+        threads.submit(named("load"), is_load=True) is threads.submit(named("store"), is_load=False) is None
+    )
     go_on.set()
-    assert all(job is not None and job.wait(WAIT_S) for job in jobs) and order == ["load", "store", "store"]
+    assert all(job is not None and job.wait(WAIT_S) for job in jobs)
+    assert order == ["load", "load", "store", "store"]
     assert threads.close() and threads.submit(first, is_load=True) is None
 
 
