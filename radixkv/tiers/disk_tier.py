@@ -917,7 +917,7 @@ class DiskTier:
             forgotten |= self._drop_owner(owner)  # again: something may have been sealed in between
         finally:
             with self._lock:
-                self._purging[tag] -= 1
+                self._purging -= Counter([tag])  # which drops a count of 0
         if keys is not None and forgotten:
             self._clear_headers(np.array(sorted(forgotten)), keys.key_id)
         return len(forgotten)
