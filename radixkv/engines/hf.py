@@ -393,14 +393,16 @@ class HFEngine(StockLoop):
             on_no_room=on_no_room,
             hints=hints,
         )
-        if self._batch is None:
-            made = self._generate_alone(request, started)
-        elif request.num_beams > 1:
-            made = self._search_together(self._batch, request, started)
-        else:
-            made = self._generate_together(self._batch, request, started)
+        made = self._generated(request, started)
         self._bring_back(request, made)
         return made
+
+    def _generated(self, request: Request, started: float) -> Generation:
+        if self._batch is None:
+            return self._generate_alone(request, started)
+        if request.num_beams > 1:
+            return self._search_together(self._batch, request, started)
+        return self._generate_together(self._batch, request, started)
 
     def _bring_back(self, request: Request, made: Generation) -> None:
         """Let a disk bring the conversations near again before the expected end of a pause, if there is one."""

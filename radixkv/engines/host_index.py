@@ -6,8 +6,8 @@
     loaded    blocks were loaded: the cache above has them too, so their slots are *spare*
 
 The entries are the blocks of a PrefixCache. It has one for each slot and one for each block of the cache above, so its
-policy sees what both hold and ranks them together. An entry of a block that the cache above has needs no slot. So what
-both hold takes host memory only as long as there is some to spare (*exclusive*, *keep-copy*):
+policy sees what both hold and ranks them together. An entry of a block that the cache above has needs no slot. So the
+two hold different blocks when memory is short (*exclusive*), and copies while some is to spare (*keep-copy*):
 
     a slot is taken from    the free ones, then spare ones, oldest first, then those of entries that the policy evicts
 

@@ -22,7 +22,11 @@ MAX_PAUSE_S: Final = 3_600.0
 MAX_LATER: Final = 256
 """Prompts of a tenant that may wait for their time."""
 MAX_LATER_BYTES: Final = 64 << 20
-"""Bytes of the keys of all of them: 16 million tokens. Nor may a longer one wait."""
+"""Bytes of all of them: 16 million tokens, or 65,536 short prompts. Nor may a longer one wait."""
+PROMPT_BYTES: Final = 1_024
+"""What one of them takes besides its key, so that a flood of short ones is bounded too."""
+MAX_AT_ONCE: Final = 256
+"""Prompts that are taken at once; the others have their turn in the next tick."""
 
 
 class _Line:
@@ -51,7 +55,7 @@ class LaterPrompts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their keys."""
+        """Bytes of all of them."""
         return self._num_bytes
 
     def add(self, due_at: float, asked: Asked) -> None:
@@ -59,7 +63,7 @@ class LaterPrompts:
 
         O(log(prompts)); O(tenants) too if there are too many bytes.
         """
-        tenant, number, size = asked.namespace.tenant, next(self._numbers), len(asked.key)
+        tenant, number, size = asked.namespace.tenant, next(self._numbers), _size(asked)
         if size > MAX_LATER_BYTES:
             return
         with self._lock:
@@ -79,10 +83,10 @@ class LaterPrompts:
                 heapify(self._due)
 
     def take_due(self, now: float) -> list[Asked]:
-        """Take those whose time has come, the earliest first. O(log(prompts)) for each."""
+        """Take up to ``MAX_AT_ONCE`` whose time has come, the earliest first. O(log(prompts)) for each."""
         taken: list[Asked] = []
         with self._lock:
-            while self._due and self._due[0][0] <= now:
+            while self._due and self._due[0][0] <= now and len(taken) < MAX_AT_ONCE:
                 _, number, tenant = heappop(self._due)
                 if self._waits(tenant, number):
                     taken.append(self._drop(tenant, number))
@@ -110,8 +114,12 @@ class LaterPrompts:
     def _drop(self, tenant: str, number: int) -> Asked:
         line = self._lines[tenant]
         asked = line.prompts.pop(number)
-        line.num_bytes -= len(asked.key)
-        self._num, self._num_bytes = self._num - 1, self._num_bytes - len(asked.key)
+        line.num_bytes -= _size(asked)
+        self._num, self._num_bytes = self._num - 1, self._num_bytes - _size(asked)
         if not line.prompts:
             del self._lines[tenant]
         return asked
+
+
+def _size(asked: Asked) -> int:
+    return len(asked.key) + PROMPT_BYTES

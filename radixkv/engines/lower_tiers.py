@@ -379,8 +379,8 @@ class LowerTiers:
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
         """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here.
 
-        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it:
-        host memory had forgotten the tenant before, and another process had other host memory.
+        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it.
+        Host memory had forgotten the tenant before, and another process had other host memory.
         """
         self.require_disk()
         has_learned = namespace is None and self._has_learned(tenant)

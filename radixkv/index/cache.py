@@ -263,7 +263,7 @@ class PrefixCache(CacheState):
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
-        Uses at most ``(n − 1) // block_size`` matched blocks, so that at least one token is left to compute logits.
+        Uses at most ``(n − 1) // block_size`` matched blocks: one token is left at least, to compute logits.
 
         ``hints``: facts about the request that the policy may use; None for those of the announcement.
 
@@ -404,9 +404,9 @@ class PrefixCache(CacheState):
     def reclaim(self, num_blocks: SupportsIndex, tenant: TenantId | None = None) -> BlockIds:
         """With ``blocks="engine"``: hand blocks to the engine, int32 ids. They are ``num_blocks`` if there are as many.
 
-        First come all blocks that other calls freed since the last reclaim, also more than ``num_blocks``; then blocks
-        that are evicted by policy. ``reclaim(0)`` evicts nothing. ``tenant``: the blocks are for it, so other tenants
-        keep what is guaranteed to them; None keeps no guarantees. Raises ArgumentError. O(blocks + tenants).
+        First come all blocks that other calls freed since the last reclaim, maybe more than ``num_blocks``. Then blocks
+        are evicted by policy. ``reclaim(0)`` evicts nothing. ``tenant``: the blocks are for it, and other tenants keep
+        what is guaranteed to them. None keeps no guarantees. Raises ArgumentError. O(blocks + tenants).
         """
         if tenant is not None:
             require_tenant_id(tenant)

@@ -148,9 +148,10 @@ def unseal(key: bytes, name: str, sealed: bytes) -> bytes | None:
 class TierFolder(PrivateFolder):
     """An opened and locked folder. One process at a time; ``close`` gives it back.
 
-    ``secrets_``: the fleet's secret, then previous ones. ``num_slots`` and ``record_bytes``: of the slab to make; None
-    to open only what is there. ``is_new``: the slab must be made, because there was none of this geometry.
-    ``may_make``: it may be made if it is missing or damaged.
+    - ``secrets_``: the fleet's secret, then previous ones.
+    - ``num_slots`` and ``record_bytes``: of the slab to make. None to open only what is there.
+    - ``is_new``: the slab must be made, because there was none of this geometry.
+    - ``may_make``: it may be made if it is missing or damaged.
 
     Raises ConfigError for a folder that isn't ours, isn't private, is in use or has foreign files, and for other
     secrets than its own. It has changed nothing then. Raises OSError if the disk fails.

@@ -10,7 +10,7 @@ import pytest
 
 from radixkv import Namespace, RequestHints
 from radixkv.engines import later_prompts
-from radixkv.engines.later_prompts import MAX_LATER, MAX_PAUSE_S, LaterPrompts
+from radixkv.engines.later_prompts import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, LaterPrompts
 from radixkv.engines.prefetch import ASKED_S, Asked
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import encode
@@ -87,7 +87,7 @@ def test_what_ends_it_drops_its_ids_at_once(folder: Path, by_hand: None, change:
             assert owner.below._later.num_bytes == 0
             return
         owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
-        assert owner.below._later.num_bytes == len(encode(PROMPT))
+        assert owner.below._later.num_bytes == len(encode(PROMPT)) + PROMPT_BYTES
         time.now += GAP_S
         assert ticks(owner, lambda: in_host(owner, OTHER) == 40) and in_host(owner) == 0
 
@@ -141,13 +141,14 @@ def test_a_flood_replaces_its_own() -> None:
     for at, each in enumerate(flood):
         later.add(1e9 - at, each)
         assert len(later._due) <= 3 * MAX_LATER + 4
-    assert len(later) == MAX_LATER + 1 and later.num_bytes == 4 * len(later)
+    assert len(later) == MAX_LATER + 1 and later.num_bytes == (4 + PROMPT_BYTES) * len(later)
     assert [each.namespace.tenant for each in later.take_due(9.0)] == ["quiet"]
     assert set(later.take_due(1e9)) == set(flood[-MAX_LATER:]), "the newest stay"
     assert len(later) == later.num_bytes == 0
 
 
 def test_many_bytes_replace_those_of_the_tenant_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later_prompts, "PROMPT_BYTES", 0)
     monkeypatch.setattr(later_prompts, "MAX_LATER_BYTES", 1_000)
     later = LaterPrompts()
     later.add(1.0, asked("a", 100))
@@ -158,6 +159,15 @@ def test_many_bytes_replace_those_of_the_tenant_with_the_most(monkeypatch: pytes
     assert later.num_bytes == 700
     found = later.take_due(1.0)
     assert [(each.namespace.tenant, len(each.key)) for each in found] == [("a", 100), ("b", 400), ("c", 200)]
+
+
+def test_a_flood_of_short_prompts_by_many_tenants_is_bounded() -> None:
+    """They are taken in slices, so that a tick stays short."""
+    later, num = LaterPrompts(), later_prompts.MAX_LATER_BYTES // PROMPT_BYTES
+    for at in range(num + 5_000):
+        later.add(1.0, asked(f"tenant {at % 400}", 4))
+    assert 0.99 * num < len(later) < num and later.num_bytes <= later_prompts.MAX_LATER_BYTES
+    assert len(later.take_due(1.0)) == MAX_AT_ONCE < len(later)
 
 
 def test_a_purge_beside_it_leaves_nothing() -> None:
