@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import warnings
 
 # Set before NumPy or torch are imported, here and in every process that a test starts. On a busy machine with two
 # cores, two threads for small matrices are many times slower than one.
@@ -23,20 +22,18 @@ from hypothesis import HealthCheck, settings
 import radixkv
 from tests.redis_server import RedisServer, find_binary, need_binary
 
-settings.register_profile("quick", deadline=None, max_examples=10)
-settings.register_profile("fast", deadline=None, max_examples=50)
-settings.register_profile(
-    "ci",
-    deadline=None,
-    max_examples=100,
-    derandomize=True,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-_in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if _in_ci else "fast"))
+# `make test` draws the same examples each time. `make test-all` draws others: HYPOTHESIS_PROFILE=vary.
+_CHECKS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("quick", max_examples=10, derandomize=True, database=None, **_CHECKS)
+settings.register_profile("fixed", max_examples=50, derandomize=True, database=None, **_CHECKS)
+settings.register_profile("vary", max_examples=100, **_CHECKS)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+
+pytest_plugins = ["tests.limits"]
+
+APART = ("release", "timing", "browser", "engines")
+"""Marks of tests that run only where they are asked for."""
 
 RELEASES = ("cli", "engines", "examples", "service")
 """Folders of tests whose code uses the cache and has to release everything that it opens."""
@@ -44,23 +41,6 @@ RELEASES = ("cli", "engines", "examples", "service")
 
 def _must_release(path: Path) -> bool:
     return path.parent.name in RELEASES
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    """Collect the garbage of a module before the next one, in which an unreleased sequence may be an error.
-
-    What is left stays: later collections skip it. Otherwise each would take half a second.
-    """
-    done = yield
-    if nextitem is not None and nextitem.path != item.path:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
-        gc.freeze()
-    return done
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,15 +66,15 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests by hardware and build.
 
-    Tests marked ``gpu`` run only if torch sees a GPU. Tests marked ``browser`` or ``engines`` run only if ``-m``
-    names the mark. Tests marked ``pure`` run only if the index isn't compiled.
+    Tests marked ``gpu`` run only if torch sees a GPU. Tests marked with one of APART run only if ``-m`` names the
+    mark. Tests marked ``pure`` run only if the index isn't compiled.
     """
     for item in items:
         if _must_release(item.path):
             item.add_marker(pytest.mark.filterwarnings("error::ResourceWarning"))
     if radixkv.COMPILED:
         _deselect(config, items, [item for item in items if item.get_closest_marker("pure")])
-    for name in ("browser", "engines"):
+    for name in APART:
         if name not in config.option.markexpr:
             _deselect(config, items, [item for item in items if item.get_closest_marker(name)])
     needing = [item for item in items if item.get_closest_marker("gpu")]

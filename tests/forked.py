@@ -11,6 +11,7 @@ import atexit
 import copy
 import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ import pytest
 
 from radixkv.tokenizer import load_tokenizer
 from tests.tiers.support import patient_disks
+from tests.waiting import LIMIT_S
 
 if TYPE_CHECKING:
     from radixkv.engines.hf_models import Model
@@ -71,24 +73,46 @@ class Template:
             cwd=Path(__file__).parents[1],
         )
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self.is_sound = True
+        """False once a question was given up, by the limit of a test for instance."""
         atexit.register(self.close)
 
     def ask(self, *question: Any) -> Any:
-        """Send a question to the template and return its answer."""
+        """Send a question to the template and return its answer.
+
+        Question and answer have a number, because the answer to a question that was given up may come later.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
-            print(json.dumps(question), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
+            number = next(self._numbers)
+            try:
+                print(json.dumps([number, *question]), file=self._process.stdin, flush=True)
+                while True:
+                    answered, answer = json.loads(self._process.stdout.readline())
+                    if answered == number:
+                        return answer
+            except BaseException:
+                self.is_sound = False
+                raise
 
     def close(self) -> None:
         """End the template, which kills its children."""
         self._process.communicate()
 
 
-@functools.cache
+_template: Template | None = None
+
+
 def template() -> Template:
-    """The template of this pytest process, started at the first call."""
-    return Template()
+    """The template of this pytest process: started at the first call, and anew after one that failed.
+
+    The children of one that failed go on to use it.
+    """
+    global _template
+    if _template is None or not _template.is_sound:
+        _template = Template()
+    return _template
 
 
 class Forked:
@@ -107,16 +131,17 @@ class Forked:
         """
         variables = dict(os.environ if environment is None else environment)
         files = [str(output), str(errors or output)]
-        self.pid: int = template().ask("fork", list(arguments), files, variables)
+        self._template = template()
+        self.pid: int = self._template.ask("fork", list(arguments), files, variables)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, or None while the child runs."""
         if self.returncode is None:
-            self.returncode = template().ask("poll", self.pid)
+            self.returncode = self._template.ask("poll", self.pid)
         return self.returncode
 
-    def wait(self, timeout: float = 600.0) -> int:
+    def wait(self, timeout: float = LIMIT_S) -> int:
         """Wait for the child to end and return its exit code.
 
         Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
@@ -217,7 +242,7 @@ def _answer_questions() -> None:
     gc.freeze()  # the children leave alone what was imported, and go on to share its memory
     children: set[int] = set()
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
+        number, what, *arguments = json.loads(line)
         if what == "fork":
             answer: int | None = os.fork()
             if answer == 0:
@@ -226,7 +251,7 @@ def _answer_questions() -> None:
             children.add(answer)
         else:
             answer = _poll(children, *arguments)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps([number, answer]), flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

@@ -29,7 +29,7 @@ from tests.forked import small_demo_model
 from tests.service.running import KEYS, Running, service_in_thread
 
 # Several hundred requests, one after another.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 PLAN = TimingPlan(samples=48, control=40, prompt_words=40)
 PAIR = (KEYS["acme"], KEYS["globex"])
 

@@ -206,7 +206,6 @@ def test_each_check_separates_a_sound_cache_from_one_with_its_bug(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plant", LOSSY_BUGS, ids=lambda plant: plant.__name__)
 def test_the_check_of_lossy_memory_finds_its_bugs(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

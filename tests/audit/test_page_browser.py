@@ -15,7 +15,7 @@ from tests.browser import PATIENCE_MS, launched
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser]
 
 SIZES = {"phone": (360, 780), "desktop": (1280, 900)}
 REPORTS = {"sound": sound, "leaking": leaking, "without timing": without_timing}

@@ -11,7 +11,6 @@ from radixkv.errors import ArgumentError
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_short_run_has_all_figures() -> None:
     done: list[int] = []
     result = concurrent_serving.run(

@@ -9,7 +9,6 @@ from radixkv.errors import ArgumentError
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_short_run_measures_every_call_idle_and_under_attack() -> None:
     steps: list[int] = []
     result = hostile.run(calls=10, rounds=1, names=["internal"], progress=steps.append)

@@ -48,7 +48,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.limit(wall_s=3600)
 def test_sigkill_at_any_time_loses_nothing_that_was_said_to_be_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.billing.kill_driver", str(tmp_path), str(KILLS), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3500)

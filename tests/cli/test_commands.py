@@ -24,7 +24,7 @@ from tests.audit.openai_server import Behaviour, openai_server
 from tests.service.running import Running, service_in_thread
 
 # Most commands run in a process of their own that imports torch.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 Result = subprocess.CompletedProcess[str]
 
 

@@ -18,7 +18,7 @@ from radixkv.service.server import bind
 from tests.service.running import START_S, Process, client, eventually, served, service_in_thread
 
 # Each process imports torch.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

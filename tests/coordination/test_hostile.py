@@ -158,7 +158,6 @@ def write(client: Any, command: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_no_write_to_redis_purges_a_tenant_or_stops_a_replica(attacked: Attacked) -> None:
     attacked.purge("acme")
     attacked.fill()

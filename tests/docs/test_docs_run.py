@@ -38,7 +38,7 @@ from radixkv.cli.main import commands
 from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text, not_run
 from tests.service.running import Process, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 SHOWN = {"text", "json", "acl"}
 ADDRESS = "http://127.0.0.1:8400"

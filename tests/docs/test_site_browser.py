@@ -23,7 +23,7 @@ from tests.docs.blocks import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser]
 
 SITE = ROOT / "site"
 WIDTHS = {"phone": 390, "tablet": 820, "desktop": 1440}

@@ -23,7 +23,7 @@ from tests.engines.clients_contract import CLIENTS
 from tests.service.running import Running
 from tests.service.test_shapes import CALL, saying
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 HERE = Path(__file__).parent
 KEY, MODEL = DEMO_KEYS["acme"], "radixkv-demo"

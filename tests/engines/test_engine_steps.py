@@ -152,7 +152,6 @@ def two_ranks(seed: int, how: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_processes_decide_alike_through_purges_pins_and_learning(seed: int) -> None:
     first, second = two_ranks(seed, "agree")
@@ -162,7 +161,6 @@ def test_two_processes_decide_alike_through_purges_pins_and_learning(seed: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_process_that_decides_otherwise_stops_at_the_next_step() -> None:
     (found,) = two_ranks(3, "differ")
     assert "decided otherwise than rank 0" in found["error"] and found["number"] == 250

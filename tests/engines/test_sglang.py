@@ -15,7 +15,7 @@ from tests.engines.sglang_runs import folder as folder
 from tests.engines.sglang_runs import ran
 from tests.redis_server import free_port
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.engines.sglang_runs import ROOT, make_folder, variables_for
 from tests.redis_server import free_port
 from tests.service.running import KEYS, client, eventually
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=1800)]
 
 EXAMPLE = ROOT / "examples" / "sglang_server"
 START_S = 900.0

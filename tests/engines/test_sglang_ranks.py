@@ -15,7 +15,7 @@ from tests.engines.sglang_runs import ran
 
 SECONDS = float(os.environ.get("RADIXKV_SOAK_S", "15"))
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600 + 2 * SECONDS)]
+pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=600 + 2 * SECONDS)]
 
 SOAK = "sglang_soak.py"
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

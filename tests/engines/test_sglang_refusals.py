@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.sglang_runs import answer_of
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engines]
 
 NAMES = {
     "bigram keys": "EAGLE's bigram keys",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.sglang_runs import answer_of
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 OTHERWISE = {
     # Keys are uint32: larger ids find nothing and leave nothing.

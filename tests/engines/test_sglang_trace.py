@@ -118,7 +118,6 @@ def test_the_recording_is_of_this_shell(page: int) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
 def test_sglang_makes_the_recorded_calls(folder: Path, tmp_path: Path) -> None:
     recorded, made = (
         Counter(call[0] for call in list(read(path))[1:])

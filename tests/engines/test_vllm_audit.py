@@ -16,7 +16,7 @@ from radixkv.audit.verdict import Verdict
 from tests.engines.test_vllm_serve import cached, completed, serving, write_model
 from tests.service.running import KEYS, Process, client
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines]
 
 TENANTS = (KEYS["acme"], KEYS["globex"])
 OPTIONS = Options(operator_key=KEYS["operator"], tenant_names=("acme", "globex"))

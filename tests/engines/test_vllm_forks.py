@@ -15,7 +15,7 @@ import pytest
 from radixkv.engines.hf import demo_model
 from radixkv.signing import KeySet
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_forks.py")

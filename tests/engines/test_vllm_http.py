@@ -24,7 +24,7 @@ from radixkv.signing import KeySet
 from tests.engines.test_vllm import ROOT, model
 from tests.service.running import eventually
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines]
 
 __all__ = ["model"]  # the fixture
 

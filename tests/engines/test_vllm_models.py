@@ -17,7 +17,7 @@ from tests.engines.test_vllm import ROOT, model, nothing_is_left, ran
 
 __all__ = ["model"]  # the fixture
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 SCRIPT = Path(__file__).with_name("vllm_models.py")
 REFUSALS = Path(__file__).with_name("vllm_refusals.py")

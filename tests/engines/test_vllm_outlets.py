@@ -14,7 +14,7 @@ from radixkv.engines.salt import make_salt
 from radixkv.signing import KeySet
 from tests.engines.test_vllm import ROOT, model
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 __all__ = ["model"]  # the fixture
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=1200)]
 
 ROOT = Path(__file__).parents[2]
 VERSION = "0.32.0"

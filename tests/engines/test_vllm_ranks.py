@@ -16,7 +16,7 @@ from tests.engines.test_vllm import model
 from tests.engines.test_vllm_http import KEYS, RADIXKV, body, listening
 from tests.service.running import eventually
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 __all__ = ["model"]  # the fixture
 

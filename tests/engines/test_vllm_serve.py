@@ -19,7 +19,7 @@ from radixkv.tokenizer import load_tokenizer
 from tests.engines.test_vllm import ROOT
 from tests.service.running import KEYS, Process, client, eventually
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 START_S = 300.0
 PROMPT = [17 + at * 7 % 900 for at in range(400)]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engines.test_vllm import ROOT
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines]
 
 SCRIPT = Path(__file__).with_name("vllm_sessions.py")
 EXCERPT = SCRIPT.with_name("agent_sessions.jsonl.gz")

@@ -24,7 +24,7 @@ MARGIN_KIB = 128 << 10
 LONG_S = 600
 FLAT_KIB = 48 << 10
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600 + 10 * SECONDS)]
+pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=600 + 10 * SECONDS)]
 
 
 @pytest.fixture(scope="module")

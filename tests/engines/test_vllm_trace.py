@@ -117,7 +117,6 @@ def test_the_recording_is_of_this_shell(name: str) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RUNS)
 def test_vllm_makes_the_recorded_calls(name: str, model: str, tmp_path: Path) -> None:
     made = list(read(record(name, model, tmp_path)))

@@ -155,7 +155,6 @@ def _ran(arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_no_change_of_weights_lets_vllm_find_old_kv(models: list[str], is_async: bool) -> None:
     found = _ran(json.dumps({"cache": "radixkv", "is_async": is_async, "models": models}))
@@ -181,7 +180,6 @@ def test_no_change_of_weights_lets_vllm_find_old_kv(models: list[str], is_async:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
 def test_vllm_itself_leaves_changes_to_its_user(models: list[str]) -> None:
     """It resets its cache where this list says so. If this fails, radixkv may have less to do."""
     found = _ran(json.dumps({"cache": "stock", "is_async": False, "models": models}))

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.examples.running import printed
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_both_ways_end_with_the_same_keys_and_values() -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from tests.examples.running import printed
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.slow
 def test_both_searches_find_the_same_with_fewer_blocks() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.examples.running import printed
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_in_process_example() -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from tests.examples.running import ROOT, printed
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.slow
 def test_it_runs_and_its_figures_are_in_order() -> None:

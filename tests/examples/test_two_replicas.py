@@ -13,8 +13,6 @@ from examples import two_replicas
 from tests.forked import Forked
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.slow
 def test_two_replicas_example(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.running import printed
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines]
 
 
 def test_vllm_server_example() -> None:

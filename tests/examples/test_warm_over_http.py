@@ -9,8 +9,6 @@ import pytest
 from tests.examples.running import printed
 from tests.service.running import service_in_thread
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.slow
 def test_warm_over_http_example() -> None:

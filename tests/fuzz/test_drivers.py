@@ -19,7 +19,7 @@ from fuzz.targets.material import Material
 from tests import forked
 
 # Each driver is a process of its own.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
 SEED, FAULTS_S = 296, 5.0

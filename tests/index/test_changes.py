@@ -86,7 +86,6 @@ class Recorded(PrefixCache):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_journal_reports_exactly_what_is_resident() -> None:
     """Over random lives, segments that were stored and not removed or cleared are exactly those in the trees."""
     report = properties.run(Recorded, 150, 50, machine=JournalMachine, with_storage=[False])

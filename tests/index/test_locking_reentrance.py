@@ -97,7 +97,6 @@ def _prepared() -> tuple[PrefixCache, Journal, Sequence]:
     return cache, journal, cache.open(NS, [7, *range(8)])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", list(calls(_prepared()[0], _prepared()[2])))
 def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
     """The error comes at once, for every call. If the callback handles it, the interrupted call continues."""
@@ -121,7 +120,6 @@ def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
     audit.check(cache)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["insert", "reclaim"])
 def test_a_callback_of_a_cache_whose_blocks_the_engine_owns(name: str) -> None:
     """The engine's calls are refused in a callback, and the call that it came from completes."""
@@ -145,7 +143,6 @@ def test_a_callback_of_a_cache_whose_blocks_the_engine_owns(name: str) -> None:
     audit.check(cache)
 
 
-@pytest.mark.timeout(60)
 def test_a_callback_that_does_not_handle_the_error() -> None:
     """The error ends the call, like any error of a callback. The cache stays intact."""
     cache, journal, bystander = _prepared()
@@ -158,7 +155,6 @@ def test_a_callback_that_does_not_handle_the_error() -> None:
     audit.check(cache)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("which", ["clock", "scrub_blocks"])
 def test_a_clock_or_scrub_callback_gets_the_named_error(which: str) -> None:
     """A clock or ``scrub_blocks`` that calls the cache."""
@@ -212,7 +208,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("error::ResourceWarning")
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", ["sequence", "lease"])
@@ -261,7 +256,6 @@ class Gone:
     me: Gone
 
 
-@pytest.mark.timeout(60)
 def test_a_finaliser_in_another_thread_waits() -> None:
     """The finaliser releases as soon as the call that holds the lock has ended."""
     cache, journal, sequence = _prepared()

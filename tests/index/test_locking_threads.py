@@ -181,7 +181,6 @@ class EngineWorker(threading.Thread):
         self.mine += [*done.surplus.tolist(), *done.evicted.tolist()]
 
 
-@pytest.mark.timeout(300)
 def test_eight_threads_of_an_engine_that_owns_the_blocks(_eager_switches: None) -> None:
     """No block is lost, and none has two owners."""
     cache = PrefixCache(CacheConfig(64, 2, blocks="engine", default_tenant=Tenant("d", max_blocks=20)))
@@ -199,7 +198,6 @@ def test_eight_threads_of_an_engine_that_owns_the_blocks(_eager_switches: None) 
     audit.check(cache)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_eight_threads_and_the_audit(policy: str, _eager_switches: None) -> None:
     """Nothing breaks, every read byte is right, and nothing is left over."""

@@ -752,7 +752,6 @@ def _number(name: str) -> int:
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
@@ -793,7 +792,6 @@ def test_an_exception_between_any_two_steps_in_slices(
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ENGINE_SCENARIOS)
 def test_an_exception_when_the_engine_owns_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call is interrupted at many of its steps, or with INTERRUPT_ALL at each, also between slices.
@@ -871,7 +869,6 @@ class Mended(Recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_repairing_an_intact_cache_changes_nothing() -> None:
     """Such a repair changes nothing.
 

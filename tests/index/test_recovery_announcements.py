@@ -141,7 +141,6 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
     """Calls that other tests interrupt too are interrupted at every fifth step."""

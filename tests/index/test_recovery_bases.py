@@ -183,7 +183,6 @@ EACH_STEP = ("publish", "complete a longer one", "unpublish", "strike a reader",
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
     """Calls that change a base are interrupted at each step. Other calls, and those of its readers, at some steps."""

@@ -112,7 +112,6 @@ CALLS: dict[str, Scenario] = {
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
     """Calls that concern beams."""
@@ -122,7 +121,6 @@ def test_an_exception_between_any_two_steps(name: str) -> None:
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", ["open, evicting", "commit between forks", "append", "fork", "reorder", "evict", "clear"]
 )

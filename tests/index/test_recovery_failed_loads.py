@@ -74,7 +74,6 @@ CALLS: dict[str, Scenario] = {
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
     for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=False)):

@@ -29,7 +29,6 @@ NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_cache_survives_out_of_memory(window: int) -> None:
     """At most one life in twenty may end in a dead cache. In practice none does."""

@@ -106,7 +106,6 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 
 
 @pytest.mark.pure
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["lru", "learned"])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:

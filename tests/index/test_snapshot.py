@@ -135,7 +135,6 @@ def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(3))
 def test_a_snapshot_in_slices_is_one_of_its_last_moment(part: int, _tiny_slices: None) -> None:
     """Random lives of every policy continue between slices of two nodes. Each result is compared field by field."""
@@ -384,7 +383,6 @@ class Hammer(threading.Thread):
             return
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_no_false_alarm_while_threads_hammer(
     policy: str, monkeypatch: pytest.MonkeyPatch, _eager_switches: None

@@ -45,7 +45,6 @@ class Reached(properties.BeamMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_random_lives_with_beams_find_nothing() -> None:
     """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
     Reached.seen = Counter()
@@ -56,7 +55,6 @@ def test_random_lives_with_beams_find_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_repairs_while_beams_are_lent_find_nothing() -> None:
     """The cache is repaired again and again, and lent beams notice nothing."""
     report = properties.run(Mended, 60, 40, seed=SEED, machine=properties.BeamMachine, with_storage=[True])

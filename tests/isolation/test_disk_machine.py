@@ -99,7 +99,6 @@ def report(folder: Path, examples: int, seed: int = 0) -> properties.PropertyRep
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_random_lives_find_nothing(tmp_path: Path) -> None:
     DiskMachine.num_hits = 0
     found = report(tmp_path, EXAMPLES)
@@ -151,7 +150,6 @@ def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [

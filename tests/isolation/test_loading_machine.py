@@ -47,7 +47,6 @@ def report(examples: int, seed: int = 0) -> properties.PropertyReport:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_random_lives_find_nothing() -> None:
     Counted.loaded = 0
     found = report(EXAMPLES)
@@ -123,7 +122,6 @@ def a_slot_that_is_found_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [

@@ -52,7 +52,6 @@ def report(examples: int, seed: int = 0) -> properties.PropertyReport:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_random_lives_find_nothing() -> None:
     CountedLossy.loaded = Counter()
     found = report(EXAMPLES)
@@ -83,7 +82,6 @@ LOSSY_BUGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plant", LOSSY_BUGS, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,6 @@ class EngineMachine(properties.EngineMachine):
     declining = Declining
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_lives_find_nothing(part: int) -> None:
     """Every policy, with storage and without, in parts that end well within the timeout.
@@ -55,7 +54,6 @@ def test_random_lives_find_nothing(part: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.pure
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("label_bytes, grown_bytes", [(16, 24), (8, 0)])
 def test_random_lives_at_the_limits_find_nothing(
     label_bytes: int, grown_bytes: int, monkeypatch: pytest.MonkeyPatch

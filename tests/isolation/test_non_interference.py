@@ -27,7 +27,6 @@ SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stored", [False, True])
 def test_observations_of_a_do_not_depend_on_b(stored: bool) -> None:
     """The two-run machine finds nothing, for both policies."""
@@ -37,7 +36,6 @@ def test_observations_of_a_do_not_depend_on_b(stored: bool) -> None:
     assert report.ok, report.failure
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_strict_tenants_observations_do_not_depend_on_others(policy: str) -> None:
     """Step for step, with storage and without.

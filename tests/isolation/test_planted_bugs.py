@@ -1068,7 +1068,6 @@ def test_the_docs_name_each_bug() -> None:
     assert {name for name in BUGS if "oracle alone" not in name} <= named
 
 
-@pytest.mark.timeout(900)  # of the rare ones: minutes on a busy machine
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the patch, the machine fails within a few hundred examples. Its message names the fault."""

@@ -108,7 +108,6 @@ def report(examples: int, seed: int = 0, *, shrink: bool = False) -> properties.
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_random_lives_find_nothing() -> None:
     Counted.loaded = 0
     found = report(EXAMPLES)
@@ -177,7 +176,6 @@ def slots_that_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [

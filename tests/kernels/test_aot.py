@@ -12,7 +12,6 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.timeout(340)
 
 SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]

@@ -20,7 +20,6 @@ SUITES = {"test_fork.py": 45, "test_copies.py": 70, "test_quantize.py": 45, "tes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(340)
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_passes_in_an_interpreting_process(suite: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / suite)]

@@ -17,7 +17,7 @@ import pytest
 from tests.packaging.building import ROOT, build, files_of, hasty_compiler
 
 # The C compiler takes minutes on a busy machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 CODE = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))

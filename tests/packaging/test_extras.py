@@ -29,7 +29,7 @@ from tests.packaging.building import ROOT
 from tests.redis_server import RedisServer
 from tests.service.running import START_S, Running, eventually, service_in_thread
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 DEVELOPMENT = {"fuzz", "browser", "docs", "dev"}

@@ -14,7 +14,7 @@ from tests.service.running import Running
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser]
 
 
 @pytest.fixture(scope="module")

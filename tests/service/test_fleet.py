@@ -34,7 +34,6 @@ from tests.service.running import (
     service_in_thread,
 )
 
-pytestmark = pytest.mark.timeout(600)  # starting replicas imports torch, and tests wait for leases to expire
 SECRET = b"a secret of this test's fleet"
 LEASE_S = 10.0
 """The lease of processes, in seconds: no live process stalls for two thirds of it."""

@@ -21,7 +21,7 @@ from tests.service.running import DEADLINE_S, Process, answered, client, eventua
 from tests.tcp_proxy import TcpProxy
 
 # Starting replicas imports torch, and tests wait for leases to expire.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 IDS = list(range(5, 5 + 16 * 40))
 LEASE_S = 8
 """The lease in seconds: no live process stalls for two thirds of it. It is short, as tests wait for it to expire."""

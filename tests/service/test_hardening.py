@@ -28,8 +28,6 @@ from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
 from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
 
-pytestmark = pytest.mark.timeout(600)  # some services are processes of their own, which import torch
-
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

@@ -209,7 +209,6 @@ def test_without_a_file_a_signal_is_not_caught() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_process_reloads_at_sighup_and_goes_on_after_a_bad_file(tmp_path: Path) -> None:
     path = tmp_path / "radixkv.yaml"
     path.write_text("num-blocks: 1024\nmax-body-bytes: 100000\n")

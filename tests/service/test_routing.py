@@ -35,7 +35,6 @@ from tests.service.running import (
     service_in_thread,
 )
 
-pytestmark = pytest.mark.timeout(600)  # starting replicas imports torch
 SECRET = b"a secret of this test's fleet"
 IDS = list(range(5, 5 + 16 * 40))
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,7 +16,6 @@ from tests.service.test_bases import publish
 from tests.service.test_refusals import refusal
 from tests.service.test_routing import Join, best, join, ranked, router, secret  # noqa: F401 fixtures
 
-pytestmark = pytest.mark.timeout(600)
 IDS = list(range(100, 164))
 """Four blocks."""
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

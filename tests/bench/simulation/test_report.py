@@ -63,7 +63,6 @@ def test_the_report_shows_the_worst_stretch_of_each_policy(result: dict[str, Any
 
 
 @pytest.mark.browser
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [500, 1200])
 def test_a_browser_draws_it(result: dict[str, Any], width: int, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
