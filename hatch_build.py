@@ -4,14 +4,21 @@
 
     RADIXKV_COMPILE   unset: compile if possible, otherwise leave the pure build and print the reason in a line
                       1: fail if compiling isn't possible     0: don't compile
+    RADIXKV_BUILDS    a folder that keeps what was compiled, for other checkouts of the same sources, under a digest of
+                      all that went into it. By default ~/.cache/radixkv/builds; empty: keep nothing
 
 As a script (``make compile``) it updates the ``_native/`` folders of the packages to the current sources.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -31,6 +38,9 @@ SOURCES = {"radixkv": ROOT, "radixkv_policies": ROOT / "policies"}
 """The import path of each top-level package."""
 REQUIRES = ["mypy>=2.4,<3", "setuptools>=77"]
 WISH = os.environ.get("RADIXKV_COMPILE", "")
+USUAL_BUILDS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "radixkv", "builds")
+NUM_KEPT = 24
+"""How many builds are kept: those that were used last. The four of one checkout have 5 MB."""
 
 # Modules outside a build are not read. NumPy's types would take a minute and make no faster code. The compiled code
 # would check known argument types before radixkv can report the error.
@@ -95,8 +105,9 @@ def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
         return {}
     why = obstacle() if missing else None
     if why is None and missing:
+        missing = [build for build in missing if not _fetch(build, folders[build.package])]
+    if why is None and missing:
         print("radixkv: compiling the index: half a minute, on a busy machine some minutes ...", flush=True)
-    if why is None:
         with ThreadPoolExecutor() as pool:
             why = next(
                 filter(None, pool.map(lambda build: _compile(build, folders[build.package]), missing)), None
@@ -150,8 +161,64 @@ def _compile(build: Any, folder: Path) -> str | None:
         )
         if done.returncode:
             return done.stdout.strip() or f"mypyc ended with {done.returncode}"
-        _replace(Path(scratch, "lib", _path(build.package)), folder)
+        made = Path(scratch, "lib", _path(build.package))
+        _keep(build, made)
+        _replace(made, folder)
     return None
+
+
+def _kept(build: Any) -> Path | None:
+    """Return the folder of a build among those that are kept. It may not exist. None if none is kept."""
+    kept = os.environ.get("RADIXKV_BUILDS", str(USUAL_BUILDS))
+    return Path(kept, _digest(build)) if kept else None
+
+
+def _digest(build: Any) -> str:
+    """Return a digest of all that decides what the compiler makes of a build."""
+    package = _place(build.package)
+    parts = [*_tools(), build.package, *build.compiled]
+    files = [*(package / f"{name}.py" for name in (*build.compiled, *build.read))]
+    files += [ROOT / "hatch_build.py", ROOT / "hatch_docstrings.py"]
+    whole = hashlib.sha256()
+    for part in (*map(str.encode, parts), *(file.read_bytes() for file in files)):
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()
+
+
+@functools.cache
+def _tools() -> tuple[str, ...]:
+    """Return what is known of the interpreter, mypy and the C compiler."""
+    command = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
+    flags = (os.environ.get(name, "") for name in ("CFLAGS", "CPPFLAGS", "LDFLAGS", "MYPYC_OPT_LEVEL"))
+    versions = (importlib.metadata.version(name) for name in ("mypy", "setuptools"))
+    return (sys.version, EXTENSION_SUFFIXES[0], platform.machine(), command, said.stdout, *flags, *versions)
+
+
+def _fetch(build: Any, folder: Path) -> bool:
+    """Copy a build that is kept, if there is one."""
+    with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
+        kept = _kept(build)
+        if kept is not None and kept.is_dir():
+            _replace(kept, folder)
+            os.utime(kept)
+            return True
+    return False
+
+
+def _keep(build: Any, made: Path) -> None:
+    """Keep a build for others, whole or not at all. Without room or permission it is not kept."""
+    with contextlib.suppress(OSError):
+        if (kept := _kept(build)) is None or kept.exists():
+            return
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=kept.parent, prefix="unfinished-"))
+        _replace(made, scratch / "build")
+        (scratch / "build").rename(kept)
+        scratch.rmdir()
+        by_use = sorted(kept.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+        for old in by_use[NUM_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _replace(made: Path, folder: Path) -> None:

@@ -216,7 +216,7 @@ def compile_in(tree: Path, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, "hatch_build.py"],
         capture_output=True,
         text=True,
-        env={**inherited, **environment},
+        env={**inherited, "RADIXKV_BUILDS": "", **environment},
         cwd=tree,
         timeout=500,
     )
