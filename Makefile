@@ -1,27 +1,34 @@
 # radixkv: `make run` serves, `make quick` checks an edit, `make test` tests. Each first sets up .venv if needed, and
-# again when pyproject.toml changes.
+# again when pyproject.toml or requirements/lock.txt changes.
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
-#   make test PYTEST="tests/index -q"   arguments for pytest; quick takes it too
-#   make test WORKERS=0                one test at a time; default: three more than cores (tests also wait), at most 5
+#   make test PYTEST="tests/index -q"   arguments for pytest; quick, timing, test-release and others take it too
+#   make test WORKERS=0                one test at a time; default: two more than cores (tests also wait), at most 5
 #   make run RADIXKV_PURE=1            index and policies as pure Python, even if they are compiled
 #   make test RADIXKV_COMPILE=1        1: fail if they can't be compiled; 0: don't compile them
-#   make lives LIVES=20000             number of random lives
+#   make lives LIVES=20000 LIVES_SEED=7   number of random lives, and their seed
 #   make fuzz SECONDS=600              time for each fuzz driver
 #   make docs-serve ADDRESS=0.0.0.0:8000   the address of the server of the docs
 #   make faults MINUTES=60 SEED=7      time for faults in a fleet, and their first seed
+#   make busy LOOPS=8 BUSY="make quick"   the number of busy loops, and what runs beside them
 #   make test-pure INTERRUPT_ALL=1     interrupt each call at every step instead of some, under each policy: minutes
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) for .venv
 #   make … VENV=/path/to/venv          a folder other than .venv
+#   make … LOCKED=                     install the newest versions that pyproject.toml allows, not those of the lock file
 
 VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
 CORES = $(shell getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell expr $(CORES) + 3)
+WORKERS ?= $(shell expr $(CORES) + 2)
+LOCKED ?= 1
 PROGRESS_S ?= 30
 LIVES ?= 2000
+LIVES_SEED ?= $(shell date +%s)
+LOOPS ?= 4
+BUSY ?= make test
+UV ?= uv
 SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
@@ -30,7 +37,7 @@ ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/radixkv-engines
 SPREAD = -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults engines docs docs-serve lint format clean
+.PHONY: help run quick test test-all test-release test-vary test-latest test-pure test-browser test-gpu timing busy upgrade lives compile fuzz faults engines docs docs-serve lint format clean
 MAKEFLAGS += --no-print-directory
 # Many tests start processes, which would compile all modules again each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,12 +45,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@printf '%s\n' \
 	  'make run           set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
-	  'make quick         lint, the fast tests on the build that is there, 100 random lives: for every edit' \
-	  'make test          compile, and run the whole test suite once (PYTEST="…" for options)' \
-	  'make test-all      test, test-pure, 2,000 random lives, docs, test-browser, faults: before a merge' \
-	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
-	  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
-	  'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
+	  'make quick         lint, the fast tests on the build that is there, few random lives: for every edit' \
+  'make test          compile, and run the test suite once (PYTEST="…" for options)' \
+  'make test-all      test, test-release, test-vary, test-pure, lives, docs, test-browser, faults: before a release' \
+  'make test-release  the tests that are too dear for every change: documentation, extras, wheels, planted servers' \
+  'make test-vary     the generated tests with other examples than those of `make test`' \
+  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
+  'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
+  'make test-latest   make test in .venv-latest, with the newest versions instead of the locked ones' \
+  'make timing        the tests of wall-clock times: on a quiet machine' \
+  'make busy          make test beside LOOPS=4 busy loops' \
+  'make upgrade       renew requirements/lock.txt, with uv' \
+  'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
@@ -60,12 +73,27 @@ run: $(VENV)/.installed-all
 	@exec $(VENV)/bin/radixkv serve $(ARGS)
 
 quick: lint
-	@HYPOTHESIS_PROFILE=quick RADIXKV_EXAMPLES=100 $(VENV)/bin/python -m pytest $(SPREAD) -q -m 'not slow and not pure' $(PYTEST)
+	@HYPOTHESIS_PROFILE=quick RADIXKV_EXAMPLES=20 $(VENV)/bin/python -m pytest $(SPREAD) -q -m 'not slow and not pure' $(PYTEST)
 
 test: compile
 	@$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test test-pure lives docs test-browser faults
+test-all: test test-release test-vary test-pure lives docs test-browser faults
+
+test-release: compile
+	@$(VENV)/bin/python -m pytest $(SPREAD) -m release $(PYTEST)
+
+test-vary: compile
+	@HYPOTHESIS_PROFILE=vary $(VENV)/bin/python -m pytest $(SPREAD) -m hypothesis $(PYTEST)
+
+test-latest:
+	@$(MAKE) test VENV=.venv-latest LOCKED=
+
+timing: compile
+	@$(VENV)/bin/python -m pytest -m timing $(PYTEST)
+
+busy: compile
+	@$(VENV)/bin/python -m tests.busy --loops $(LOOPS) -- $(BUSY)
 
 # If nothing is compiled, `make test` runs them already. They never wait, so there is a worker for each core.
 test-pure: WORKERS = $(CORES)
@@ -74,14 +102,19 @@ test-pure: compile
 
 # Random lives of the whole cache, of two systems side by side, of store outages, and of snapshots during changes.
 lives: compile
-	@RADIXKV_EXAMPLES=$(LIVES) $(VENV)/bin/python -m pytest $(SPREAD) tests/isolation/test_machine.py \
-	  tests/isolation/test_non_interference.py tests/isolation/test_outages.py tests/index/test_snapshot.py
+	@RADIXKV_EXAMPLES=$(LIVES) RADIXKV_SEED=$(LIVES_SEED) $(VENV)/bin/python -m pytest $(SPREAD) \
+	  --cpu-limit-s 36000 --wall-limit-s 72000 tests/isolation tests/index/test_snapshot.py $(PYTEST)
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py
 
 test-browser: $(VENV)/.installed-dev docs
 	@exec $(VENV)/bin/python -m pytest -m browser $(PYTEST)
+
+# Pins the newest versions for Python 3.11 to 3.14, with the hashes of all their files, except those held back.
+upgrade:
+	@$(UV) pip compile --universal --python-version 3.11 --all-extras --generate-hashes --upgrade --no-header --quiet \
+	  --constraint requirements/held.txt --output-file requirements/lock.txt pyproject.toml
 
 # Without a GPU for torch, pytest collects no test and exits with 5.
 test-gpu: $(VENV)/.installed-dev
@@ -134,21 +167,21 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist site radixkv/index/_native radixkv/coordination/_native radixkv/engines/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venv-latest build dist site radixkv/index/_native radixkv/coordination/_native radixkv/engines/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `dev` includes `all`, so installing `dev` also marks `all` as installed.
-$(VENV)/.installed-all: pyproject.toml
-	@if [ -e $(VENV)/.installed-dev ]; then $(MAKE) $(VENV)/.installed-dev; else $(call install,all); fi
+$(VENV)/.installed-all: pyproject.toml requirements/lock.txt
+	@if [ -e $(VENV)/.installed-dev ]; then $(MAKE) $(VENV)/.installed-dev; else $(call install,all$(comma)build); fi
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml
+$(VENV)/.installed-dev: pyproject.toml requirements/lock.txt
 	@$(call install,dev)
 	@touch $@ $(VENV)/.installed-all
 
 # Installs into an existing .venv too. The docs alone need no torch and no compiled index.
-$(VENV)/.installed-docs: pyproject.toml
-	@export RADIXKV_COMPILE=0; $(call install,docs)
+$(VENV)/.installed-docs: pyproject.toml requirements/lock.txt
+	@export RADIXKV_COMPILE=0; $(call install,docs$(comma)build)
 	@touch $@
 
 # $(call install_engine,NAME): install an engine into an environment of its own.
@@ -163,6 +196,7 @@ endef
 
 # $(call install,EXTRA): install radixkv with an extra into $(VENV), editable. Prints one line, and pip's output if it
 # fails.
+comma = ,
 define install
 	set -e; \
 	if ! $(VENV)/bin/python -c 'import pip' >/dev/null 2>&1; then \
@@ -172,8 +206,15 @@ define install
 	fi; \
 	echo 'Installing radixkv[$(1)] into $(VENV): the first time takes minutes, on a busy machine ten or more ...'; \
 	$(call show_progress,$(VENV)/install.log) \
-	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input \
-	  --editable '.[$(1)]' >$(VENV)/install.log 2>&1 || { end_progress; cat $(VENV)/install.log >&2; \
+	install_all() { \
+	  pip="$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input"; \
+	  if [ -z "$(LOCKED)" ]; then $$pip --upgrade --editable '.[$(1)]'; return; fi; \
+	  $(VENV)/bin/python requirements/locked.py $(1) >$(VENV)/locked.txt && \
+	  $$pip --no-deps --require-hashes --requirement $(VENV)/locked.txt && \
+	  torch=$$($(VENV)/bin/python requirements/locked.py $(1) --torch) && \
+	  { [ -z "$$torch" ] || $$pip "$$torch"; } && \
+	  $$pip --no-deps --no-build-isolation --editable .; }; \
+	install_all >$(VENV)/install.log 2>&1 || { end_progress; cat $(VENV)/install.log >&2; \
 	  echo 'make: pip could not install radixkv[$(1)]; what it said stands above' >&2; exit 1; }; \
 	end_progress; \
 	$(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)' || \

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 
 # Set before NumPy or torch are imported, here and in every process that a test starts. On a busy machine with two
@@ -54,6 +55,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
+    )
+
+
 def pytest_report_header() -> str:
     """Report the redis-server that the tests use, and the build of the index."""
     index = "index: " + ("compiled" if radixkv.COMPILED else "pure Python")
@@ -78,12 +85,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name not in config.option.markexpr:
             _deselect(config, items, [item for item in items if item.get_closest_marker(name)])
     needing = [item for item in items if item.get_closest_marker("gpu")]
-    if not needing:
-        return
-    import torch
+    if needing:
+        import torch
 
-    if not torch.cuda.is_available():
-        _deselect(config, items, needing)
+        if not torch.cuda.is_available():
+            _deselect(config, items, needing)
+    if config.option.shuffle is not None:
+        _shuffle(items, random.Random(config.option.shuffle))
+
+
+def _shuffle(items: list[pytest.Item], dice: random.Random) -> None:
+    """Shuffle files, and tests within a file: what the tests of a file share is made once, as always."""
+    files = sorted({item.path for item in items})
+    dice.shuffle(files)
+    place = {path: number for number, path in enumerate(files)}
+    dice.shuffle(items)
+    items.sort(key=lambda item: place[item.path])
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:

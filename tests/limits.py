@@ -69,6 +69,8 @@ class Limits:
         self._exits_at: float | None = None
         self._started_by: dict[threading.Thread, str] = {}
         self._exit_unless_over_in(self._wall_s + self._grace_s)
+        # Whoever ends a run from outside, because it takes too long, sees where it is.
+        faulthandler.register(signal.SIGTERM, file=self._stderr, chain=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
