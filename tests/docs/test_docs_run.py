@@ -37,8 +37,7 @@ import pytest
 from radixkv.cli.main import commands
 from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text, not_run
 from tests.service.running import Process, served
-
-pytestmark = [pytest.mark.slow]
+from tests.waiting import LIMIT_S
 
 SHOWN = {"text", "json", "acl"}
 ADDRESS = "http://127.0.0.1:8400"
@@ -174,7 +173,7 @@ class Reader:
             text=True,
             cwd=self.folder,
             env=environment,
-            timeout=300,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, f"{block}: {done.stderr or done.stdout}"
         return done.stdout
@@ -215,12 +214,14 @@ def test_commands_and_options_exist(document: str) -> None:
     } == {}
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     run_python(document)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("document", ["README.md", *(each for each in DOCUMENTS if each != "README.md")])
 def test_commands_run(document: str, demo: Process, folder: Path, tmp_path: Path) -> None:
     run_console(document, Reader(folder if document == "README.md" else tmp_path, demo.url))
@@ -259,6 +260,7 @@ def test_a_command_that_does_not_exist_is_found(line: str, found: str | None) ->
     assert unknown_name(line) is None if found is None else found in str(unknown_name(line))
 
 
+@pytest.mark.release
 def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
     reader = Reader(tmp_path, "http://127.0.0.1:9")
     block = Block("some.md", 1, "console", "", None)

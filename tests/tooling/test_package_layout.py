@@ -1,110 +1,13 @@
-"""The layout of the package: the name of a file says which names it defines."""
+"""What import contracts can't say: no circles between files, and the state of a cache belongs to the index."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from pathlib import Path
 
 import grimp
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "radixkv"
-
-LOCATIONS = {
-    "match": ("index/match.py", "Match"),
-    "copy-on-write": ("index/runs.py", "Runs"),
-    "admission of a request": ("index/requests.py", "_admit"),
-    "purge": ("index/purge.py", "purge"),
-    "ghost keys": ("index/ghost_keys.py", "SegmentKeys"),
-    "audit snapshot": ("index/snapshot.py", "Snapshot"),
-    "scrubbing": ("index/scrubbing.py", "Scrubber"),
-    "expiry of pins": ("index/pins.py", "Pins.end_due"),
-    "route costs": ("coordination/routing/costs.py", "COSTS"),
-    "pins of the fleet": ("service/fleet/pins.py", "FleetPins"),
-    "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
-    "key rotation": ("service/key_store.py", "KeyStore.rotate"),
-    "keys of engines": ("signing.py", "KeySet.derive"),
-    "settings": ("configuration/definitions.py", "Setting"),
-    "configuration file": ("configuration/config_file.py", "load"),
-    "reload": ("service/reloading.py", "Reloader"),
-    "KV events": ("events/event_stream.py", "EventStream"),
-    "order of waiting requests": ("scheduling/request_queue.py", "RequestQueue"),
-    "what a record on disk is": ("tiers/record_identity.py", "RecordIdentity"),
-    "keys of a disk tier": ("tiers/folder.py", "TenantKeys"),
-    "usage records": ("billing/usage_record.py", "UsageRecord"),
-    "check of a usage log": ("billing/usage_check.py", "verify"),
-    "fairness between tenants": ("scheduling/virtual_time.py", "VirtualTime"),
-}
-"""The topic, its file, and a name that the file defines: a class, a function, a method or a constant."""
-
-FILES = {
-    "__init__.py",
-    "__main__.py",
-    "_compiled.py",
-    "clock.py",
-    "config.py",
-    "errors.py",
-    "py.typed",
-    "signing.py",
-}
-PACKAGES = {
-    "audit",
-    "bench",
-    "billing",
-    "cli",
-    "configuration",
-    "coordination",
-    "engines",
-    "events",
-    "index",
-    "scheduling",
-    "service",
-    "storage",
-    "tiers",
-    "tokenizer",
-}
-
-MAY_REPEAT = {"__init__.py", "pins.py", "validation.py"}
-"""File names that mean the same in several packages."""
-
-PARTS = {"endpoints", "schemas", "fleet", "store"}
-"""Folders whose files are named after parts of other packages: an endpoint, its schema."""
-
-
-def defined_in(path: Path) -> set[str]:
-    """Return the names at the top of a module, and the methods of its classes as ``Class.method``."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        found |= {target.id for target in targets if isinstance(target, ast.Name)}
-        if isinstance(node, ast.ClassDef):
-            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
-            found |= {f"{node.name}.{method.name}" for method in methods}
-    return found
-
-
-@pytest.mark.parametrize("topic", LOCATIONS)
-def test_each_topic_is_in_its_file(topic: str) -> None:
-    file, name = LOCATIONS[topic]
-    assert name in defined_in(PACKAGE / file)
-
-
-def test_the_package_has_only_the_expected_files_and_folders() -> None:
-    found = {path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "_native")}
-    assert {path.name for path in found if path.is_file()} == FILES
-    assert {path.name for path in found if path.is_dir()} == PACKAGES
-
-
-def test_file_names_are_unique() -> None:
-    named: dict[str, list[str]] = defaultdict(list)
-    for path in PACKAGE.rglob("*.py"):
-        if path.name not in MAY_REPEAT and path.parent.name not in PARTS:
-            named[path.name].append(path.relative_to(PACKAGE).as_posix())
-    assert [files for files in named.values() if len(files) > 1] == []
-
 
 HELD_BY_USERS = {"cache", "sequence", "match", "lease", "beams"}
 """The usual names of variables and attributes that hold a cache, or an object that it handed out."""
@@ -173,8 +76,3 @@ def test_only_the_index_writes_the_state_of_a_cache() -> None:
         if isinstance(node.ctx, ast.Store | ast.Del) and node.attr in attributes and not is_own:
             found.append(f"{place} {node.attr}")
     assert found == []
-
-
-def test_the_public_api_of_the_cache_stays_short() -> None:
-    """``PrefixCache`` checks, locks and delegates. What works belongs in the modules that it calls."""
-    assert len((PACKAGE / "index" / "cache.py").read_text().splitlines()) <= 650
