@@ -15,6 +15,7 @@
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) for .venv
 #   make … VENV=/path/to/venv          a folder other than .venv
 #   make … LOCKED=                     install the newest versions that pyproject.toml allows, not those of the lock file
+#   make … LOCKED=lowest               or the lowest (needs uv)
 
 VENV   ?= .venv
 PYTHON ?=
@@ -37,7 +38,7 @@ ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/radixkv-engines
 SPREAD = -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run quick test test-all test-release test-vary test-latest test-pure test-browser test-gpu timing busy upgrade lives compile fuzz faults engines docs docs-serve lint format clean
+.PHONY: help run quick test test-all test-release test-vary test-latest test-lowest test-pure test-browser test-gpu timing busy upgrade lives compile fuzz faults engines docs docs-serve lint format clean
 MAKEFLAGS += --no-print-directory
 # Many tests start processes, which would compile all modules again each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,6 +54,7 @@ help:
   'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
   'make test-browser  build the docs, and run the tests that look at pages in a Chromium' \
   'make test-latest   make test in .venv-latest, with the newest versions instead of the locked ones' \
+  'make test-lowest   the same in .venv-lowest with the lowest versions that pyproject.toml allows (needs uv)' \
   'make timing        the tests of wall-clock times: on a quiet machine' \
   'make busy          make test beside LOOPS=4 busy loops' \
   'make upgrade       renew requirements/lock.txt, with uv' \
@@ -88,6 +90,9 @@ test-vary: compile
 
 test-latest:
 	@$(MAKE) test VENV=.venv-latest LOCKED=
+
+test-lowest:
+	@$(MAKE) test VENV=.venv-lowest LOCKED=lowest
 
 timing: compile
 	@$(VENV)/bin/python -m pytest -m timing $(PYTEST)
@@ -167,7 +172,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) .venv-latest build dist site radixkv/index/_native radixkv/coordination/_native radixkv/engines/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venv-latest .venv-lowest build dist site radixkv/index/_native radixkv/coordination/_native radixkv/engines/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `dev` includes `all`, so installing `dev` also marks `all` as installed.
@@ -209,6 +214,10 @@ define install
 	install_all() { \
 	  pip="$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input"; \
 	  if [ -z "$(LOCKED)" ]; then $$pip --upgrade --editable '.[$(1)]'; return; fi; \
+	  if [ "$(LOCKED)" = lowest ]; then \
+	    $(UV) pip compile --python $(VENV)/bin/python --all-extras --resolution lowest-direct --quiet \
+	      --output-file $(VENV)/lowest.txt pyproject.toml >&2 && \
+	    $$pip --requirement $(VENV)/lowest.txt && $$pip --no-deps --no-build-isolation --editable .; return; fi; \
 	  $(VENV)/bin/python requirements/locked.py $(1) >$(VENV)/locked.txt && \
 	  $$pip --no-deps --require-hashes --requirement $(VENV)/locked.txt && \
 	  torch=$$($(VENV)/bin/python requirements/locked.py $(1) --torch) && \
