@@ -1,25 +1,31 @@
-"""The fuzz drivers start, end in time and find nothing in a short run. The committed corpora find nothing either."""
+"""The fuzz drivers start, end in time and find nothing in a short run. The committed corpora find nothing either.
+
+Runs of whole drivers are for releases: each is a process of its own, and ends by the clock.
+"""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fuzz import state_machine
 from fuzz.coverage_guided import TARGETS
 from fuzz.faults import Ranked
 from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
+from radixkv.audit.properties import PropertyReport
 from tests import forked
+from tests.waiting import LIMIT_S
 
-# Each driver is a process of its own.
-pytestmark = [pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
 SEED, FAULTS_S = 296, 5.0
@@ -28,15 +34,41 @@ SEED, FAULTS_S = 296, 5.0
 def output_of(driver: str, *options: str) -> str:
     """Return a driver's output."""
     command = [sys.executable, str(ROOT / "fuzz" / driver), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
-def test_state_machine_driver() -> None:
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state machine's driver runs three batches of two short lives, one for each machine, by a clock of its own."""
+    given = ["--seconds", "5.5", "--batch", "2", "--steps", "10"]
+    monkeypatch.setattr(sys, "argv", ["state_machine.py", *given])
+    monkeypatch.setattr(state_machine, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_state_machine_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    assert state_machine.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("seed 1000002: nothing found")
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_state_machine_driver_reports_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = PropertyReport(examples=1, steps=3, seconds=0.5, seed=7, failure="what went wrong")
+    monkeypatch.setattr(state_machine.properties, "run", lambda *given, **named: failed)
+    assert state_machine.main() == 1
+    assert capsys.readouterr().err == "seed 1000000, TwoRuns:\nwhat went wrong\n"
+
+
+@pytest.mark.release
+def test_state_machine_driver_ends_by_the_clock() -> None:
     assert output_of("state_machine.py", "--seconds", "1", "--batch", "10").endswith("nothing found")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("target", ["tokens", "replies", "answers"])
 def test_coverage_guided_driver(target: str) -> None:
     pytest.importorskip("atheris")
@@ -44,28 +76,32 @@ def test_coverage_guided_driver(target: str) -> None:
     assert output.startswith(f"{target}: ") and output.endswith("nothing found") and "unknown" not in output
 
 
+@pytest.mark.release
 def test_openapi_driver(tmp_path: Path) -> None:
     """It runs in a process that already has torch, which only this driver needs."""
     pytest.importorskip("schemathesis")
     command = [str(ROOT / "fuzz" / "openapi.py"), "--seconds", "5"]
-    done = forked.run(command, os.environ, tmp_path, timeout=500)
+    done = forked.run(command, os.environ, tmp_path, LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.strip().splitlines()
     found = [line for line in lines if "requests in" in line]
     assert len(found) == 3 and all(line.endswith("nothing found") for line in found), lines
 
 
+@pytest.mark.release
 def test_faults_driver() -> None:
     """Replicas are killed, stopped and cut off.
 
     Redis is paused and restarted, also with old data. See ``fuzz/fleet/plan.py``.
     """
-    steps = {step.what for step in plan.draw(SEED, "single", FAULTS_S)}
-    assert len(steps) >= 6, "the schedule of the seed has too few kinds of steps"
     lines = output_of(
         "faults.py", "--rounds", "1", "--length", str(FAULTS_S), "--store", "single", "--seed", str(SEED)
     ).splitlines()
     assert lines[0].startswith(f"seed {SEED}, single: ") and lines[-1] == "1 rounds: nothing found"
+
+
+def test_the_schedule_of_the_run_has_many_kinds_of_steps() -> None:
+    assert len({step.what for step in plan.draw(SEED, "single", FAULTS_S)}) >= 6
 
 
 def test_a_schedule_depends_on_its_seed_only() -> None:
@@ -77,7 +113,7 @@ def test_a_schedule_depends_on_its_seed_only() -> None:
 
 def test_histories_show_stale_and_wrong_kv(tmp_path: Path) -> None:
     def append(replica: str, **facts: Any) -> None:
-        with (tmp_path / f"{replica}.1.history").open("a") as file:
+        with (tmp_path / f"{replica}.1.history").open("a", encoding="utf-8") as file:
             file.write(
                 json.dumps(
                     {"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512}
@@ -117,7 +153,11 @@ def test_a_stall_excuses_a_late_ranking_of_a_dead_replica() -> None:
     assert not late.is_excused_by((10.5, 12.0)), "the router had its messages before"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+BODIES = pytest.param("bodies", marks=pytest.mark.release)
+"""It needs a whole service. Tests of the service send it such bodies too."""
+
+
+@pytest.mark.parametrize("target", [BODIES if target == "bodies" else target for target in TARGETS])
 def test_the_corpus_finds_nothing(target: str) -> None:
     one = importlib.import_module(f"fuzz.targets.{target}").one
     inputs = sorted((CORPUS / target).iterdir())
