@@ -9,6 +9,8 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,7 +37,9 @@ def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     inherited["RADIXKV_BUILDS"] = ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=inherited | environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=inherited | environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.iterdir()
     return made

@@ -1,4 +1,7 @@
-"""The compiled index and policies: their wheel, when they are used instead of the sources, and errors of the build."""
+"""The compiled index and policies: when they are used instead of the sources, their wheel, and errors of the build.
+
+Tests that build a wheel or run the compiler are for releases. The others use what is compiled in the source tree.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+import radixkv
 from tests.packaging.building import ROOT, build, files_of, hasty_compiler
+from tests.waiting import LIMIT_S
 
-# The C compiler takes minutes on a busy machine.
-pytestmark = [pytest.mark.slow]
 CODE = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
@@ -46,7 +49,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def site(wheel: Path, tmp_path: Path) -> Path:
+def site(tmp_path: Path) -> Path:
+    """The packages with what is compiled beside their sources, as a wheel installs them."""
+    if not radixkv.COMPILED:
+        pytest.skip("nothing is compiled")
+    for package in (ROOT / "radixkv", ROOT / "policies" / "radixkv_policies"):
+        shutil.copytree(package, tmp_path / package.name)
+    return tmp_path
+
+
+@pytest.fixture
+def unpacked(wheel: Path, tmp_path: Path) -> Path:
     """The wheel, unpacked."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -110,7 +123,7 @@ def output_of(code: str, site: Path, **environment: str) -> str:
         text=True,
         env={**inherited, "PYTHONPATH": str(site), **environment},
         cwd=site,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -123,6 +136,43 @@ def use(site: Path, **environment: str) -> tuple[str, ...]:
     return compiled, *(Path(file).name for file in files)
 
 
+def test_the_compiled_modules_are_used_unless_asked_otherwise(site: Path) -> None:
+    assert use(site) == use(site, RADIXKV_PURE="0") == COMPILED
+    assert use(site, RADIXKV_PURE="1") == PURE
+
+
+def is_compiled(site: Path) -> bool:
+    """Return whether a fresh process would use the compiled modules."""
+    return output_of("import radixkv; print(radixkv.COMPILED)", site) == "True\n"
+
+
+def test_the_sources_are_used_after_an_edit(site: Path) -> None:
+    """This includes a source that the compiler only reads. With the same bytes again, the compiled modules are used."""
+    for edited in (
+        "radixkv/index/tree.py",
+        "radixkv/errors.py",
+        "radixkv_policies/hints.py",
+        "radixkv/coordination/store/wire.py",
+        "radixkv/engines/__init__.py",
+    ):
+        source = site / edited
+        text = source.read_bytes()
+        source.write_bytes(text + b"\n")
+        assert not is_compiled(site), edited
+        source.write_bytes(text)
+    assert is_compiled(site)
+
+
+def test_a_build_for_another_interpreter_is_ignored(site: Path) -> None:
+    for file in (site / "radixkv_policies" / "_native").iterdir():
+        file.rename(file.with_name(file.name.replace(EXTENSION_SUFFIXES[0], ".cpython-30-other.so")))
+    assert use(site) == PURE
+
+
+# --- the wheel
+
+
+@pytest.mark.release
 def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: Path) -> None:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{python}-{python}-linux_" in wheel.name
@@ -143,50 +193,20 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
         assert {f"{package}/{name}.py" for name in native - {library}} <= files
 
 
-def test_the_compiled_modules_are_used(site: Path) -> None:
-    assert use(site) == COMPILED
-    assert use(site, RADIXKV_PURE="0") == COMPILED
+@pytest.mark.release
+def test_the_compiled_modules_of_the_wheel_are_used(unpacked: Path) -> None:
+    assert use(unpacked) == COMPILED
+    assert use(unpacked, RADIXKV_PURE="1") == PURE
 
 
-def test_the_sources_are_used_on_request(site: Path) -> None:
-    assert use(site, RADIXKV_PURE="1") == PURE
-
-
-def test_compiled_modules_have_the_docstrings_and_signatures_of_the_sources(site: Path) -> None:
+@pytest.mark.release
+def test_compiled_modules_have_the_docstrings_and_signatures_of_the_sources(unpacked: Path) -> None:
     """All but annotations, and defaults that are no literals. Editors read both in the ``.py`` files beside."""
-    compiled, pure = (json.loads(output_of(HELP, site, RADIXKV_PURE=wish)) for wish in ("0", "1"))
+    compiled, pure = (json.loads(output_of(HELP, unpacked, RADIXKV_PURE=wish)) for wish in ("0", "1"))
     assert (compiled.pop("COMPILED"), pure.pop("COMPILED")) == (True, False)
     assert {name: compiled.get(name) for name in pure} == pure
     doc, signature = compiled["radixkv.index.cache.PrefixCache.open"]
     assert len(pure) > 300 and doc and ["hints", "KEYWORD_ONLY", "None"] in signature
-
-
-@pytest.mark.parametrize(
-    "edited",
-    [
-        "radixkv/index/tree.py",
-        "radixkv/errors.py",
-        "radixkv_policies/hints.py",
-        "radixkv/coordination/store/wire.py",
-    ],
-)
-def test_the_sources_are_used_after_an_edit(site: Path, edited: str) -> None:
-    """This includes a source that the compiler only reads.
-
-    With the same bytes again, the compiled index is used again.
-    """
-    source = site / edited
-    text = source.read_bytes()
-    source.write_bytes(text + b"\n")
-    assert use(site) == PURE
-    source.write_bytes(text)
-    assert use(site) == COMPILED
-
-
-def test_a_build_for_another_interpreter_is_ignored(site: Path) -> None:
-    for file in (site / "radixkv_policies" / "_native").iterdir():
-        file.rename(file.with_name(file.name.replace(EXTENSION_SUFFIXES[0], ".cpython-30-other.so")))
-    assert use(site) == PURE
 
 
 # --- the build hook, on a copy of the source tree
@@ -218,10 +238,11 @@ def compile_in(tree: Path, **environment: str) -> subprocess.CompletedProcess[st
         text=True,
         env={**inherited, "RADIXKV_BUILDS": "", **environment},
         cwd=tree,
-        timeout=500,
+        timeout=LIMIT_S,
     )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("compiler, why", [("/no/such/cc", "no C compiler"), ("false", "CompileError")])
 def test_without_a_working_compiler_the_build_prints_one_line(tree: Path, compiler: str, why: str) -> None:
     done = compile_in(tree, CC=compiler)
@@ -233,6 +254,7 @@ def test_without_a_working_compiler_the_build_prints_one_line(tree: Path, compil
     assert compile_in(tree, CC=compiler, RADIXKV_COMPILE="0").stderr == ""
 
 
+@pytest.mark.release
 def test_a_failed_build_keeps_the_old_libraries(tree: Path) -> None:
     native = tree / "radixkv" / "index" / "_native"
     native.mkdir()

@@ -2,7 +2,8 @@
 
 An environment is a venv without pip. Its site-packages link to the distributions of the extra's closure: the
 requirements of ``pyproject.toml``, their requirements, and so on, as installed here. Nothing is downloaded. Making one
-takes some 0.1 s. Distributions that share a folder (``nvidia``) are linked together.
+takes some 0.1 s. Distributions that share a folder (``nvidia``) are linked together. `make test` runs the tests of what
+a plain installation refuses; the rest is for releases.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from radixkv.audit.verdict import EXIT_CODES
 from radixkv.errors import EXTRA_LIBRARIES
-from tests.audit.openai_server import Behaviour, openai_server
 from tests.packaging.building import ROOT
 from tests.redis_server import RedisServer
-from tests.service.running import START_S, Running, eventually, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
-pytestmark = [pytest.mark.slow]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+if TYPE_CHECKING:
+    from tests.service.running import Running
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-DEVELOPMENT = {"fuzz", "browser", "docs", "dev"}
+DEVELOPMENT = {"fuzz", "browser", "build", "docs", "dev"}
 """Extras for work on radixkv itself. No command of ``radixkv`` belongs to them."""
 
 
@@ -89,13 +91,14 @@ class Environment:
     def run(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run ``radixkv`` with these arguments. Fails unless the exit code is ``code``."""
         command = [str(self.python), "-m", "radixkv", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=self.variables)
         assert done.returncode == code, (arguments, done.stdout[-2000:], done.stderr[-2000:])
         return done
 
-    def evaluate(self, code: str) -> str:
-        command = [str(self.python), "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.variables)
+    def evaluate(self, code: str, *arguments: str) -> str:
+        """Run this code with these arguments, and return what it prints."""
+        command = [str(self.python), "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=self.variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -106,10 +109,10 @@ class Environment:
                 [str(self.python), "-m", "radixkv", *arguments], stdout=out, stderr=out, env=self.variables
             )
         try:
-            eventually(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, "banner", START_S)
+            eventually(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, "the banner")
             assert process.poll() is None, log.read_text()
             process.terminate()
-            assert process.wait(60) == 0, log.read_text()
+            assert process.wait(LIMIT_S) == 0, log.read_text()
         finally:
             process.kill()
             process.wait()
@@ -126,6 +129,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Env
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Running]:
+    from tests.service.running import service_in_thread
+
     with service_in_thread(**{"num-blocks": "64"}) as running:
         yield running
 
@@ -152,13 +157,14 @@ def test_every_extra_named_in_docs_and_code_exists() -> None:
     named = {
         extra
         for path in texts
-        for found in re.findall(r"(?:radixkv|'\.)\[([a-z,]+)\]", path.read_text())
+        for found in re.findall(r"(?:radixkv|'\.)\[([a-z,]+)\]", path.read_text(encoding="utf-8"))
         for extra in found.split(",")
     }
     assert named <= set(EXTRAS), named - set(EXTRAS)
     assert {"all", "audit", "bench", "route"} <= named
 
 
+@pytest.mark.release
 def test_a_plain_installation_runs_the_command_line(environment: Make, tmp_path: Path) -> None:
     base = environment("")
     assert base.run("--version").stdout.startswith("radixkv ")
@@ -172,78 +178,97 @@ def test_a_plain_installation_runs_the_command_line(environment: Make, tmp_path:
     base.run("bench", "policies", "--limit", "20", "--policy", "lru,lfu", "--rounds", "1")
 
 
-def test_importing_the_library_does_not_import_click(environment: Make) -> None:
-    assert environment("").evaluate("import radixkv, sys; print('click' in sys.modules)") == "False"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [
-        ("serve", "service"),
-        ("route", "route"),
-        ("warm x.txt", "http"),
-        ("stats", "http"),
-        ("keys list", "http"),
-        ("keys create", "http"),
-        ("keys rotate x", "http"),
-        ("keys revoke x", "http"),
-        ("purge acme", "http"),
-        ("audit run", "audit"),
-        ("audit run --url http://127.0.0.1:9 --key a --key b", "audit"),
-        ("bench ttft", "http"),
-        ("bench fork", "storage"),
-        ("bench kernels", "storage"),
-        ("bench replicas", "redis"),
-        ("bench hostile", "service"),
-        ("disk check FOLDER --fleet-secret FILE", "tiers"),
-        ("disk forget FOLDER", "tiers"),
-        ("simulate TRACE --html report.html", "bench"),
-        ("simulate TRACE --svg curves.svg", "bench"),
-    ],
-)
-def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments: str, extra: str) -> None:
-    done = environment("").run(*arguments.split(), code=2)
-    (line,) = done.stderr.splitlines()
-    command = " ".join(
-        word for word in arguments.split()[:2] if word.isalpha() and word.islower() and word != "acme"
-    )
-    assert line.startswith(f"radixkv: radixkv {command}") and not done.stdout
-    assert f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in line
-
-
-@pytest.mark.parametrize(
-    ("module", "extra"),
-    [
-        ("radixkv.engines.hf", "hf"),
-        ("radixkv.engines.hf_cache", "hf"),
-        ("radixkv.events.event_stream", "events"),
-        ("radixkv.events.event_publisher", "events"),
-        ("radixkv.events.event_subscriber", "events"),
-        ("radixkv.coordination.view.event_view", "events"),
-        ("radixkv.service", "http"),
-        ("radixkv.service.app", "http"),
-        ("radixkv.service.api_client", "http"),
-        ("radixkv.service.metrics", "http"),
-        ("radixkv.coordination.store.redis", "redis"),
-        ("radixkv.storage.device", "storage"),
-        ("radixkv.tiers.disk_tier", "tiers"),
-        ("radixkv.tiers.inspection", "tiers"),
-        ("radixkv.audit.properties", "audit"),
-        ("radixkv.audit.inprocess", "audit"),
-        ("radixkv.audit.remote", "audit"),
-    ],
-)
-def test_an_import_error_names_the_missing_extra(environment: Make, module: str, extra: str) -> None:
-    code = f"""
-try:
-    import {module}
-except ImportError as error:
-    print(error)
+NEEDED_BY_COMMANDS = {
+    "serve": "service",
+    "route": "route",
+    "warm x.txt": "http",
+    "stats": "http",
+    "keys list": "http",
+    "keys create": "http",
+    "keys rotate x": "http",
+    "keys revoke x": "http",
+    "purge acme": "http",
+    "audit run": "audit",
+    "audit run --url http://127.0.0.1:9 --key a --key b": "audit",
+    "bench ttft": "http",
+    "bench fork": "storage",
+    "bench kernels": "storage",
+    "bench replicas": "redis",
+    "bench hostile": "service",
+    "disk check FOLDER --fleet-secret FILE": "tiers",
+    "disk forget FOLDER": "tiers",
+    "simulate TRACE --html report.html": "bench",
+    "simulate TRACE --svg curves.svg": "bench",
+}
+"""The extra that a command needs."""
+_RUN_COMMANDS = """
+import contextlib, io, json, sys
+from radixkv.cli.main import main
+for line in sys.argv[1:]:
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main(line.split())
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([code, out.getvalue(), errors.getvalue()]))
 """
-    said = environment("").evaluate(code)
-    assert (
-        said.startswith("radixkv.") and f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in said
-    )
+
+
+def test_a_missing_extra_is_one_line_that_names_it(environment: Make) -> None:
+    said = environment("").evaluate(_RUN_COMMANDS, *NEEDED_BY_COMMANDS).splitlines()
+    for (arguments, extra), line in zip(NEEDED_BY_COMMANDS.items(), said, strict=True):
+        code, output, errors = json.loads(line)
+        assert (code, output) == (2, ""), arguments
+        (error,) = errors.splitlines()
+        words = arguments.split()[:2]
+        command = " ".join(word for word in words if word.isalpha() and word.islower() and word != "acme")
+        assert error.startswith(f"radixkv: radixkv {command}")
+        assert f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in error
+
+
+def test_a_command_without_its_extra_ends_with_2(environment: Make) -> None:
+    done = environment("").run("serve", code=2)
+    (line,) = done.stderr.splitlines()
+    assert "needs the extra 'service'" in line and not done.stdout
+
+
+NEEDED_BY_MODULES = {
+    "radixkv.engines.hf": "hf",
+    "radixkv.engines.hf_cache": "hf",
+    "radixkv.events.event_stream": "events",
+    "radixkv.events.event_publisher": "events",
+    "radixkv.events.event_subscriber": "events",
+    "radixkv.coordination.view.event_view": "events",
+    "radixkv.service": "http",
+    "radixkv.service.app": "http",
+    "radixkv.service.api_client": "http",
+    "radixkv.service.metrics": "http",
+    "radixkv.coordination.store.redis": "redis",
+    "radixkv.storage.device": "storage",
+    "radixkv.tiers.disk_tier": "tiers",
+    "radixkv.tiers.inspection": "tiers",
+    "radixkv.audit.properties": "audit",
+    "radixkv.audit.inprocess": "audit",
+    "radixkv.audit.remote": "audit",
+}
+"""The extra that a module needs."""
+_IMPORT_MODULES = """
+import importlib, sys
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+        print("imported")
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_an_import_error_names_the_missing_extra(environment: Make) -> None:
+    said = environment("").evaluate(_IMPORT_MODULES, *NEEDED_BY_MODULES).splitlines()
+    for (module, extra), line in zip(NEEDED_BY_MODULES.items(), said, strict=True):
+        assert line.startswith("radixkv."), module
+        assert f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in line, module
 
 
 def test_other_errors_name_the_missing_extra(environment: Make) -> None:
@@ -271,6 +296,7 @@ for call in (
     ]
 
 
+@pytest.mark.release
 def test_storage_and_engines(environment: Make) -> None:
     environment("storage").evaluate("from radixkv.storage import DeviceStorage")
     sizes = (
@@ -280,6 +306,7 @@ def test_storage_and_engines(environment: Make) -> None:
     environment("hf").evaluate("import radixkv.engines.hf")
 
 
+@pytest.mark.release
 def test_tokenizer_and_redis(environment: Make) -> None:
     assert (
         environment("tokenizer").evaluate(
@@ -290,6 +317,7 @@ def test_tokenizer_and_redis(environment: Make) -> None:
     environment("redis").evaluate("import radixkv.coordination.store.redis")
 
 
+@pytest.mark.release
 def test_events_need_nothing_else(environment: Make) -> None:
     code = """
 import radixkv
@@ -306,6 +334,7 @@ publisher.close()
     environment("events").evaluate(code)
 
 
+@pytest.mark.release
 def test_http_runs_the_commands_that_talk_to_a_service(
     environment: Make, live: Running, tmp_path: Path
 ) -> None:
@@ -322,8 +351,12 @@ def test_http_runs_the_commands_that_talk_to_a_service(
     http.run("bench", "ttft", *at, "--tokens", "40", "--pairs", "1")
 
 
+@pytest.mark.release
 def test_audit_runs_both_audits(environment: Make, tmp_path: Path) -> None:
     """Each gives a verdict, no matter which: so few samples may not be enough for a check."""
+    from radixkv.audit.verdict import EXIT_CODES
+    from tests.audit.openai_server import Behaviour, openai_server
+
     audit, page = environment("audit"), tmp_path / "report.html"
     few = ["--probes", "1", "--samples", "20", "--control", "20", "--prompt-words", "3"]
     with openai_server(Behaviour()) as url:
@@ -332,13 +365,16 @@ def test_audit_runs_both_audits(environment: Make, tmp_path: Path) -> None:
             ["--url", url, "--key", "a-key", "--key", "b-key", *few],
         ):
             command = [str(audit.python), "-m", "radixkv", "audit", "run", *arguments, "--html", str(page)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=audit.variables)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LIMIT_S, env=audit.variables
+            )
             said = (arguments, done.stdout[-2000:], done.stderr[-2000:])
             assert done.returncode in EXIT_CODES.values() and "Traceback" not in done.stderr, said
             assert page.read_text().startswith("<!doctype html>")
             page.unlink()
 
 
+@pytest.mark.release
 def test_bench_draws_a_simulation(environment: Make, tmp_path: Path) -> None:
     bench, trace = environment("bench"), tmp_path / "trace.jsonl"
     bench.run("workload", "--duration", "20s", "--output", str(trace))
@@ -349,6 +385,7 @@ def test_bench_draws_a_simulation(environment: Make, tmp_path: Path) -> None:
     assert (tmp_path / "a.html").stat().st_size and "<svg" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.release
 def test_route_routes(environment: Make, redis_server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"s" * 32)
     arguments = [
@@ -363,6 +400,7 @@ def test_route_routes(environment: Make, redis_server: RedisServer, tmp_path: Pa
     environment("route").serves(*arguments, log=tmp_path / "log")
 
 
+@pytest.mark.release
 def test_service_serves(environment: Make, tmp_path: Path) -> None:
     environment("service").serves("serve", "--port", "0", "--num-blocks", "64", log=tmp_path / "log")
     said = environment("service").run(

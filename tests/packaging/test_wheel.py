@@ -12,8 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tests.packaging.building import ROOT, build, files_of
-
-pytestmark = pytest.mark.slow
+from tests.waiting import LIMIT_S
 
 SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_policies": ROOT / "policies"}
 PAGES = {
@@ -49,17 +48,20 @@ def modules_of_the_tree() -> set[str]:
     }
 
 
+@pytest.mark.release
 def test_the_wheel_holds_exactly_the_three_packages(wheel: Path) -> None:
     tops = {PurePosixPath(name).parts[0] for name in files_of(wheel)}
     (info,) = {top for top in tops if top.endswith(".dist-info")}
     assert tops == {*SOURCES, info}
 
 
+@pytest.mark.release
 def test_the_wheel_holds_every_module_its_data_and_nothing_else(wheel: Path) -> None:
     files = {name for name in files_of(wheel) if ".dist-info/" not in name}
     assert files == modules_of_the_tree() | DATA | TYPED
 
 
+@pytest.mark.release
 def test_the_wheel_has_its_licence_and_its_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {
@@ -71,6 +73,7 @@ def test_the_wheel_has_its_licence_and_its_command(wheel: Path) -> None:
     assert "radixkv = radixkv.cli.main:main" in commands
 
 
+@pytest.mark.release
 def test_the_sdist_has_the_files_that_a_packager_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
@@ -95,6 +98,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert not {str(folder) for folder in folders if not (folder / "__init__.py").is_file()}
 
 
+@pytest.mark.release
 def test_the_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
     """Unpacked and imported from there, away from the source tree."""
     with zipfile.ZipFile(wheel) as archive:
@@ -110,5 +114,7 @@ print(radixkv.__file__, cache.match(namespace, range(40)).num_tokens, load_token
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=150)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=LIMIT_S
+    )
     assert done.stdout == f"{tmp_path / 'radixkv' / '__init__.py'} 32 8000\n", done.stderr
