@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from radixkv.service.server import bind
-from tests.service.running import START_S, Process, client, eventually, served, service_in_thread
+from tests.service.running import Process, client, served, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 # Each process imports torch.
 pytestmark = [pytest.mark.slow]
@@ -159,7 +160,7 @@ def test_a_busy_port_is_a_one_line_error(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         process = Process(["--port", port], tmp_path / "log")
-        assert process.process.wait(START_S) == 2
+        assert process.process.wait(LIMIT_S) == 2
     (line,) = process.output.splitlines()
     assert line.startswith(f"radixkv: --port={port} is not allowed") and "no other process" in line
 

@@ -14,7 +14,8 @@ import pytest
 from radixkv import audit
 from tests.coordination.test_redis_coordinator import client_of, everything
 from tests.redis_server import ClusterServers, SentinelServers
-from tests.service.running import Running, eventually, service_in_thread
+from tests.service.running import Running, service_in_thread
+from tests.waiting import eventually
 
 IDS = list(range(5, 5 + 16 * 40))
 SALT = "a salt that stays here"

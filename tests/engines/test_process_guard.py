@@ -14,7 +14,7 @@ import pytest
 
 from radixkv.engines import process_guard
 from radixkv.engines.process_guard import LOG_BYTES, owned_folder, remove_abandoned
-from tests.service.running import eventually
+from tests.waiting import eventually
 
 TREE = """
 import os, signal, subprocess, sys, time

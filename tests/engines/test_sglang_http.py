@@ -24,12 +24,12 @@ from radixkv.engines import process_guard
 from radixkv.signing import KeySet
 from tests.engines.sglang_runs import ROOT, make_folder, variables_for
 from tests.redis_server import free_port
-from tests.service.running import KEYS, client, eventually
+from tests.service.running import KEYS, client
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=1800)]
 
 EXAMPLE = ROOT / "examples" / "sglang_server"
-START_S = 900.0
 NUM_NEW = 24
 API_KEY = "of the gateway alone"
 ARGUMENTS = [
@@ -70,7 +70,7 @@ def started(command: list[str], variables: dict[str, str], log: Path, url: str) 
 
         assert guard.stdin is not None
         try:
-            eventually(is_ready, "the server is ready", START_S)
+            eventually(is_ready, "the server is ready")
             yield url
         finally:
             guard.stdin.close()

@@ -22,13 +22,12 @@ from radixkv.engines.salt import make_salt
 from radixkv.errors import ControlError
 from radixkv.signing import KeySet
 from tests.engines.test_vllm import ROOT, model
-from tests.service.running import eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.engines]
 
 __all__ = ["model"]  # the fixture
 
-START_S = 300.0
 SEEDS = (0, 1, 2)
 KEYS = KeySet.derive([b"the fleet's own secret"])
 RADIXKV = (
@@ -77,7 +76,7 @@ def listening(folder: Path, model: str, blocks: int, *options: str) -> Iterator[
 
         assert guard.stdin is not None
         try:
-            eventually(is_ready, "vLLM is ready", START_S)
+            eventually(is_ready, "vLLM is ready")
             transport = httpx.HTTPTransport(uds=str(path))
             with httpx.Client(transport=transport, base_url="http://vllm", timeout=300) as client:
                 yield client

@@ -14,7 +14,7 @@ from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.events.event_subscriber import EventSubscriber
 from tests.engines.test_vllm import model
 from tests.engines.test_vllm_http import KEYS, RADIXKV, body, listening
-from tests.service.running import eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.engines]
 

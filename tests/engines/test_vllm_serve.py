@@ -17,11 +17,11 @@ import radixkv
 from radixkv.engines.hf import demo_model
 from radixkv.tokenizer import load_tokenizer
 from tests.engines.test_vllm import ROOT
-from tests.service.running import KEYS, Process, client, eventually
+from tests.service.running import KEYS, Process, client
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.engines]
 
-START_S = 300.0
 PROMPT = [17 + at * 7 % 900 for at in range(400)]
 
 
@@ -177,7 +177,7 @@ def test_a_killed_vllm_is_started_again_and_a_killed_service_leaves_no_process(
     assert "vLLM ended" in acme.get("/healthz").json()["reasons"][0]
     refused = acme.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
-    eventually(lambda: acme.get("/healthz").status_code == 200, "vLLM is back", START_S)
+    eventually(lambda: acme.get("/healthz").status_code == 200, "vLLM is back")
     after = completed(acme)
     assert cached(after) == 0 and after["choices"] == before["choices"]
     assert len(_processes(folder)) >= 2

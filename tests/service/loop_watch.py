@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from radixkv.service.core import Service
-from tests.service.running import eventually
+from tests.waiting import eventually
 
 _TICK_S = 0.002
 

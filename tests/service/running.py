@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +22,9 @@ from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.service.worker import Work
 from tests.forked import Forked
+from tests.waiting import LIMIT_S, eventually
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
-DEADLINE_S = 60.0
-START_S = 150.0
-"""The time a process may take to import torch and to listen, in seconds, on a busy machine."""
 LEASE_S = "60"
 """The lease of services in threads, in seconds, unless a test is about leases.
 
@@ -62,7 +59,7 @@ def client(url: str, key: str | None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
     return httpx.Client(
-        base_url=url, headers=headers, timeout=DEADLINE_S, limits=limits, trust_env=False, verify=_NO_TLS
+        base_url=url, headers=headers, timeout=LIMIT_S, limits=limits, trust_env=False, verify=_NO_TLS
     )
 
 
@@ -84,7 +81,7 @@ def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.soc
         f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[who]}", "content-type: application/json",
         f"content-length: {len(content)}", "", "",
     )  # fmt: skip
-    connection = socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S)
+    connection = socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
     connection.sendall("\r\n".join(head).encode() + content)
     return connection
 
@@ -117,15 +114,6 @@ def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
         yield
     finally:
         release.set()
-
-
-def eventually(condition: Callable[[], Any], what: str = "it", deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until ``condition()`` is true and return its value. Fail after ``deadline_s`` seconds."""
-    until = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < until, f"{what} never came true"
-        time.sleep(0.01)
-    return found
 
 
 class Process:
@@ -166,7 +154,7 @@ class Process:
             assert self.process.poll() is None, self.output
             return self.output if "Ctrl-C" in self.output else None
 
-        found = eventually(banner, "the banner", START_S)
+        found = eventually(banner, "the banner")
         self.url = found.split(" at ", 1)[1].split("\n", 1)[0]
         return self.url
 
@@ -182,7 +170,7 @@ class Process:
         """Send SIGTERM and return the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(LIMIT_S)
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import pytest
 
 from radixkv import audit
 from radixkv.service.auth import OPERATOR_ACCOUNT
-from tests.service.running import Running, eventually, model_held, sent, service_in_thread
+from tests.service.running import Running, model_held, sent, service_in_thread
 from tests.service.test_refusals import refusal
+from tests.waiting import eventually
 
 IDS = list(range(100, 164))
 """Four blocks."""

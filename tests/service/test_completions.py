@@ -12,7 +12,8 @@ import pytest
 from radixkv import audit
 from radixkv.service.endpoints.completions import EventStream
 from radixkv.service.worker import ModelWorker, Work
-from tests.service.running import Running, client, eventually, model_held, sent
+from tests.service.running import Running, client, model_held, sent
+from tests.waiting import eventually
 
 
 def complete(live: Running, **body: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from radixkv.service.journals import JournalPair
 from radixkv.service.options import ServeSettings
 from radixkv.signing import KeySet
 from tests.redis_server import RedisServer
-from tests.service.running import eventually, service_in_thread
+from tests.service.running import service_in_thread
+from tests.waiting import eventually
 
 SECRET = b"a secret that the fleet shares"
 

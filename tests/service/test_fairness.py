@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.service.running import DEADLINE_S, KEYS, Running, eventually, service_in_thread
+from tests.service.running import KEYS, Running, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 PROMPT = "The answer to this is long, and nobody reads it. "
 LONG = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 16, "seed": 1}
@@ -39,7 +40,7 @@ def asked(live: Running, who: str, body: dict[str, Any]) -> socket.socket:
     )  # fmt: skip
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(DEADLINE_S)
+    connection.settimeout(LIMIT_S)
     connection.connect((place.hostname, place.port))
     connection.sendall("\r\n".join(head).encode() + content)
     return connection

@@ -23,16 +23,8 @@ from radixkv.service.problems import ApiError
 from radixkv.signing import SIGNED_HEADERS, sign_request
 from tests.coordination import signed
 from tests.redis_server import RedisServer, need_binary
-from tests.service.running import (
-    DEADLINE_S,
-    Process,
-    Running,
-    answered,
-    client,
-    eventually,
-    served,
-    service_in_thread,
-)
+from tests.service.running import Process, Running, answered, client, served, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 SECRET = b"a secret of this test's fleet"
 LEASE_S = 10.0
@@ -341,7 +333,7 @@ def announced(live: Running, path: str, headers: dict[str, str], size: int = 4 *
     place = urlsplit(live.url)
     lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {size}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=LIMIT_S) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         return connection.recv(65_536).split(b"\r\n")[0]
 

@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from tests.redis_server import RedisServer, need_binary
-from tests.service.running import DEADLINE_S, Process, answered, client, eventually
+from tests.service.running import Process, answered, client
 from tests.tcp_proxy import TcpProxy
+from tests.waiting import LIMIT_S, eventually
 
 # Starting replicas imports torch, and tests wait for leases to expire.
 pytestmark = [pytest.mark.slow]
@@ -164,7 +165,7 @@ class Fleet:
         for reader in readers:
             reader.start()
         try:
-            assert all(began.wait(DEADLINE_S) for began in events), "each stream has begun"
+            assert all(began.wait(LIMIT_S) for began in events), "each stream has begun"
             yield
         finally:
             over.set()

@@ -26,7 +26,8 @@ from radixkv.service.connection import Noise
 from radixkv.service.failures import answer_to
 from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
-from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import KEYS, Running, client, served, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_it_serves_https(tls: tuple[Path, Path], monkeypatch: Any, text: str) ->
         headers = {"Authorization": f"Bearer {KEYS['acme']}"}
         trust = ssl.create_default_context(cafile=str(cert.with_name("authority.pem")))
         secure = httpx.Client(
-            base_url=live.url, headers=headers, verify=trust, timeout=DEADLINE_S, trust_env=False
+            base_url=live.url, headers=headers, verify=trust, timeout=LIMIT_S, trust_env=False
         )
         with secure as acme:
             answer = acme.post("/v1/warm", json={"prompt": text})
@@ -67,7 +68,7 @@ def test_it_serves_https(tls: tuple[Path, Path], monkeypatch: Any, text: str) ->
             (own,) = acme.get("/v1/replicas").json()["replicas"]
             assert own["address"] == live.url
         with pytest.raises(httpx.HTTPError):
-            httpx.get(live.url.replace("https", "http") + "/healthz", timeout=DEADLINE_S, trust_env=False)
+            httpx.get(live.url.replace("https", "http") + "/healthz", timeout=LIMIT_S, trust_env=False)
         monkeypatch.setenv("SSL_CERT_FILE", str(cert.with_name("authority.pem")))
         with Client(live.url, KEYS["acme"]) as command_line:
             assert command_line.call("GET", "/v1/stats")["tenant"] == "acme"
@@ -80,7 +81,7 @@ def test_the_command_serves_https_too(tls: tuple[Path, Path], tmp_path: Path) ->
     with served(tmp_path / "log", *options) as process:
         trust = ssl.create_default_context(cafile=str(cert.with_name("authority.pem")))
         assert process.url.startswith("https://")
-        answer = httpx.get(f"{process.url}/readyz", verify=trust, timeout=DEADLINE_S, trust_env=False)
+        answer = httpx.get(f"{process.url}/readyz", verify=trust, timeout=LIMIT_S, trust_env=False)
         assert answer.status_code == 200
 
 
@@ -228,7 +229,7 @@ def test_an_internal_error_is_logged_with_its_place_but_not_its_text(caplog: Any
         def work(_: Work[None]) -> None:
             crash(IDS)
 
-        error = live.service.worker.submit("acme", work).future.exception(DEADLINE_S)
+        error = live.service.worker.submit("acme", work).future.exception(LIMIT_S)
         assert isinstance(error, RuntimeError) and answer_to(error).status == 500
     assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "the log has the type and the place"
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text
@@ -290,7 +291,7 @@ def raw_answer(live: Running, request: bytes) -> bytes:
     """Send a request and return everything that the server sends until it closes the connection."""
     place = urlsplit(live.url)
     received = b""
-    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=LIMIT_S) as connection:
         connection.sendall(request)
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(65_536):

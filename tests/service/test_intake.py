@@ -37,8 +37,9 @@ from radixkv.service.threads import Threads
 from radixkv.service.worker import Busy, Closed
 from radixkv.tokenizer import load_tokenizer
 from tests.service.loop_watch import loop_watched
-from tests.service.running import DEADLINE_S, Running, eventually, service_in_thread
+from tests.service.running import Running, service_in_thread
 from tests.service.test_refusals import refusal
+from tests.waiting import LIMIT_S, eventually
 
 TOKENIZER = load_tokenizer()
 RULES = PromptRules(TOKENIZER.vocab_size, 8192, 16, 16384)
@@ -234,7 +235,7 @@ def in_loop(test: Callable[[ReadingPool, StubProcess], Coroutine[Any, Any, None]
         pool, stub = ReadingPool(Specification(None, "", RULES), 1), StubProcess()
         pool.processes[:] = [stub]  # type: ignore[list-item]
         try:
-            await asyncio.wait_for(test(pool, stub), DEADLINE_S)
+            await asyncio.wait_for(test(pool, stub), LIMIT_S)
         finally:
             pool.close()
 
@@ -347,7 +348,7 @@ def test_a_process_ends_when_its_service_is_gone() -> None:
     assert process._process is not None and process._socket is not None
     process._socket.close()
     try:
-        assert process._process.wait(DEADLINE_S) == 0
+        assert process._process.wait(LIMIT_S) == 0
     finally:
         process.stop()
 
@@ -424,11 +425,11 @@ def test_the_operators_threads_never_wait_for_tenants() -> None:
     async def test() -> None:
         threads, release = Threads(), threading.Event()
         held = [
-            asyncio.create_task(threads.run(f"t{number % 40}", lambda: release.wait(DEADLINE_S)))
+            asyncio.create_task(threads.run(f"t{number % 40}", lambda: release.wait(LIMIT_S)))
             for number in range(200)
         ]
         await asyncio.sleep(0.05)
-        assert await asyncio.wait_for(threads.administer(lambda: 7), DEADLINE_S) == 7
+        assert await asyncio.wait_for(threads.administer(lambda: 7), LIMIT_S) == 7
         release.set()
         await asyncio.gather(*held)
 
@@ -438,9 +439,9 @@ def test_the_operators_threads_never_wait_for_tenants() -> None:
 def test_a_tenant_has_few_threads_and_others_have_theirs() -> None:
     async def test() -> None:
         threads, release = Threads(), threading.Event()
-        held = [asyncio.create_task(threads.run("a", lambda: release.wait(DEADLINE_S))) for _ in range(100)]
+        held = [asyncio.create_task(threads.run("a", lambda: release.wait(LIMIT_S))) for _ in range(100)]
         await asyncio.sleep(0.05)
-        assert await asyncio.wait_for(threads.run("b", lambda: 7), DEADLINE_S) == 7
+        assert await asyncio.wait_for(threads.run("b", lambda: 7), LIMIT_S) == 7
         release.set()
         await asyncio.gather(*held)
 

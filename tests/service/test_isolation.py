@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from radixkv import audit
-from tests.service.running import Running, client, eventually
+from tests.service.running import Running, client
+from tests.waiting import eventually
 
 
 def without_date(answer: httpx.Response) -> tuple[int, bytes, dict[str, str]]:

@@ -24,8 +24,9 @@ from radixkv.service.auth import Keyring, Principal
 from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
-from tests.service.running import Running, client, eventually, service_in_thread
+from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal
+from tests.waiting import eventually
 
 BOSS, ACME = "the-operator-of-all-this", "the-first-key-of-acme"
 

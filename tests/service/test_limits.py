@@ -19,8 +19,9 @@ from radixkv.service import api_client as service_client
 from radixkv.service import connection as connections
 from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
 from radixkv.service.worker import Busy
-from tests.service.running import DEADLINE_S, Running, client, eventually, model_held, service_in_thread
+from tests.service.running import Running, client, model_held, service_in_thread
 from tests.service.test_refusals import refusal
+from tests.waiting import LIMIT_S, eventually
 
 LOOKUP = {"token_ids": [5] * 16}
 
@@ -170,7 +171,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(hasty: Running) -> None
 
 def connection(live: Running) -> socket.socket:
     place = urlsplit(live.url)
-    return socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S)
+    return socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
 
 
 def test_a_body_that_does_not_arrive_is_408() -> None:

@@ -25,18 +25,10 @@ from radixkv.tiers.files import PAGE_BYTES, Files, round_up
 from radixkv.tiers.private_folder import PrivateFolder
 from radixkv.tiers.slab import HEADER_BYTES
 from tests.redis_server import RedisServer
-from tests.service.running import (
-    KEYS,
-    START_S,
-    Process,
-    Running,
-    client,
-    eventually,
-    served,
-    service_in_thread,
-)
+from tests.service.running import KEYS, Process, Running, client, served, service_in_thread
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
 from tests.tiers.support import failing, patient_disks
+from tests.waiting import LIMIT_S, eventually
 
 SECRET = "s" * 40
 
@@ -526,7 +518,7 @@ def test_the_command_line_names_the_option(place: Path) -> None:
     (place / "lossy").mkdir(0o755)
     given = [each for name, text in options(place).items() for each in (f"--{name}", text)]
     process = Process(["--port", "0", *given], place / "log")
-    assert process.process.wait(START_S) == 2
+    assert process.process.wait(LIMIT_S) == 2
     told = f"radixkv: --lossy-disk='{place}/lossy' is not allowed; allowed: a folder of mode 0700"
     assert told in process.output
 

@@ -12,7 +12,8 @@ import pytest
 from radixkv import audit
 from radixkv.errors import StoreUnavailable
 from radixkv.service.key_store import LOOK_EVERY_S
-from tests.service.running import KEYS, Running, client, eventually, model_held, service_in_thread
+from tests.service.running import KEYS, Running, client, model_held, service_in_thread
+from tests.waiting import eventually
 
 PROMPT = {"token_ids": [*range(100, 164)]}
 SETTINGS = {"guaranteed_blocks": 8, "max_pinned_blocks": 8}

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixkv.service.schemas.errors import CompletionErrorReply, ErrorReply
-from tests.service.running import DEADLINE_S, Running
+from tests.service.running import Running
+from tests.waiting import LIMIT_S
 
 MESSAGE = {"role": "user", "content": "x"}
 FORMS = "prompt, messages, token_ids"
@@ -379,7 +380,7 @@ def test_an_unknown_query_is_422(live: Running, query: str, field: str | None) -
 
 def test_bytes_that_are_not_http_do_no_harm(live: Running) -> None:
     place = urlsplit(live.url)
-    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as raw:
+    with socket.create_connection((place.hostname, place.port), timeout=LIMIT_S) as raw:
         raw.sendall(b"\x00\x01 nonsense\r\n\r\n")
         raw.recv(1000)
     assert live.nobody.get("/healthz").status_code == 200

@@ -20,7 +20,8 @@ from radixkv.configuration.precedence import Sources
 from radixkv.service.limits import Limits
 from radixkv.service.reload_counts import ReloadCounts
 from radixkv.service.reloading import Reloader, reloader
-from tests.service.running import client, eventually, served
+from tests.service.running import client, served
+from tests.waiting import eventually
 
 
 class Host:

@@ -15,9 +15,10 @@ import pytest
 import redis
 
 from tests.redis_server import RedisServer
-from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.service.test_tiers_served import PROMPT, ask, metric, tier_options
 from tests.tiers.support import patience as patience
+from tests.waiting import eventually
 
 OTHER = PROMPT[::-1]
 

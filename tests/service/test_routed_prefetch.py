@@ -11,7 +11,8 @@ from radixkv.engines import prefetch
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.cache import PrefixCache
-from tests.service.running import Running, eventually, service_in_thread
+from tests.service.running import Running, service_in_thread
+from tests.waiting import eventually
 
 IDS = list(range(5, 5 + 16 * 20))
 SIZE = 16

@@ -23,17 +23,8 @@ from radixkv.errors import ConfigError
 from radixkv.service.options import ROUTE_DEFAULTS, RouteSettings
 from tests.forked import Forked
 from tests.redis_server import RedisServer, free_port
-from tests.service.running import (
-    DEADLINE_S,
-    START_S,
-    Running,
-    client,
-    eventually,
-    model_held,
-    sent,
-    served,
-    service_in_thread,
-)
+from tests.service.running import Running, client, model_held, sent, served, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 SECRET = b"a secret of this test's fleet"
 IDS = list(range(5, 5 + 16 * 40))
@@ -71,7 +62,7 @@ class Started:
 
     def close(self) -> None:
         self.process.terminate()
-        assert self.process.wait(DEADLINE_S) in (0, -signal.SIGTERM), self.log.read_text()
+        assert self.process.wait(LIMIT_S) in (0, -signal.SIGTERM), self.log.read_text()
 
 
 @pytest.fixture
@@ -83,7 +74,7 @@ def router(redis_server: RedisServer, secret: Path, tmp_path: Path) -> Iterator[
         closing(Started(tmp_path / "router.log", "radixkv", "route", *options)),
         client(url, "demo-acme") as acme,
     ):
-        eventually(lambda: answers(acme, "/healthz"), "the router listens", START_S)
+        eventually(lambda: answers(acme, "/healthz"), "the router listens")
         yield acme
 
 
@@ -295,7 +286,7 @@ def test_a_gateway_follows_the_router_and_falls_back(
             "queued_cold_tokens": 0,
         }
         eventually(lambda: best(router) == "two" and entry_of(router, "two")["load"] == done)
-        eventually(lambda: reaches(acme), "the gateway listens", START_S)
+        eventually(lambda: reaches(acme), "the gateway listens")
         body = {"prompt": IDS, "max_tokens": 3, "temperature": 0}
         answer = acme.post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.headers["x-radixkv-replica"] == "two"
@@ -325,7 +316,7 @@ def test_a_gateway_avoids_a_hung_replica_and_ends_abandoned_requests(
         client(url, "demo-acme") as acme,
         client(url, "no key") as stranger,
     ):
-        eventually(lambda: reaches(acme), "the gateway listens", START_S)
+        eventually(lambda: reaches(acme), "the gateway listens")
 
         def reached(someone: httpx.Client) -> httpx.Response | None:
             """An answer, or None if all replicas stalled for so long that the gateway treated them as hung."""
@@ -390,7 +381,7 @@ def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: 
         closing(Started(tmp_path / "router.log", "radixkv", "route", *options)) as started,
         client(url, "demo-operator") as operator,
     ):
-        eventually(lambda: answers(operator, "/healthz"), "the router listens", START_S)
+        eventually(lambda: answers(operator, "/healthz"), "the router listens")
         for _ in range(30):
             ready = operator.get("/readyz")
             assert ready.status_code == 503 and ready.json()["reasons"] == ["store: lost"]
@@ -402,4 +393,4 @@ def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: 
 
 def test_the_router_needs_no_torch() -> None:
     code = "import radixkv.service.standalone, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=DEADLINE_S)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LIMIT_S)

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.running import Running, eventually, model_held, sent, service_in_thread
+from tests.service.running import Running, model_held, sent, service_in_thread
 from tests.service.test_usage_log import everything
 from tests.service.test_warm import num_waiting, prefill_held
+from tests.waiting import eventually
 
 SIZE = 16
 KINDS = ("warm", "pin")

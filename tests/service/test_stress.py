@@ -11,7 +11,8 @@ import pytest
 
 from radixkv import audit
 from radixkv.service.core import Limits
-from tests.service.running import KEYS, Running, client, eventually, service_in_thread
+from tests.service.running import KEYS, Running, client, service_in_thread
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

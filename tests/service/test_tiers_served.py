@@ -29,8 +29,9 @@ from radixkv.service.options import ServeSettings
 from radixkv.tiers.disk_tier import MISSED, DiskTier
 from radixkv.tiers.files import Files
 from tests.redis_server import RedisServer
-from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.tiers.support import FaultyFiles, failing
+from tests.waiting import eventually
 
 PROMPT = "".join(f"Rule {number}: answer politely, and name page {7 * number}.\n" for number in range(20))
 

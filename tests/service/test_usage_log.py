@@ -19,7 +19,8 @@ from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
 from radixkv.service.options import ServeSettings
 from radixkv.tiers.files import Files
-from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import KEYS, Running, client, served, service_in_thread
+from tests.waiting import eventually
 
 IDS = list(range(100, 180))
 BODY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}

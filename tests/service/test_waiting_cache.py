@@ -13,8 +13,9 @@ import pytest
 from radixkv.engines import EngineSettings
 from radixkv.errors import ControlError
 from radixkv.index.changes import Journal
-from tests.service.running import Running, eventually, service_in_thread
+from tests.service.running import Running, service_in_thread
 from tests.service.toy_engine import ToyEngine, ToyModel
+from tests.waiting import eventually
 
 ENTRY = "[radixkv.engines]\nwaiting = tests.service.test_waiting_cache:load_engine\n"
 IDS = list(range(64))

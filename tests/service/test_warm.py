@@ -16,7 +16,8 @@ from radixkv.coordination.values import Writer
 from radixkv.index.tokens import encode
 from radixkv.service.core import Limits
 from radixkv.service.fleet.job_table import Job
-from tests.service.running import DEADLINE_S, Running, eventually, model_held, sent, service_in_thread
+from tests.service.running import Running, model_held, sent, service_in_thread
+from tests.waiting import LIMIT_S, eventually
 
 MESSAGES = [
     {"role": "system", "content": "Answer politely. " * 12},
@@ -196,7 +197,7 @@ def prefill_held(live: Running) -> Iterator[threading.Event]:
     def held(*arguments: Any, on_chunk: Callable[[int, int], object], **named: Any) -> Any:
         def stop(num_ready: int, total: int) -> None:
             arrived.set()
-            go_on.wait(DEADLINE_S)
+            go_on.wait(LIMIT_S)
             on_chunk(num_ready, total)
 
         return prefill(*arguments, on_chunk=stop, **named)
@@ -216,7 +217,7 @@ def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:
         thread = threading.Thread(target=lambda: answers.append(live.acme.post("/v1/warm", json=body)))
         thread.start()
         job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
-        assert arrived.wait(DEADLINE_S)
+        assert arrived.wait(LIMIT_S)
         purged = live.operator.post("/v1/tenants/acme/purge").json()
         assert purged["complete"] and purged["generation"] >= 1
         assert live.operator.get("/v1/tenants/acme/purge").json()["generation"] == purged["generation"]

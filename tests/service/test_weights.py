@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from radixkv import audit
-from tests.service.running import Running, eventually, model_held, service_in_thread
+from tests.service.running import Running, model_held, service_in_thread
 from tests.service.test_bases import publish
 from tests.service.test_refusals import refusal
 from tests.service.test_routing import Join, best, join, ranked, router, secret  # noqa: F401 fixtures
+from tests.waiting import eventually
 
 IDS = list(range(100, 164))
 """Four blocks."""

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.errors import CapacityError, QuotaExceeded
 from radixkv.service.worker import Busy, Cancelled, Closed, ModelWorker, Stalled, Work
-from tests.service.running import DEADLINE_S, eventually
+from tests.waiting import LIMIT_S, eventually
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_tenants_take_turns(worker: ModelWorker) -> None:
     ]
     release.set()
     for work in works:
-        work.future.result(DEADLINE_S)
+        work.future.result(LIMIT_S)
     assert order == ["a", "b", "c", "a", "b", "a"]
 
 
@@ -55,7 +55,7 @@ def test_a_full_lane_does_not_block_other_lanes(worker: ModelWorker) -> None:
     queued[1].cancel()
     worker.submit("a", lambda _: None)  # a cancelled work item does not count
     release.set()
-    assert other.future.result(DEADLINE_S) == "b's"
+    assert other.future.result(LIMIT_S) == "b's"
 
 
 def test_waiting_work_never_starts_once_cancelled(worker: ModelWorker) -> None:
@@ -64,7 +64,7 @@ def test_waiting_work_never_starts_once_cancelled(worker: ModelWorker) -> None:
     last = worker.submit("a", lambda _: None)
     work.cancel()
     release.set()
-    last.future.result(DEADLINE_S)
+    last.future.result(LIMIT_S)
     assert not ran and work.future.cancelled()
 
 
@@ -79,15 +79,15 @@ def test_running_work_is_asked_to_stop(worker: ModelWorker) -> None:
     work = worker.submit("a", run)
     started.wait()
     work.cancel()
-    assert isinstance(work.future.exception(DEADLINE_S), Cancelled)
+    assert isinstance(work.future.exception(LIMIT_S), Cancelled)
 
 
 def test_an_error_reaches_the_caller_and_the_thread_continues(worker: ModelWorker) -> None:
     def fail(_: Work[None]) -> None:
         raise ZeroDivisionError
 
-    assert isinstance(worker.submit("a", fail).future.exception(DEADLINE_S), ZeroDivisionError)
-    assert worker.submit("a", lambda _: 5).future.result(DEADLINE_S) == 5
+    assert isinstance(worker.submit("a", fail).future.exception(LIMIT_S), ZeroDivisionError)
+    assert worker.submit("a", lambda _: 5).future.result(LIMIT_S) == 5
 
 
 def test_closing_cancels_everything() -> None:
@@ -119,10 +119,10 @@ def test_running_work_yields_to_other_tenants_at_each_step(worker: ModelWorker) 
     works = [steps(worker, tenant, order, 3) for tenant in ("b", "c", "b")]
     release.set()
     for work in works:
-        work.future.result(DEADLINE_S)
+        work.future.result(LIMIT_S)
     endless.cancel()
     with pytest.raises(Cancelled):
-        endless.future.result(DEADLINE_S)
+        endless.future.result(LIMIT_S)
     done = order[: len(order) - order[::-1].index("b")]
     assert done.count("b") == 6 and done.count("c") == 3
     assert done.count("a") <= 10, "one step of a for each step of b"
@@ -138,7 +138,7 @@ def test_work_of_one_tenant_runs_in_sequence(worker: ModelWorker) -> None:
     steps(worker, "b", order, 6)
     release.set()
     for work in works:
-        work.future.result(DEADLINE_S)
+        work.future.result(LIMIT_S)
     assert [each for each in order if each != "b"] == ["1"] * 3 + ["2"] * 3
 
 
@@ -152,7 +152,7 @@ def test_only_one_piece_of_work_computes_at_a_time(worker: ModelWorker) -> None:
             work.turn()
 
     for work in [worker.submit(tenant, run) for tenant in "abcdefgh"]:
-        work.future.result(DEADLINE_S)
+        work.future.result(LIMIT_S)
 
 
 def ahead(worker: ModelWorker, tenant: str = "a") -> tuple[Work[str], threading.Event]:
@@ -171,20 +171,20 @@ def ahead(worker: ModelWorker, tenant: str = "a") -> tuple[Work[str], threading.
 def test_work_that_is_ahead_of_its_reader_is_suspended(worker: ModelWorker) -> None:
     work, taken = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
-    assert worker.submit("a", lambda _: "next").future.result(DEADLINE_S) == "next"
-    assert worker.submit("b", lambda _: "other").future.result(DEADLINE_S) == "other"
+    assert worker.submit("a", lambda _: "next").future.result(LIMIT_S) == "next"
+    assert worker.submit("b", lambda _: "other").future.result(LIMIT_S) == "other"
     work.resume()
     eventually(lambda: worker.num_suspended == 1)
     taken.set()
     work.resume()
-    assert work.future.result(DEADLINE_S) == "read" and worker.num_suspended == 0
+    assert work.future.result(LIMIT_S) == "read" and worker.num_suspended == 0
 
 
 def test_suspended_work_can_be_cancelled(worker: ModelWorker) -> None:
     work, _ = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
     work.cancel()
-    assert type(work.future.exception(DEADLINE_S)) is Cancelled
+    assert type(work.future.exception(LIMIT_S)) is Cancelled
 
 
 @pytest.mark.parametrize("bound", ["MAX_OPEN_EACH", "MAX_OPEN"])
@@ -198,11 +198,11 @@ def test_the_longest_suspended_work_ends_when_its_place_is_needed(
     second, taken = ahead(worker)
     eventually(lambda: worker.num_suspended == 2)
     tenant = "a" if bound == "MAX_OPEN_EACH" else "b"
-    assert worker.submit(tenant, lambda _: 5).future.result(DEADLINE_S) == 5
-    assert isinstance(first.future.exception(DEADLINE_S), Stalled)
+    assert worker.submit(tenant, lambda _: 5).future.result(LIMIT_S) == 5
+    assert isinstance(first.future.exception(LIMIT_S), Stalled)
     taken.set()
     second.resume()
-    assert second.future.result(DEADLINE_S) == "read"
+    assert second.future.result(LIMIT_S) == "read"
 
 
 def lacking(worker: ModelWorker, tenant: str, error: CapacityError, has_room: threading.Event) -> Work[str]:
@@ -224,20 +224,20 @@ def test_work_without_free_blocks_waits_for_other_work(worker: ModelWorker) -> N
     work = lacking(worker, "a", CapacityError(), room)
     last = worker.submit("z", lambda each: [each.turn() for _ in range(5)] and room.set())
     other.set()
-    assert work.future.result(DEADLINE_S) == "found" and last.future.done()
+    assert work.future.result(LIMIT_S) == "found" and last.future.done()
 
 
 def test_work_does_not_wait_for_blocks_that_cannot_become_free(worker: ModelWorker) -> None:
     never = threading.Event()
-    assert lacking(worker, "a", CapacityError(), never).future.result(DEADLINE_S) == "refused"
+    assert lacking(worker, "a", CapacityError(), never).future.result(LIMIT_S) == "refused"
     release = hold(worker)
     both = [lacking(worker, tenant, CapacityError(), never) for tenant in "ab"]
     release.set()
-    assert [work.future.result(DEADLINE_S) for work in both] == ["refused", "refused"]
+    assert [work.future.result(LIMIT_S) for work in both] == ["refused", "refused"]
     suspended, _ = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
     own = QuotaExceeded(2, 1, 1, 0)
-    assert lacking(worker, "b", own, never).future.result(DEADLINE_S) == "refused"
+    assert lacking(worker, "b", own, never).future.result(LIMIT_S) == "refused"
     suspended.cancel()
 
 
@@ -248,8 +248,8 @@ def test_a_suspended_stream_ends_to_free_its_blocks(
     suspended, _ = ahead(worker)
     eventually(lambda: worker.num_suspended == 1)
     work = lacking(worker, "b", CapacityError(), threading.Event())
-    assert isinstance(suspended.future.exception(DEADLINE_S), Stalled)
-    assert work.future.result(DEADLINE_S) == "refused", (
+    assert isinstance(suspended.future.exception(LIMIT_S), Stalled)
+    assert work.future.result(LIMIT_S) == "refused", (
         "all other work has ended, and there is still no free block"
     )
 
@@ -266,7 +266,7 @@ def test_threads_are_reused(worker: ModelWorker) -> None:
     def name(_: Work[int]) -> int:
         return threading.get_ident()
 
-    assert len({worker.submit(tenant, name).future.result(DEADLINE_S) for tenant in "abcabc"}) <= 2
+    assert len({worker.submit(tenant, name).future.result(LIMIT_S) for tenant in "abcabc"}) <= 2
 
 
 def test_an_engine_that_batches_gets_all_of_a_tenants_work_up_to_its_bound() -> None:
@@ -331,7 +331,7 @@ def test_patient_work_lets_its_tenants_other_work_go_first_for_its_time() -> Non
         assert set(order) == {"open", "later", "other", "short"} and not patient.future.running()
         held.set()
         for work in (open_work, patient, short, later, other):
-            work.future.result(DEADLINE_S)
+            work.future.result(LIMIT_S)
         assert order[-1] == "patient", "it begins when the tenant's other work is over"
     finally:
         worker.close()
@@ -345,6 +345,6 @@ def test_work_that_is_to_hurry_begins_at_once() -> None:
         turning = worker.submit("a", lambda work: [work.turn() for _ in range(3)])
         patient.hurry()
         release.set()
-        assert patient.future.result(DEADLINE_S) == 5 and turning.future.result(DEADLINE_S)
+        assert patient.future.result(LIMIT_S) == 5 and turning.future.result(LIMIT_S)
     finally:
         worker.close()

@@ -21,7 +21,8 @@ import httpx
 import pytest
 
 from radixkv.service.app import ENDPOINTS
-from tests.service.running import Running, eventually, service_in_thread
+from tests.service.running import Running, service_in_thread
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
