@@ -3,57 +3,95 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from radixkv.clock import ManualClock
 from radixkv.config import Namespace
-from radixkv.engines import disk_debts, disk_patience, disk_stores
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import Files
+from radixkv.tiers.io_threads import IOThreads
 from radixkv.tiers.record_identity import fingerprint_of
 from radixkv.tiers.slot_owners import Owner
 from radixkv.tiers.slots import SlotTable
+from tests.waiting import LIMIT_S
 
 SECRET = b"a secret of the fleet, for tests"
 SEGMENT_TOKENS = 4
 RECORD_BYTES = 600
 NUM_SLOTS = 16
-WAIT_S = 30.0
+WAIT_S = LIMIT_S
+PATIENT_S = 4 * LIMIT_S
+"""For how long a patient disk is waited for: longer than any wait of a test."""
 ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 """How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
 
 WAITS: dict[str, float] = {
-    "disk_debts.LEARNING_S": disk_debts.LEARNING_S,
-    "disk_patience.LEAST_WAIT_S": disk_patience.LEAST_WAIT_S,
-    "disk_stores.STORE_S": disk_stores.STORE_S,
+    "disk_debts.LEARNING_S": PATIENT_S,
+    "disk_level.CLOSING_S": PATIENT_S,
+    "disk_level._ADMIN_S": PATIENT_S,
+    "disk_patience.LEAST_WAIT_S": PATIENT_S,
+    "disk_patience.MOST_REST_S": 32 * PATIENT_S,
+    "disk_patience.REST_S": PATIENT_S,
+    "disk_promotions.AHEAD_S": PATIENT_S,
+    "disk_stores.STORE_S": PATIENT_S,
+    "lower_tiers.ASKED_S": PATIENT_S,
+    "lower_tiers.ERRORS_S": PATIENT_S,
+    "lower_tiers.FORGET_S": PATIENT_S,
+    "lower_tiers.REST_S": PATIENT_S,
+    "tier_loading.COMPUTING_S": PATIENT_S,
+    "tier_loading.IDLE_S": PATIENT_S,
 }
-"""How long is waited for a disk, as users have it."""
+"""Times of ``radixkv.engines`` that a busy machine could exceed, as ``patient_disks`` sets them."""
 
 ACME = Namespace("acme", "model", salt="s")
 GLOBEX = Namespace("globex", "model", salt="s")
 
 
 @contextmanager
-def patient_disks() -> Iterator[None]:
-    """Requests and evictions wait for disks a minute: a busy machine can need seconds for what takes a millisecond."""
+def patient_threads() -> Iterator[None]:
+    """No operation of a tier's threads counts as hanging, and a tier that is closed waits for them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in WAITS:
-            patch.setattr(f"radixkv.engines.{name}", 60.0)
+        _give(patch, IOThreads, "__init__", hang_s=PATIENT_S)
+        _give(patch, IOThreads, "close", timeout_s=PATIENT_S)
+        _give(patch, DiskTier, "close", timeout_s=PATIENT_S)
         yield
 
 
-@pytest.fixture
-def usual_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test of how long is waited, wherever ``patient_disks`` may be in effect."""
-    for name, usual in WAITS.items():
-        monkeypatch.setattr(f"radixkv.engines.{name}", usual)
+@contextmanager
+def patient_disks() -> Iterator[None]:
+    """Nothing gives a disk up, or takes it for one that hangs or fails: a busy machine may need long for anything.
+
+    A test of what happens when a time is over sets that one, or moves the clock.
+    """
+    with patient_threads(), pytest.MonkeyPatch.context() as patch:
+        for name, seconds in WAITS.items():
+            patch.setattr(f"radixkv.engines.{name}", seconds)
+        _give(patch, DiskSettings, "__init__", hang_s=PATIENT_S, retry_s=PATIENT_S)
+        yield
+
+
+def _give(patch: pytest.MonkeyPatch, kind: type, method: str, **defaults: float) -> None:
+    """Give a method other defaults."""
+    original = getattr(kind, method)
+    signature = inspect.signature(original)
+
+    def call(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        for name, value in defaults.items():
+            bound.arguments.setdefault(name, value)
+        return original(*bound.args, **bound.kwargs)
+
+    patch.setattr(kind, method, call)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +99,16 @@ def patience() -> Iterator[None]:
     """For all tests of a module that imports it: see ``patient_disks``."""
     with patient_disks():
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """The clock of the tiers below caches that are made from now on. They wait for the disk by it."""
+    from radixkv.engines.lower_tiers import LowerTiers
+
+    made = ManualClock(1_000.0)
+    monkeypatch.setattr(LowerTiers, "__init__", partialmethod(LowerTiers.__init__, clock=made))
+    return made
 
 
 def settings(folder: Path, **others: Any) -> DiskSettings:
@@ -71,6 +119,7 @@ def settings(folder: Path, **others: Any) -> DiskSettings:
         "segment_tokens": SEGMENT_TOKENS,
         "fingerprint": fingerprint_of(weights=b"w", layout="2x2x8"),
         "num_threads": 2,
+        "hang_s": PATIENT_S,
     }
     return DiskSettings(folder, **{**given, **others})
 
@@ -84,7 +133,7 @@ def tier_in(
     try:
         yield tier
     finally:
-        tier.close()
+        tier.close(PATIENT_S)
 
 
 def prompt(number: int, segments: int = 1) -> bytes:

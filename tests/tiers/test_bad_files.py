@@ -203,9 +203,8 @@ def test_a_store_has_its_turn_among_loads() -> None:
 
         return work
 
-    threads = IOThreads(1, 4096)
+    threads, go = IOThreads(1, 4096), Job(lambda _job, _memory: True)
     first = threads.submit(lambda _job, _memory: go.wait_for_memory(WAIT_S), is_load=True)
-    go = Job(lambda _job, _memory: True)
     jobs = [threads.submit(named("load"), is_load=True) for _ in range(3 * MOST_LOADS)]
     jobs.append(threads.submit(named("store"), is_load=False))
     go.end(True)

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from tests.tiers.support import (
     store,
     tier_in,
 )
+from tests.waiting import ended, eventually, is_set
 
 
 def test_one_error_costs_one_record(tmp_path: Path) -> None:
@@ -199,29 +199,27 @@ class Hang:
         is_in_thread = threading.current_thread().name.startswith("radixkv-tier")
         if self.is_armed and is_in_thread and call in self.calls:
             self.num_reached.release()
-            assert self.is_over.wait(WAIT_S)
+            is_set(self.is_over)
+
+    def reached(self, num: int) -> None:
+        """Wait until so many calls hang."""
+        for _ in range(num):
+            assert self.num_reached.acquire(timeout=WAIT_S)
 
     def end(self) -> None:
         self.is_armed = False
         self.is_over.set()
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    ends_at = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < ends_at:
-        time.sleep(0.005)
-    return condition()
-
-
 def test_an_io_that_never_returns_costs_its_threads_and_nothing_else(tmp_path: Path) -> None:
+    """While two reads hang, every call returns: otherwise this test would hang too."""
     hang, clock = Hang("read"), ManualClock()
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=FaultyFiles(hang), clock=clock)
+    tier = DiskTier(settings(tmp_path / "t", hang_s=5.0), [SECRET], files=FaultyFiles(hang), clock=clock)
     assert store(tier, ACME, prompt(1)) and store(tier, ACME, prompt(2))
     hang.is_armed = True
     into = bytearray(b"mine" * 150)
     jobs = [tier.load(ACME, prompt(1), 0, memoryview(into)) for _ in range(2)]
-    assert all(hang.num_reached.acquire(timeout=WAIT_S) for _ in jobs)
-    began = time.monotonic()
+    hang.reached(len(jobs))
     assert not any(job is None or job.wait(0.01) for job in jobs)
     assert tier.locate(ACME, prompt(2), 0) == 1 and len(tier) == 2, "the lock is free"
     waiting = tier.load(ACME, prompt(2), 0, memoryview(bytearray(600)))
@@ -229,7 +227,6 @@ def test_an_io_that_never_returns_costs_its_threads_and_nothing_else(tmp_path: P
     clock.advance(6)
     assert tier.state == "degraded" and tier.counts()["hung_threads"] == 2
     assert tier.load(ACME, prompt(2), 0, memoryview(bytearray(600))) is None, "no more is queued"
-    assert time.monotonic() - began < 10
     hang.end()
     assert eventually(lambda: tier.state == "open") and right_or_missing(tier, ACME, prompt(2))
     assert into == b"mine" * 150, "an abandoned load never touches its caller's memory"
@@ -321,11 +318,12 @@ def test_closing_while_io_hangs_leaves_the_files_to_it(tmp_path: Path) -> None:
     assert store(tier, ACME, prompt(1))
     hang.is_armed = True
     job = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
-    assert job is not None and hang.num_reached.acquire(timeout=WAIT_S)
+    assert job is not None
+    hang.reached(1)
     tier.close(timeout_s=0.05)
     assert tier.state == "closed" and tier._folder._descriptors, "its descriptor can't become another file's"
     hang.end()
-    assert job.wait(WAIT_S)
+    assert job.wait(WAIT_S) and tier._syncs.close()
     tier._folder.close()
     with tier_in(tmp_path / "t") as tier:
         assert right_or_missing(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(2))
@@ -395,7 +393,7 @@ class HeldWrites(FaultyFiles):
     def _hold(self, call: str) -> None:
         if call == "write" and self.is_armed:
             self.reached.set()
-            self.gate.wait(WAIT_S)
+            is_set(self.gate)
 
 
 def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: Path) -> None:
@@ -404,7 +402,8 @@ def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: P
     assert store(tier, ACME, prompt(1))
     files.is_armed = True
     job = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
-    assert job is not None and files.reached.wait(WAIT_S)
+    assert job is not None
+    is_set(files.reached)
     tier.sync()
     files.gate.set()
     assert job.wait(WAIT_S)
@@ -429,9 +428,16 @@ def test_the_last_sync_comes_after_the_last_write(tmp_path: Path, partitions: di
     tier.sync()
     files.is_armed = True
     jobs = [tier.store(ACME, prompt(number), 0, memoryview(kv(ACME, prompt(number)))) for number in (2, 3)]
-    assert files.reached.wait(WAIT_S)
-    threading.Timer(0.2, files.gate.set).start()
+    is_set(files.reached)
+
+    def let_go() -> None:
+        eventually(lambda: tier.state == "closed", "the beginning of the close")
+        files.gate.set()
+
+    letting_go = threading.Thread(target=let_go)
+    letting_go.start()
     tier.close()
+    ended(letting_go)
     assert all(job is not None and job.wait(0) for job in jobs)
     last = {call: at for at, call in enumerate(files.calls)}
     assert last["sync"] > last["write"]
@@ -484,9 +490,7 @@ def test_lanes_that_came_and_went_leave_nothing(tmp_path: Path) -> None:
             tier.set_partition("acme", 4)
             assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
             tier.set_partition("acme", 0)
-        until = time.monotonic() + WAIT_S
-        while any(lane.io.is_alive for lane in tier._left_lanes) and time.monotonic() < until:
-            time.sleep(0.01)
+        assert eventually(lambda: not any(lane.io.is_alive for lane in tier._left_lanes))
         tier.set_partition("acme", 4)
         tier.set_partition("acme", 0)
         assert len(tier._left_lanes) <= 1

@@ -37,6 +37,7 @@ from tests.tiers.support import (
     store,
     tier_in,
 )
+from tests.waiting import ended, is_set
 
 NEW = b"the fleet's next secret, longer"
 
@@ -109,7 +110,6 @@ def test_two_openings_exclude_each_other(tmp_path: Path) -> None:
         assert right_or_missing(tier, ACME, prompt(1))
 
 
-@pytest.mark.slow
 def test_two_processes_exclude_each_other(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.tiers.support import tier_in; from pathlib import Path\n"
@@ -342,7 +342,7 @@ def test_a_purge_during_a_load_or_a_store_wins(tmp_path: Path, deed: str) -> Non
     def before(call: str) -> None:
         if threading.current_thread().name.startswith("radixkv-tier") and call == deed_calls and armed:
             reached.set()
-            assert go_on.wait(WAIT_S)
+            is_set(go_on)
 
     armed: list[bool] = []
     deed_calls = {"load": "read", "store": "write"}[deed]
@@ -354,7 +354,8 @@ def test_a_purge_during_a_load_or_a_store_wins(tmp_path: Path, deed: str) -> Non
             job = tier.load(ACME, prompt(1), 0, memoryview(into))
         else:
             job = tier.store(ACME, prompt(2), 0, memoryview(bytes(10)))
-        assert job is not None and reached.wait(WAIT_S)
+        assert job is not None
+        is_set(reached)
         armed.clear()
         tier.purge("acme")
         go_on.set()
@@ -490,7 +491,7 @@ def test_a_purge_that_hangs_is_finished_by_the_next_opening(tmp_path: Path, call
     def hanging(name: str) -> None:
         if name == call:
             reached.set()
-            assert go_on.wait(WAIT_S)
+            is_set(go_on)
 
     files = FaultyFiles()
     with tier_in(tmp_path / "t", files=files) as tier:
@@ -499,10 +500,10 @@ def test_a_purge_that_hangs_is_finished_by_the_next_opening(tmp_path: Path, call
         files.before = hanging
         purging = threading.Thread(target=tier.purge, args=("acme",))
         purging.start()
-        assert reached.wait(WAIT_S)
+        is_set(reached)
         shutil.copytree(tmp_path / "t", tmp_path / "killed")
         go_on.set()
-        purging.join()
+        ended(purging)
     with tier_in(tmp_path / "killed") as tier:
         assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
         assert tier._folder.generation("acme") > 0
@@ -888,7 +889,8 @@ def test_all_is_forgotten_also_of_a_tenant_whose_keys_are_made_meanwhile(tmp_pat
 
     with tier_in(tmp_path / "t", num_threads=1) as tier:
         tier.meet_store("one")
-        assert tier._shared.io.submit(hold, is_load=True) and begun.wait(WAIT_S)
+        assert tier._shared.io.submit(hold, is_load=True)
+        is_set(begun)
         job = tier.store(ACME, prompt(1), 0, memoryview(kv(ACME, prompt(1))))
         tier.meet_store("another")
         gate.set()

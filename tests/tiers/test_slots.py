@@ -384,7 +384,7 @@ def random_quota(chance: random.Random) -> Quota:
 
 def test_random_quotas_evict_what_they_should() -> None:
     num_evictions = num_refused = 0
-    for seed in range(200):
+    for seed in range(100):
         chance = random.Random(seed)
         table, leased, filling = SlotTable(chance.randint(1, 12)), list[int](), list[int]()
         for number in range(200):
