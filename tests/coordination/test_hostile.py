@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from radixkv.clock import ManualClock
 from radixkv.coordination.purges import Purge
+from radixkv.coordination.redis_coordinator import RedisCoordinator
 from radixkv.coordination.values import FleetPin
 from radixkv.errors import ArgumentError, StaleEpoch, StoreUnavailable, UnreadableRecord
 from tests.coordination.contract import ACME, OTHER, by_hand, hinted, names, prompt, store
@@ -72,7 +74,7 @@ class Attacked:
         raise AssertionError(f"the replicas did not recover: {states}")
 
     def see_each_other(self) -> bool:
-        return names(self.a.replica.peers()) == ["b"] and names(self.b.replica.peers()) == ["a"]
+        return "b" in names(self.a.replica.peers()) and "a" in names(self.b.replica.peers())
 
     def purge(self, tenant: str) -> Purge:
         """Purge like an operator that repeats the request, until both replicas have confirmed.
@@ -121,6 +123,10 @@ def attacked(redis_server: RedisServer) -> Iterator[Attacked]:
         yield Attacked(fleet)
 
 
+SHARE = 6
+"""`make test` tries one of this many writes."""
+
+
 def tries(client: Any) -> list[tuple[Any, ...]]:
     """Commands that each overwrite one thing, for every key that exists."""
     found: list[tuple[Any, ...]] = []
@@ -158,13 +164,14 @@ def write(client: Any, command: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_no_write_to_redis_purges_a_tenant_or_stops_a_replica(attacked: Attacked) -> None:
+@pytest.mark.parametrize("step", [SHARE, pytest.param(1, marks=pytest.mark.release)])
+def test_no_write_to_redis_purges_a_tenant_or_stops_a_replica(attacked: Attacked, step: int) -> None:
     attacked.purge("acme")
     attacked.fill()
-    every = tries(attacked.client)
-    kinds = {command[1].rpartition(b":")[2] for command in every}
+    tried = tries(attacked.client)[::step]
+    kinds = {command[1].rpartition(b":")[2] for command in tried}
     assert kinds >= {b"meta", b"lease", b"ev", b"load", b"snapmeta", b"q", b"p", b"job", b"purges"}
-    for command in every:
+    for command in tried:
         write(attacked.client, command)
         try:
             attacked.survive()
@@ -282,21 +289,32 @@ def test_a_confirmation_cannot_be_forged_for_a_stopped_replica(attacked: Attacke
     assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
 
 
+def with_manual_clock(attacked: Attacked, name: str) -> tuple[RedisCoordinator, ManualClock]:
+    """One more replica that works only when the test calls it, with a clock of its own."""
+    clock, fleet = ManualClock(1000.0), attacked.fleet
+    replica = fleet.make_at(
+        fleet.server.url, fleet.settings(name, {"background": False, "lease_s": 600.0}), clock
+    )
+    fleet.members.append(replica)
+    replica.register()
+    return replica, clock
+
+
 def test_a_forged_replica_delays_a_purge_only_for_a_lease(attacked: Attacked) -> None:
     client = attacked.client
     fields = client.hgetall("rk1:{r:b}:meta")
-    a = attacked.fleet.join("c", background=False, lease_s=0.3)
+    a, clock = with_manual_clock(attacked, "c")
     client.hset("rk1:{r:evil}:meta", mapping=fields)
     client.set("rk1:{r:evil}:lease", fields[b"nonce"])
     client.persist("rk1:{r:evil}:lease")
     client.zadd("rk1:replicas", {"evil": 9e15})
     assert "evil" in a.purge("acme").pending, "only for a lease: the registration could be a damaged one"
-
-    def is_named() -> bool:
-        a.beat()
-        return "evil" in a.purge_report("acme").unconfirmed
-
-    attacked.fleet.eventually(is_named)
+    clock.advance(a.settings.lease_s - 1)
+    a.beat()
+    assert "evil" in a.purge_report("acme").pending
+    clock.advance(2)
+    a.beat()
+    assert "evil" in a.purge_report("acme").unconfirmed
 
 
 def test_a_raise_sent_by_a_replica_must_be_signed(attacked: Attacked) -> None:
@@ -323,7 +341,8 @@ def test_a_raise_sent_by_a_replica_must_be_signed(attacked: Attacked) -> None:
 
 
 def test_a_forged_log_entry_does_not_keep_a_reader_busy(attacked: Attacked) -> None:
-    a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
+    b, client = attacked.b.replica, attacked.client
+    a, clock = with_manual_clock(attacked, "c")
     client.xadd("rk1:{r:b}:ev", {"o": "store"}, id=f"{b.info().epoch + 5}-1")
     a.poll()
     num_fetches, fetch = [0], a.store.fetch
@@ -335,8 +354,10 @@ def test_a_forged_log_entry_does_not_keep_a_reader_busy(attacked: Attacked) -> N
     a.store.fetch = counted  # type: ignore[method-assign]
     for _ in range(200):
         a.reader.poll()
-    assert num_fetches[0] < 100, "at most one fetch in 50 ms"
+        clock.advance(0.01)
+    assert 0 < num_fetches[0] <= 40, "at most one fetch in 50 ms"
     attacked.heal()
     store(b, ACME, prompt(1024, seed=5))
     b.publish()
-    attacked.fleet.eventually(lambda: a.poll() or hinted(a, ACME, prompt(1024, seed=5)) == {"b": 1024})
+    a.poll()
+    assert hinted(a, ACME, prompt(1024, seed=5)) == {"b": 1024}

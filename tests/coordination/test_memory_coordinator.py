@@ -37,10 +37,13 @@ from tests.coordination.contract import (
     prompt,
     store,
 )
+from tests.waiting import LIMIT_S, eventually
 
 
 class MemoryFleet(Fleet):
     """Nothing runs by itself. A round lets the living replicas beat and publish, then advances the clock."""
+
+    lease_s = brief_s = 60.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,12 +318,13 @@ def alone(**overrides: Any) -> Any:
 
 
 def test_a_lone_replica_has_no_journal_no_thread_and_no_lease() -> None:
-    before = set(threading.enumerate())  # threads of earlier tests may end meanwhile
+    before = set(threading.enumerate())  # threads of other tests may end meanwhile
     coordinator = alone(block_size=24)
     assert coordinator.journal is None
     info = coordinator.register()
     assert info.live and info.epoch > 0 and coordinator.health().is_ok
-    assert set(threading.enumerate()) <= before
+    started = set(threading.enumerate()) - before
+    assert not [thread.name for thread in started if thread.name.startswith("radixkv-")]
     assert names(coordinator.replicas()) == ["only"] and coordinator.peers() == []
     assert coordinator.hints(ACME, prompt(512)) == []
     job = coordinator.create_job(ACME, 512, ["only"])
@@ -335,18 +339,13 @@ def test_a_lone_replica_has_no_journal_no_thread_and_no_lease() -> None:
 
 def test_replicas_of_one_process_share_a_store_with_threads_of_their_own() -> None:
     shared = MemoryStore()
-    a = alone(replica_id="a", store=shared, lease_s=60.0, address="http://127.0.0.1:1")
-    b = alone(replica_id="b", store=shared, lease_s=60.0)
+    a = alone(replica_id="a", store=shared, lease_s=LIMIT_S, address="http://127.0.0.1:1")
+    b = alone(replica_id="b", store=shared, lease_s=LIMIT_S)
     a.register()
     b.register()
     ids = prompt(512)
     store(a, ACME, ids)
-    arrived = threading.Event()
-    for _ in range(2000):
-        if hinted(b, ACME, ids) == {"a": 512}:
-            break
-        arrived.wait(0.005)
-    assert hinted(b, ACME, ids) == {"a": 512}
+    eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
     a.close()
     b.close()
 
@@ -487,22 +486,19 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
         def tenants(self) -> Any:
             return []
 
-    heard: list[Any] = []
-    hook, threading.excepthook = threading.excepthook, heard.append
+    heard: list[str | None] = []
+    hook = threading.excepthook
+    threading.excepthook = lambda failure: heard.append(failure.thread and failure.thread.name)
     try:
-        a = alone(replica_id="a", store=MemoryStore(), lease_s=1.0)
+        a = alone(replica_id="a", store=MemoryStore(), lease_s=60.0)
         a.attach(Broken())
         a.journal.suspend()
         a.register()
-        for _ in range(2000):
-            if a.health().state == "failed":
-                break
-            threading.Event().wait(0.005)
-        assert a.health().state == "failed" and "a bug" in a.health().reason
+        eventually(lambda: a.health().state == "failed" and "a bug" in a.health().reason)
         a.close()
     finally:
         threading.excepthook = hook
-    assert len(heard) == 1
+    assert heard.count("radixkv-publisher-a") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.store.holdings import Holdings
 from radixkv.coordination.store.wire import Entry
+from tests.waiting import ended
 
 KEYS = FleetKeys(b"0123456789abcdef0123456789abcdef")
 NAMESPACES = [Namespace("acme", "m"), Namespace("other", "m")]
@@ -182,9 +183,9 @@ def test_rebuilding_while_the_cache_changes_gives_the_right_mirror() -> None:
     for thread in (*workers, digester):
         thread.start()
     for thread in workers:
-        thread.join()
+        ended(thread)
     resting.set()
-    digester.join()
+    ended(digester)
     expected = {}
     for namespace in NAMESPACES:
         found = set()
