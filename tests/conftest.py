@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 import radixkv
 from tests.redis_server import RedisServer, find_binary, need_binary
@@ -28,7 +29,10 @@ _CHECKS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "p
 settings.register_profile("quick", max_examples=10, derandomize=True, database=None, **_CHECKS)
 settings.register_profile("fixed", max_examples=50, derandomize=True, database=None, **_CHECKS)
 settings.register_profile("vary", max_examples=100, **_CHECKS)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+settings.load_profile(_profile := os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+if _profile != "vary":
+    # Hypothesis also draws constants from the sources of our modules, of those that are loaded by then.
+    vars(providers)["_get_local_constants"] = lambda: providers._local_constants
 
 
 pytest_plugins = ["tests.limits"]
