@@ -17,17 +17,20 @@ Found = TypeVar("Found")
 LIMIT_S = 300.0
 """How long any wait of a test may take, in seconds. Give it also to ``join``, ``wait``, ``result`` and sockets."""
 _POLL_S = 0.01
+_MOST_POLL_S = 0.1
+"""A long wait asks less and less often: what it asks may cost more than what it waits for."""
 
 
 def eventually(condition: Callable[[], Found], what: str = "the condition") -> Found:
-    """Call ``condition`` every 10 ms until its value is true, and return that value.
+    """Call ``condition`` every 10 ms, later every 100, until its value is true, and return that value.
 
     Raises AssertionError that names ``what`` after LIMIT_S.
     """
-    until = time.monotonic() + LIMIT_S
+    until, pause_s = time.monotonic() + LIMIT_S, _POLL_S
     while not (found := condition()):
         assert time.monotonic() < until, f"{what} never came true"
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, _MOST_POLL_S)
     return found
 
 
