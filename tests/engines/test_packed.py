@@ -108,7 +108,7 @@ GROUPS = st.tuples(st.integers(0, 60), st.lists(st.integers(1, 30), min_size=1, 
 """Tokens that the rows of a group share, and the other tokens of each."""
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     groups=st.lists(GROUPS, min_size=1, max_size=4),
     steps=st.integers(1, 4),
