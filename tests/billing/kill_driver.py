@@ -20,6 +20,7 @@ from radixkv.billing.usage_writer import UsageWriter
 from tests.billing.support import KEY, checked, found, record
 from tests.tiers.crash_driver import KillingFiles, tell
 from tests.tiers.support import FaultyFiles
+from tests.waiting import LIMIT_S
 
 NEW_FOLDER_EVERY = 10
 
@@ -40,7 +41,7 @@ def live(folder: Path, pipe: int, number: int, chance: random.Random) -> None:
         record_id = f"{number}-{at}"
         future = writer.record(record(at, tenant=chance.choice(["acme", "globex"]), id=record_id))
         if future is not None and chance.random() < 0.5:
-            future.result(10)
+            future.result(LIMIT_S)
             tell(pipe, ["written", record_id])
 
 

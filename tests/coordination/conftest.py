@@ -39,9 +39,6 @@ def _sentinel_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture
 def redis_sentinel(_sentinel_processes: SentinelServers) -> SentinelServers:
-    """A master, a replica and three sentinels.
-
-    The sentinels declare the master dead after 30 s unless a test sets another time.
-    """
+    """A master, a replica and three sentinels."""
     _sentinel_processes.reset()
     return _sentinel_processes

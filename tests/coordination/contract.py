@@ -170,8 +170,8 @@ def random_step(
         held[namespace, index] = then
 
 
-class CoordinatorContract:
-    """Tests of the contract of ``Coordinator``. A subclass provides the fixture ``fleet``."""
+class CoordinatorEssentials:
+    """The tests of the contract that use every kind of key of a store. A subclass provides the fixture ``fleet``."""
 
     def test_a_stored_prefix_is_hinted_to_other_replicas(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
@@ -179,6 +179,113 @@ class CoordinatorContract:
         store(a, ACME, ids)
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 768})
         assert hinted(a, ACME, ids) == {}, "a replica does not hint at itself"
+
+    def test_replicas_recover_from_an_outage_of_the_store(self, fleet: Fleet) -> None:
+        a, b = (fleet.join(name, lease_s=fleet.brief_s) for name in "ab")
+        kept, gone, new = prompt(512), prompt(512, seed=1), prompt(512, seed=2)
+        store(a, ACME, kept)
+        store(a, ACME, gone)
+        fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
+        epoch = a.info().epoch
+        fleet.go_down()
+        with pytest.raises(StoreUnavailable):
+            a.beat()
+        with pytest.raises(StoreUnavailable):
+            a.create_job(ACME, 512, ["a"])
+        with pytest.raises(StoreUnavailable):
+            a.create_job(ACME, 512, ["nobody"])
+        assert a.health().state == "unavailable" and a.health().reason
+        fleet.eventually(lambda: b.peers() == [])
+        assert hinted(b, ACME, kept) == {} and names(b.replicas())[0] == "b"
+        remove(a, ACME, gone, 0)
+        store(a, ACME, new)
+        fleet.come_back()
+        fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+        fleet.eventually(lambda: hinted(b, ACME, new) and hinted(b, ACME, kept))
+        assert hinted(b, ACME, gone) == {}
+        assert a.info().epoch == epoch and a.health().num_outages >= 1
+
+    def test_a_store_that_lost_everything_is_filled_again(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(1024)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 1024})
+        before = a.info().epoch
+        fleet.lose()
+        fleet.eventually(lambda: a.info().epoch > before and hinted(b, ACME, ids) == {"a": 1024})
+        remove(a, ACME, ids, 256)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
+
+    def test_a_job_and_its_parts(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(a.peers()) == ["b"])
+        job = a.create_job(ACME, 1000, ["b", "a", "b"])
+        assert [(part.replica_id, part.state) for part in job.parts] == [("a", "queued"), ("b", "queued")]
+        assert b.job(job.id, "acme") == job and not job.is_over
+        assert b.report_job(job.id, "running", 512)
+        assert a.report_job(job.id, "done", 1000)
+        seen = a.job(job.id, "acme")
+        assert seen is not None and seen.num_tokens == 1000
+        assert [(p.replica_id, p.state, p.num_tokens_done) for p in seen.parts] == [
+            ("a", "done", 1000),
+            ("b", "running", 512),
+        ]
+        assert b.report_job(job.id, "failed", 600, error="out_of_blocks")
+        seen = a.job(job.id, "acme")
+        assert seen is not None and seen.is_over and seen.parts[1].error == "out_of_blocks"
+
+    def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        alien = fleet.join("alien", fingerprint="fp:other")
+        assert a.reserve("acme", 6).blocks == 6, "without a limit everything is granted"
+        assert a.set_limit("acme", 10).replicated is not False
+        granted = b.reserve("acme", 7)
+        assert (granted.blocks, granted.others, granted.limit) == (4, 6, 10)
+        assert alien.reserve("acme", 10).blocks == 10, "blocks of another model don't count"
+        assert b.reserve("other", 7).blocks == 7
+        assert a.reserve("acme", 1).blocks == 1
+        fleet.eventually(lambda: blocks(b, "acme") == 7)
+        a.reserve("acme", 0)
+        a.set_limit("acme", 5)
+        fleet.eventually(lambda: blocks(b, "acme") == 5)
+        assert a.quotas.granted("acme") is None
+        a.set_limit("acme", None)
+        fleet.eventually(lambda: blocks(b, "acme") == 7)
+        for bad in (-1, 10**15):
+            with pytest.raises(ArgumentError):
+                a.reserve("acme", bad)
+            with pytest.raises(ArgumentError):
+                a.set_limit("acme", bad)
+
+    def test_a_purge_is_complete_when_all_have_confirmed(self, fleet: Fleet) -> None:
+        a, b, c = (Purged(fleet, name) for name in "abc")
+        ids = prompt(512)
+        for each in (a, b):
+            each.warm(ACME, ids)
+            each.warm(OTHER, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"a": 512, "b": 512})
+        purge = a.replica.purge("acme")
+        assert purge.generation == 1 and "a" in purge.confirmed and not purge.unconfirmed
+        assert a.purged == [("acme", 1)]
+        fleet.eventually(lambda: hinted(a.replica, OTHER, ids) == {"b": 512})
+        fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
+        assert c.replica.purge_report("acme").confirmed == ("a", "b", "c")
+        assert b.purged == [("acme", 1)] and c.purged == [], "c had nothing of the tenant"
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {})
+        assert hinted(c.replica, OTHER, ids) == {"a": 512, "b": 512}
+        b.warm(ACME, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == hinted(a.replica, ACME, ids) == {"b": 512})
+        late = Purged(fleet, "late")
+        late.warm(ACME, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"b": 512, "late": 512})
+        assert late.purged == [] and "late" in c.replica.purge_report("acme").confirmed
+        assert c.replica.purge("acme").generation == 2
+        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+        fleet.eventually(lambda: late.purged == [("acme", 2)] and hinted(a.replica, ACME, ids) == {})
+
+
+class CoordinatorContract(CoordinatorEssentials):
+    """Tests of the contract of ``Coordinator``. A subclass provides the fixture ``fleet``."""
 
     def test_a_range_covers_the_segments_that_end_in_it(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
@@ -490,42 +597,6 @@ class CoordinatorContract:
         b.reader.refresh()
         assert [info.address for info in b.peers()] == [address]
 
-    def test_replicas_recover_from_an_outage_of_the_store(self, fleet: Fleet) -> None:
-        a, b = (fleet.join(name, lease_s=fleet.brief_s) for name in "ab")
-        kept, gone, new = prompt(512), prompt(512, seed=1), prompt(512, seed=2)
-        store(a, ACME, kept)
-        store(a, ACME, gone)
-        fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
-        epoch = a.info().epoch
-        fleet.go_down()
-        with pytest.raises(StoreUnavailable):
-            a.beat()
-        with pytest.raises(StoreUnavailable):
-            a.create_job(ACME, 512, ["a"])
-        with pytest.raises(StoreUnavailable):
-            a.create_job(ACME, 512, ["nobody"])
-        assert a.health().state == "unavailable" and a.health().reason
-        fleet.eventually(lambda: b.peers() == [])
-        assert hinted(b, ACME, kept) == {} and names(b.replicas())[0] == "b"
-        remove(a, ACME, gone, 0)
-        store(a, ACME, new)
-        fleet.come_back()
-        fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
-        fleet.eventually(lambda: hinted(b, ACME, new) and hinted(b, ACME, kept))
-        assert hinted(b, ACME, gone) == {}
-        assert a.info().epoch == epoch and a.health().num_outages >= 1
-
-    def test_a_store_that_lost_everything_is_filled_again(self, fleet: Fleet) -> None:
-        a, b = fleet.join("a"), fleet.join("b")
-        ids = prompt(1024)
-        store(a, ACME, ids)
-        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 1024})
-        before = a.info().epoch
-        fleet.lose()
-        fleet.eventually(lambda: a.info().epoch > before and hinted(b, ACME, ids) == {"a": 1024})
-        remove(a, ACME, ids, 256)
-        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
-
     def test_a_replica_starts_while_the_store_is_down(self, fleet: Fleet) -> None:
         fleet.go_down()
         a = fleet.join("a")
@@ -571,24 +642,6 @@ class CoordinatorContract:
         fleet.eventually(lambda: hinted(b, ACME, ids) == {})
         store(a, OTHER, ids)
         fleet.eventually(lambda: hinted(b, OTHER, ids) == {"a": 512})
-
-    def test_a_job_and_its_parts(self, fleet: Fleet) -> None:
-        a, b = fleet.join("a"), fleet.join("b")
-        fleet.eventually(lambda: names(a.peers()) == ["b"])
-        job = a.create_job(ACME, 1000, ["b", "a", "b"])
-        assert [(part.replica_id, part.state) for part in job.parts] == [("a", "queued"), ("b", "queued")]
-        assert b.job(job.id, "acme") == job and not job.is_over
-        assert b.report_job(job.id, "running", 512)
-        assert a.report_job(job.id, "done", 1000)
-        seen = a.job(job.id, "acme")
-        assert seen is not None and seen.num_tokens == 1000
-        assert [(p.replica_id, p.state, p.num_tokens_done) for p in seen.parts] == [
-            ("a", "done", 1000),
-            ("b", "running", 512),
-        ]
-        assert b.report_job(job.id, "failed", 600, error="out_of_blocks")
-        seen = a.job(job.id, "acme")
-        assert seen is not None and seen.is_over and seen.parts[1].error == "out_of_blocks"
 
     def test_jobs_are_bounded_and_the_oldest_go(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         for store in ("memory", "redis"):
@@ -742,29 +795,6 @@ class CoordinatorContract:
         found = b.job(job.id, "acme")
         assert found is not None and found.parts[0].ms == found.num_wanted == MAX_AMOUNT
 
-    def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
-        a, b = fleet.join("a"), fleet.join("b")
-        alien = fleet.join("alien", fingerprint="fp:other")
-        assert a.reserve("acme", 6).blocks == 6, "without a limit everything is granted"
-        assert a.set_limit("acme", 10).replicated is not False
-        granted = b.reserve("acme", 7)
-        assert (granted.blocks, granted.others, granted.limit) == (4, 6, 10)
-        assert alien.reserve("acme", 10).blocks == 10, "blocks of another model don't count"
-        assert b.reserve("other", 7).blocks == 7
-        assert a.reserve("acme", 1).blocks == 1
-        fleet.eventually(lambda: blocks(b, "acme") == 7)
-        a.reserve("acme", 0)
-        a.set_limit("acme", 5)
-        fleet.eventually(lambda: blocks(b, "acme") == 5)
-        assert a.quotas.granted("acme") is None
-        a.set_limit("acme", None)
-        fleet.eventually(lambda: blocks(b, "acme") == 7)
-        for bad in (-1, 10**15):
-            with pytest.raises(ArgumentError):
-                a.reserve("acme", bad)
-            with pytest.raises(ArgumentError):
-                a.set_limit("acme", bad)
-
     def test_a_limit_binds_all_replicas_that_know_the_tenant(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         b.purges.meet(["acme"])
@@ -861,32 +891,6 @@ class CoordinatorContract:
         fleet.eventually(lambda: [share.blocks for share in a.store.tenant(digest).shares] == [8])
         b.set_limit("acme", 10)
         assert b.reserve("acme", 10).blocks == 2
-
-    def test_a_purge_is_complete_when_all_have_confirmed(self, fleet: Fleet) -> None:
-        a, b, c = (Purged(fleet, name) for name in "abc")
-        ids = prompt(512)
-        for each in (a, b):
-            each.warm(ACME, ids)
-            each.warm(OTHER, ids)
-        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"a": 512, "b": 512})
-        purge = a.replica.purge("acme")
-        assert purge.generation == 1 and "a" in purge.confirmed and not purge.unconfirmed
-        assert a.purged == [("acme", 1)]
-        fleet.eventually(lambda: hinted(a.replica, OTHER, ids) == {"b": 512})
-        fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
-        assert c.replica.purge_report("acme").confirmed == ("a", "b", "c")
-        assert b.purged == [("acme", 1)] and c.purged == [], "c had nothing of the tenant"
-        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {})
-        assert hinted(c.replica, OTHER, ids) == {"a": 512, "b": 512}
-        b.warm(ACME, ids)
-        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == hinted(a.replica, ACME, ids) == {"b": 512})
-        late = Purged(fleet, "late")
-        late.warm(ACME, ids)
-        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"b": 512, "late": 512})
-        assert late.purged == [] and "late" in c.replica.purge_report("acme").confirmed
-        assert c.replica.purge("acme").generation == 2
-        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
-        fleet.eventually(lambda: late.purged == [("acme", 2)] and hinted(a.replica, ACME, ids) == {})
 
     @pytest.mark.parametrize("is_named", [True, False])
     def test_a_purge_of_which_something_is_left_is_not_confirmed(

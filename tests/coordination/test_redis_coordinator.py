@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from tests.coordination.contract import (
     OTHER,
     SECRET,
     CoordinatorContract,
+    CoordinatorEssentials,
     Fleet,
     Purged,
     agrees,
@@ -53,31 +54,36 @@ from tests.coordination.contract import (
 )
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers, need_binary
 from tests.tcp_proxy import TcpProxy
+from tests.waiting import LIMIT_S, ended, eventually
 
-DEADLINE_S = 120.0
-"""Longer than the 30 s for which a sentinel does nothing after it has missed two seconds, as it may on a loaded
-machine.
-"""
 BEAT_S = 0.2
-PATIENCE_S = 60.0
-"""The timeout for a reply in tests where a stalled server is not an outage, in seconds."""
+WITH_REDIS_REPLICAS_S = 4.0
+"""The timeout for a reply where servers have had replicas: important writes wait half of it for one that is gone."""
+_HOUR_MS = 3_600_000
 ROOT = Path(__file__).parents[2]
 
 
-def eventually(holds: Callable[[], object]) -> None:
-    """Wait until ``holds()`` is true. The deadline only ends tests that hang; it measures nothing.
+def answered(holds: Callable[[], object]) -> Callable[[], object]:
+    """The same condition, not yet true while the store doesn't answer."""
 
-    A store that answers late, as on a loaded machine, proves nothing: the condition is tried again.
-    """
-    deadline, unavailable = time.monotonic() + DEADLINE_S, None
-    while time.monotonic() < deadline:
-        try:
-            if holds():
-                return
-        except StoreUnavailable as error:
-            unavailable = error
-        time.sleep(0.005)
-    raise AssertionError("the condition never became true") from unavailable
+    def condition() -> object:
+        with suppress(StoreUnavailable):
+            return holds()
+        return False
+
+    return condition
+
+
+@contextmanager
+def patient_stores(reply_timeout_s: float = LIMIT_S) -> Iterator[None]:
+    """Coordinators that are made meanwhile wait for replies this long: a server that stalls is no outage for them."""
+
+    def patient(url: str, _reply_timeout_s: float) -> RedisStore:
+        return RedisStore(url, reply_timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("radixkv.coordination.redis_coordinator.RedisStore", patient)
+        yield
 
 
 class Brisk(Settings):
@@ -91,14 +97,17 @@ class Brisk(Settings):
 class RedisFleet(Fleet):
     """Coordinators with their threads, on one server or on several that form one store.
 
-    With a lease of its own, a replica sends three beats per lease, as in production.
+    With a lease of its own, a replica sends three beats per lease, as in production. ``reply_timeout_s``: how long they
+    wait for a reply; None: as long as in production.
     """
 
-    lease_s, brief_s = 30.0, 3.0
+    lease_s, brief_s = 120.0, 3.0
 
-    def __init__(self, server: RedisServer | ClusterServers | SentinelServers) -> None:
+    def __init__(
+        self, server: RedisServer | ClusterServers | SentinelServers, reply_timeout_s: float | None = LIMIT_S
+    ) -> None:
         super().__init__()
-        self.server = server
+        self.server, self.reply_timeout_s = server, reply_timeout_s
         self.client: Any = client_of(server)
 
     def make(self, settings: dict[str, Any]) -> RedisCoordinator:
@@ -106,16 +115,20 @@ class RedisFleet(Fleet):
 
     def make_at(self, url: str, settings: dict[str, Any], clock: Clock = time.monotonic) -> RedisCoordinator:
         kind = Brisk if settings["lease_s"] == self.lease_s else Settings
-        return RedisCoordinator(kind(**settings), url, clock)
+        if self.reply_timeout_s is None:
+            return RedisCoordinator(kind(**settings), url, clock)
+        with patient_stores(self.reply_timeout_s):
+            return RedisCoordinator(kind(**settings), url, clock)
 
     def close(self) -> None:
         self.server.resume()
+        self.server.come_back()
         super().close()
         self.client.close()
 
     def eventually(self, holds: Callable[[], object]) -> None:
         try:
-            eventually(holds)
+            eventually(answered(holds))
         except AssertionError as error:
             for member in self.members:
                 error.add_note(f"{member.replica_id}: {member.health()}")
@@ -125,24 +138,28 @@ class RedisFleet(Fleet):
         eventually(lambda: all(member.health().num_queued == 0 for member in self.members))
 
     def kill(self, coordinator: Coordinator) -> None:
-        """The last beat states a short lease, so that tests wait little for its end."""
+        """The last beat states a short lease, and the others see it, so that tests wait little for its end."""
         coordinator._stop_threads()
         settings = coordinator.settings
         coordinator.settings = replace(settings, lease_s=1.0)
         eventually(lambda: works(coordinator.beat))
         coordinator.settings = settings
+        for other in self.members:
+            is_working = other.settings.background and other.health().is_ok
+            if isinstance(other, RedisCoordinator) and other is not coordinator and is_working:
+                other.poll()
 
     def forge(self, victim: str, name: str, address: str) -> None:
         fields = self.client.hgetall(f"rk1:{{r:{victim}}}:meta")
         self.client.hset(f"rk1:{{r:{name}}}:meta", mapping=fields | {b"address": address.encode()})
-        self.client.set(f"rk1:{{r:{name}}}:lease", fields[b"nonce"], px=60_000)
-        self.client.zadd("rk1:replicas", {name: int(time.time() * 1000) + 60_000})
+        self.client.set(f"rk1:{{r:{name}}}:lease", fields[b"nonce"], px=_HOUR_MS)
+        self.client.zadd("rk1:replicas", {name: int(time.time() * 1000) + _HOUR_MS})
 
     def go_down(self) -> None:
-        self.server.pause()
+        self.server.go_away()
 
     def come_back(self) -> None:
-        self.server.resume()
+        self.server.come_back()
 
     def lose(self) -> None:
         self.server.restart()
@@ -193,9 +210,8 @@ class TestRedisCoordinator(CoordinatorContract):
     """The contract on one server."""
 
 
-@pytest.mark.slow
-class TestClusterCoordinator(CoordinatorContract):
-    """The contract on a Cluster with three primaries."""
+class OnCluster:
+    """The fixture of tests on a Cluster with three primaries."""
 
     @pytest.fixture
     def fleet(self, redis_cluster: ClusterServers) -> Iterator[RedisFleet]:
@@ -203,14 +219,33 @@ class TestClusterCoordinator(CoordinatorContract):
             yield fleet
 
 
-@pytest.mark.slow
-class TestSentinelCoordinator(CoordinatorContract):
-    """The contract on a master that sentinels name."""
+class OnSentinel:
+    """The fixture of tests on a master that sentinels name."""
 
     @pytest.fixture
     def fleet(self, redis_sentinel: SentinelServers) -> Iterator[RedisFleet]:
         with closing(RedisFleet(redis_sentinel)) as fleet:
             yield fleet
+
+
+@pytest.mark.slow
+class TestClusterEssentials(OnCluster, CoordinatorEssentials):
+    """On a Cluster: what uses every kind of key, and what connects again to each shard."""
+
+
+@pytest.mark.slow
+class TestSentinelEssentials(OnSentinel, CoordinatorEssentials):
+    """The same on a master that sentinels name."""
+
+
+@pytest.mark.release
+class TestClusterCoordinator(OnCluster, CoordinatorContract):
+    """The whole contract on a Cluster. `test_specification` compares each operation of the store."""
+
+
+@pytest.mark.release
+class TestSentinelCoordinator(OnSentinel, CoordinatorContract):
+    """The whole contract on a master that sentinels name."""
 
 
 def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> RedisCoordinator:
@@ -498,7 +533,7 @@ def test_a_log_with_a_wrong_last_number_is_replaced(fleet: RedisFleet) -> None:
 def test_records_that_no_replica_wrote_are_ignored(fleet: RedisFleet) -> None:
     a, b = fleet.join("a"), fleet.join("b")
     client = fleet.client
-    soon = int(time.time() * 1000) + 60_000
+    soon = int(time.time() * 1000) + _HOUR_MS
     bad_names = {
         "nobody": soon,
         "wrong-type": soon,
@@ -608,7 +643,7 @@ def test_one_of_several_replicas_that_claim_one_id_remains(fleet: RedisFleet) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        ended(thread)
     fleet.eventually(lambda: sum(c.health().state == "fenced" for c in claimants) == 3)
     winner = next(c for c in claimants if c.health().state != "fenced")
     assert winner.info().epoch == max(c.info().epoch for c in claimants)
@@ -756,8 +791,8 @@ def test_a_server_restored_to_an_old_state_gets_the_purge_again(fleet: RedisFlee
     b.replica._stop_threads()
     a.replica.purge("acme")
     a.replica._stop_threads()
-    fleet.server.restart()
-    (fleet.server.folder / "dump.rdb").unlink()
+    fleet.server.kill()
+    fleet.server.come_back()
     assert not fleet.client.exists(f"rk1:{{t:{a.replica.keys.tenant('acme').hex()}}}:q")
     a.replica._start_threads()
     b.replica._start_threads()
@@ -823,7 +858,7 @@ def test_writes_do_not_wait_without_a_redis_replica(fleet: RedisFleet) -> None:
 
 
 def test_important_writes_wait_for_the_redis_replica(redis_sentinel: SentinelServers) -> None:
-    with closing(RedisFleet(redis_sentinel)) as fleet:
+    with closing(RedisFleet(redis_sentinel, WITH_REDIS_REPLICAS_S)) as fleet:
         master, replica = redis_sentinel.master, redis_sentinel.replica
         master.command("CONFIG RESETSTAT")
         a, told = fleet.join("a", lease_s=60.0), list[bool | None]()
@@ -860,24 +895,21 @@ def num_waits(server: RedisServer) -> int:
 
 @pytest.mark.slow
 def test_the_fleet_recovers_from_a_failover(tmp_path: Path) -> None:
-    """The master dies, and the sentinels promote the replica. Clients learn of it only from the sentinels.
-
-    The test starts its own servers: other tests stop sentinels for a while, and such sentinels do nothing for 30 s.
-    """
-    servers = SentinelServers(need_binary(), tmp_path, down_after_ms=500)
+    """The master dies, and the sentinels promote the replica. Clients learn of it only from the sentinels."""
+    servers = SentinelServers(need_binary(), tmp_path)
     try:
-        with closing(RedisFleet(servers)) as fleet:
+        with closing(RedisFleet(servers, WITH_REDIS_REPLICAS_S)) as fleet:
             old = servers.master
             a, b = fleet.join("a"), fleet.join("b")
             kept, gone = prompt(512), prompt(512, seed=1)
             store(a, ACME, kept)
             store(a, ACME, gone)
             fleet.eventually(lambda: a.set_limit("acme", 7).replicated and a.purge("other").replicated)
-            generation = a.purge_report("other").generation
+            generation = a.purges.generation("other")
             fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
             old.kill()
             remove(a, ACME, gone, 0)
-            fleet.eventually(lambda: servers.master is not old)
+            servers.fail_over()
             fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
             fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512} and not hinted(b, ACME, gone))
             fleet.eventually(lambda: a.store.tenant(a.keys.tenant("acme")).limit == 7)
@@ -895,13 +927,14 @@ def test_the_fleet_recovers_when_all_primaries_are_replaced(tmp_path: Path, is_l
     """
     servers = ClusterServers(need_binary(), tmp_path, has_replicas=True)
     try:
-        with closing(RedisFleet(servers)) as fleet:
+        with closing(RedisFleet(servers, WITH_REDIS_REPLICAS_S)) as fleet:
             a, b = fleet.join("a"), fleet.join("b")
             kept, gone = prompt(512), prompt(512, seed=1)
             store(a, ACME, gone)
-            a.set_limit("acme", 7)
+            fleet.eventually(lambda: a.set_limit("acme", 7))
             home = fleet.client.keyslot(fleet.key("a", "meta")) * 3 // 16_384
-            generation = a.purge("other").generation
+            fleet.eventually(lambda: a.purge("other"))
+            generation = a.purges.generation("other")
             fleet.eventually(lambda: hinted(b, ACME, gone) and a.health().is_ok)
             for shard, old in enumerate(list(servers.primaries)):
                 fleet.eventually(lambda old=old, new=servers.replicas[shard]: offset(old) == offset(new))
@@ -931,13 +964,8 @@ def offset(server: RedisServer) -> str:
 # ---- a match never waits for Redis
 
 
-def test_a_server_that_does_not_answer_delays_no_local_call(
-    fleet: RedisFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_answer_delays_no_local_call(fleet: RedisFleet) -> None:
     """Local calls continue while the writing thread waits for a reply and holds the writers' lock."""
-    monkeypatch.setattr(
-        "radixkv.coordination.redis_coordinator.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S)
-    )
     a = fleet.replica("a")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
     a.attach(cache)
@@ -965,6 +993,7 @@ def is_waiting(coordinator: Coordinator) -> bool:
 
 @pytest.mark.slow
 def test_replicas_recover_when_a_paused_server_resumes(fleet: RedisFleet) -> None:
+    fleet.reply_timeout_s = None
     a, b = (fleet.replica(name, lease_s=fleet.brief_s) for name in "ab")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
     a.attach(cache)
@@ -986,7 +1015,7 @@ def test_replicas_recover_when_a_paused_server_resumes(fleet: RedisFleet) -> Non
 
 
 def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -> None:
-    documented = (ROOT / "docs" / "guides" / "operators.md").read_text()
+    documented = (ROOT / "docs" / "guides" / "operators.md").read_text(encoding="utf-8")
     rules = documented.split("```acl\n")[1].split("```")[0].replace("\n", " ").strip()
     server = fleet.server
     assert isinstance(server, RedisServer)
@@ -1013,7 +1042,8 @@ def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -
         until = a._lease_until
         fleet.eventually(lambda: a._lease_until > until or not a.health().is_ok)
         with closing(Router.connect(url, fleet_secret=SECRET, background=False)) as router:
-            assert {each.replica.id for each in router.rank(ACME, prompt(512, 5))} == {"a", "b"}
+            ranked = partial(router.rank, ACME, prompt(512, 5))
+            fleet.eventually(lambda: {each.replica.id for each in ranked()} == {"a", "b"})
         assert a.health().is_ok and b.health().is_ok and a.health().num_outages == 0
         a.leave()
         wrong = RedisCoordinator(Settings(**fleet.settings("c", {})), url.replace("a-password", "wrong"))
@@ -1027,7 +1057,7 @@ def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -
 def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_server: RedisServer) -> None:
     with (
         closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
-        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", PATIENCE_S)) as store,
+        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", LIMIT_S)) as store,
     ):
         assert store.read({"one": (1, 0)}, 0.01) == {}, "a read waits in the server"
         proxy.reset = proxy.refuse = True
@@ -1042,9 +1072,9 @@ def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_serv
 def test_a_read_from_an_earlier_position_does_not_wait_for_a_later_one(fleet: RedisFleet) -> None:
     for seq in (1, 2, 3):
         fleet.client.xadd(fleet.key("one", "ev"), {"o": "clear"}, id=f"1-{seq}")
-    with closing(RedisStore(fleet.server.url, PATIENCE_S)) as store:
+    with closing(RedisStore(fleet.server.url, LIMIT_S)) as store:
         assert store.read({"one": (1, 3)}, 0.01) == {}, "a read waits in the server"
-        assert [each.seq for each in store.read({"one": (1, 1)}, PATIENCE_S)["one"]] == [2, 3]
+        assert [each.seq for each in store.read({"one": (1, 1)}, LIMIT_S)["one"]] == [2, 3]
 
 
 def test_a_client_notices_that_it_is_connected_to_itself() -> None:
@@ -1060,7 +1090,7 @@ def test_a_client_notices_that_it_is_connected_to_itself() -> None:
 
 def test_a_restarted_server_gets_its_port_back(redis_server: RedisServer) -> None:
     """The port stays free, however often clients tried to connect meanwhile."""
-    with closing(RedisStore(redis_server.url, PATIENCE_S)) as store:
+    with closing(RedisStore(redis_server.url, LIMIT_S)) as store:
         store.tenant(b"t" * 32)
         redis_server.kill()
         for _ in range(200):
@@ -1144,7 +1174,7 @@ def test_any_reply_of_a_server_is_an_answer_or_store_unavailable(redis_server: R
     num_refused = 0
     with (
         closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
-        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", 0.3)) as store,
+        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", LIMIT_S)) as store,
     ):
         for number, garbage in enumerate(GARBAGE):
             for operation in operations(store):
@@ -1174,7 +1204,7 @@ def test_garbage_from_a_cluster_or_a_sentinel_makes_the_store_unavailable(
     ):
         with (
             closing(TcpProxy(server.host, server.port)) as proxy,
-            closing(RedisStore(f"redis+{kind}://127.0.0.1:{proxy.port}{path}", 0.5)) as store,
+            closing(RedisStore(f"redis+{kind}://127.0.0.1:{proxy.port}{path}", LIMIT_S)) as store,
         ):
             proxy.garble = garbage
             for _ in range(2):
@@ -1312,7 +1342,7 @@ def test_url_options_cannot_change_the_reply_format(fleet: RedisFleet) -> None:
 
 def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
     with closing(RedisFleet(redis_cluster)) as fleet:
-        stores = [RedisStore(node.url, PATIENCE_S) for node in redis_cluster.nodes]
+        stores = [RedisStore(node.url, LIMIT_S) for node in redis_cluster.nodes]
         try:
             for index in range(30):
                 tenant = bytes([index]) * 32
@@ -1335,7 +1365,7 @@ def test_the_other_shards_work_while_one_is_away(redis_cluster: ClusterServers) 
 
     The leases of replicas on the lost shard expire.
     """
-    with closing(RedisFleet(redis_cluster)) as fleet:
+    with closing(RedisFleet(redis_cluster, reply_timeout_s=None)) as fleet:
         homes = {fleet.client.get_node_from_key(key).port for key in ("rk1:replicas", "rk1:purges")}
         names_of = {
             node.port: [
