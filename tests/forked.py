@@ -1,14 +1,17 @@
 """``radixkv serve`` in processes forked from one that has already imported torch and transformers.
 
-These imports take about 6 s of CPU, and the tests start and stop many processes. Each pytest process starts one
-template process at the first use. The template forks a child for each request line on its standard input, and reports
-when a child has ended.
+These imports take about 6 s of CPU, and the tests start and stop many processes. One mother process makes them for all
+pytest processes of a run. At its first use, each of these gets a template of its own, forked from the mother: the
+template forks a child for each question on its connection, and answers when a child has ended. A template ends with its
+connection, and kills its children. The mother ends with the last template.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import errno
 import functools
 import gc
 import itertools
@@ -16,7 +19,10 @@ import json
 import logging
 import os
 import runpy
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from radixkv.engines.hf_models import Model
 
 _POLL_S = 0.02
+_CONNECT_S = 0.2
+_READY = b"ready\n"
 
 
 @contextmanager
@@ -62,16 +70,11 @@ def small_demo_model(num_layers: int = 2, hidden_size: int = 64) -> Iterator[Non
 
 
 class Template:
-    """The process that forks the children."""
+    """The process that forks the children of this one."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[1],
-        )
+        self._connection = _connect()
+        self._stream = self._connection.makefile("rw", encoding="utf-8")
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self.is_sound = True
@@ -83,13 +86,12 @@ class Template:
 
         Question and answer have a number, because the answer to a question that was given up may come later.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             number = next(self._numbers)
             try:
-                print(json.dumps([number, *question]), file=self._process.stdin, flush=True)
+                print(json.dumps([number, *question]), file=self._stream, flush=True)
                 while True:
-                    answered, answer = json.loads(self._process.stdout.readline())
+                    answered, answer = json.loads(self._stream.readline())
                     if answered == number:
                         return answer
             except BaseException:
@@ -97,8 +99,44 @@ class Template:
                 raise
 
     def close(self) -> None:
-        """End the template, which kills its children."""
-        self._process.communicate()
+        """End the template, and wait until it has killed its children."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            while self._connection.recv(65536):
+                pass
+        self._connection.close()
+
+
+def _connect() -> socket.socket:
+    """Connect to the mother of this run, and start her if there is none. Returns when the template is there."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"of-{os.getpid()}"
+    address = f"\0radixkv-tests-{run}"  # an abstract address: no file, whose path could be too long
+    until = time.monotonic() + LIMIT_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(LIMIT_S)
+        try:
+            connection.connect(address)
+            if connection.recv(len(_READY)) == _READY:  # not if she was just ending
+                return connection
+        except OSError as failure:
+            if failure.errno != errno.ECONNREFUSED:
+                raise
+            _start_mother(address[1:])
+        connection.close()
+        assert time.monotonic() < until, "the process that forks the services never listened"
+        time.sleep(_CONNECT_S)
+
+
+_mother: subprocess.Popen[bytes] | None = None
+"""The mother that this process has started last."""
+
+
+def _start_mother(name: str) -> None:
+    global _mother
+    if _mother is None or _mother.poll() is not None:
+        command = [sys.executable, "-m", "tests.forked", name]
+        _mother = subprocess.Popen(command, cwd=Path(__file__).parents[1], start_new_session=True)
 
 
 _template: Template | None = None
@@ -230,7 +268,8 @@ def _poll(children: set[int], pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _answer_questions() -> None:
+def _prepare() -> None:
+    """Import and make what all services need."""
     from radixkv.service.intake import Intake
     from radixkv.service.local import demo_service
 
@@ -240,23 +279,64 @@ def _answer_questions() -> None:
         pass
     gc.collect()
     gc.freeze()  # the children leave alone what was imported, and go on to share its memory
+
+
+def _answer_questions(connection: socket.socket) -> None:
+    """Be the template of one pytest process, until the connection ends."""
+    connection.sendall(_READY)
+    stream = connection.makefile("rw", encoding="utf-8")
     children: set[int] = set()
-    for line in sys.stdin:
+    for line in stream:
         number, what, *arguments = json.loads(line)
         if what == "fork":
             answer: int | None = os.fork()
             if answer == 0:
+                os.close(connection.fileno())
                 _begin(*arguments)
                 return
             children.add(answer)
         else:
             answer = _poll(children, *arguments)
-        print(json.dumps([number, answer]), flush=True)
+        print(json.dumps([number, answer]), file=stream, flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def _serve(listener: socket.socket) -> None:
+    """Be the mother: fork a template for each connection, until the last one has ended."""
+    templates: set[int] = set()
+    waits_until = time.monotonic() + LIMIT_S
+    while templates or time.monotonic() < waits_until:
+        templates -= {pid for pid in templates if os.waitpid(pid, os.WNOHANG)[0]}
+        if not select.select([listener], [], [], _POLL_S if templates else 1.0)[0]:
+            continue
+        connection, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid() and not (pid := os.fork()):
+            listener.close()
+            _answer_questions(connection)
+            return
+        connection.close()
+        if user == os.getuid():
+            templates.add(pid)
+            waits_until = 0.0
+
+
+def main(name: str) -> None:
+    """Be the mother of a run, unless there is one already."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError:
+        return
+    listener.listen(64)
+    with small_demo_model(), patient_disks():
+        _prepare()
+        _serve(listener)
 
 
 if __name__ == "__main__":
     atexit.register(_leave)
-    with small_demo_model(), patient_disks():
-        _answer_questions()
+    main(sys.argv[1])
