@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from radixkv import audit
+from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.index.cache import PrefixCache
@@ -110,6 +111,7 @@ def engine_over(
     chunk_tokens: int = 512,
     kind: type[PrefixCache] = PrefixCache,
     lends_beams: bool | None = None,
+    clock: Clock = monotonic,
 ) -> Iterator[HFEngine]:
     """Yield an engine with a cache of its own.
 
@@ -117,7 +119,7 @@ def engine_over(
     """
     config = CacheConfig(num_blocks, block_size, layout_of(model), str(model.device))
     cache = kind(config)
-    yield HFEngine(model, cache, chunk_tokens=chunk_tokens, lends_beams=lends_beams)
+    yield HFEngine(model, cache, chunk_tokens=chunk_tokens, lends_beams=lends_beams, clock=clock)
     assert cache.stats().num_sequences == 0
     assert cache.stats().sequence_blocks == 0
     audit.check(cache)

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from radixkv import audit
 from radixkv.config import Tenant
@@ -20,8 +22,17 @@ from radixkv.engines.hf import HFEngine
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.service.worker import ModelWorker, Work
 from tests.engines.support import engine_over, model_of, prompt_of, stock
+from tests.waiting import LIMIT_S, ended, eventually
 
-WAIT_S = 120.0
+
+def seeds(num: int, num_releases: int) -> list[Any]:
+    """The first ``num`` seeds of a test; the others up to ``num_releases`` are for releases."""
+    return [
+        *range(num),
+        *(pytest.param(seed, marks=pytest.mark.release) for seed in range(num, num_releases)),
+    ]
+
+
 MODES: tuple[dict[str, Any], ...] = (
     {},
     {"do_sample": True, "seed": 1},
@@ -50,25 +61,45 @@ class Call:
 
     def expected(self, engine: HFEngine) -> list[list[int]]:
         """The tokens by transformers alone."""
-        return stock(engine.model, [self.prompt], self.num, eos=None, **self.mode)
+        return _alone(engine.model, tuple(self.prompt), self.num, tuple(self.mode.items()))
 
 
-def together(engine: HFEngine, calls: list[Call]) -> list[Generation]:
-    """Make the calls at the same time, through the service's worker. They begin in this order."""
-    worker, held = ModelWorker(max_queued=100, num_together=32), threading.Event()
-    try:
-        worker.submit("first", lambda _: held.wait(WAIT_S))
-        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
-        held.set()
-        return [work.future.result(WAIT_S) for work in works]
-    finally:
-        worker.close()
+@cache
+def _alone(
+    model: PreTrainedModel, prompt: tuple[int, ...], num: int, mode: tuple[tuple[str, Any], ...]
+) -> list[list[int]]:
+    return stock(model, [[*prompt]], num, eos=None, **dict(mode))
 
 
 @contextmanager
-def forwards(engine: HFEngine) -> Iterator[list[int]]:
-    """The tokens of each forward of the model."""
-    sizes: list[int] = []
+def begun(
+    engine: HFEngine, calls: list[Call], num_together: int = 32
+) -> Iterator[tuple[ModelWorker, list[Work[Generation]]]]:
+    """Make the calls at the same time, through the service's worker. All wait before the first one begins.
+
+    They begin in this order, and have the turn in an order that is the same each time.
+    """
+    worker, held = ModelWorker(max_queued=100, num_together=num_together), threading.Event()
+    try:
+        worker.submit("first", lambda _: held.wait(LIMIT_S))
+        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
+        held.set()
+        yield worker, works
+    finally:
+        held.set()
+        worker.close()
+
+
+def together(engine: HFEngine, calls: list[Call]) -> list[Generation]:
+    """Make the calls at the same time: see ``begun``. Return their results."""
+    with begun(engine, calls) as (_, works):
+        return [work.future.result(LIMIT_S) for work in works]
+
+
+@contextmanager
+def forwards(engine: HFEngine, sizes: list[int] | None = None) -> Iterator[list[int]]:
+    """The tokens of each forward of the model. ``sizes``: a list that gets them."""
+    sizes = [] if sizes is None else sizes
     handle = engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
@@ -101,8 +132,15 @@ def test_threads_need_no_worker() -> None:
         gate = threading.Barrier(8)
 
         def one(n: int) -> Generation:
-            gate.wait(WAIT_S)
-            return engine.generate(engine.namespace("acme"), prompts[n], 30, eos_token_id=-1)
+            begun: list[int] = []
+
+            def stop() -> bool:
+                """After its prompt, wait for the prompts of the others."""
+                if not begun:
+                    begun.append(gate.wait(LIMIT_S))
+                return False
+
+            return engine.generate(engine.namespace("acme"), prompts[n], 30, eos_token_id=-1, stop=stop)
 
         with forwards(engine) as sizes, ThreadPoolExecutor(8) as pool:
             made = [each.token_ids for each in pool.map(one, range(8))]
@@ -132,17 +170,15 @@ def test_rows_that_end_early_leave_the_others_alone() -> None:
 
 def test_processors_of_the_models_own_generation_config() -> None:
     """A repetition penalty of the model's files is applied, to each request by its own tokens."""
-    model = model_of("qwen2")
-    before = model.generation_config.repetition_penalty
+    model = deepcopy(model_of("qwen2"))
     model.generation_config.repetition_penalty = 1.8
-    try:
-        with engine_over(model) as engine:
-            calls = [Call("acme", prompt_of(9 + n, n), 15, **MODES[n]) for n in range(4)]
-            made = [one.token_ids for one in together(engine, calls)]
-            assert made == [call.expected(engine) for call in calls]
-    finally:
-        model.generation_config.repetition_penalty = before
-    assert made[0] != stock(model, [calls[0].prompt], 15, eos=None), "the penalty changes the tokens"
+    with engine_over(model) as engine:
+        calls = [Call("acme", prompt_of(9 + n, n), 15, **MODES[n]) for n in range(4)]
+        made = [one.token_ids for one in together(engine, calls)]
+        assert made == [call.expected(engine) for call in calls]
+    assert made[0] != stock(model_of("qwen2"), [calls[0].prompt], 15, eos=None), (
+        "the penalty changes the tokens"
+    )
 
 
 def test_a_prefix_that_several_lack_is_computed_once() -> None:
@@ -180,11 +216,10 @@ def test_a_purge_ends_the_requests_of_its_tenant_alone() -> None:
                 purged.append(engine.cache.purge("acme"))
 
         calls = [Call("acme", prompt_of(12, 1), 30), Call("globex", prompt_of(12), 30, on_step=purge)]
-        worker = ModelWorker(num_together=4)
-        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
-        assert isinstance(works[0].future.exception(WAIT_S), StaleGeneration)
-        assert works[1].future.result(WAIT_S).token_ids == stock(engine.model, [prompt_of(12)], 30, eos=None)
-        worker.close()
+        with begun(engine, calls) as (_, works):
+            assert isinstance(works[0].future.exception(LIMIT_S), StaleGeneration)
+            made = works[1].future.result(LIMIT_S)
+        assert made.token_ids == stock(engine.model, [prompt_of(12)], 30, eos=None)
 
 
 def test_an_error_of_the_model_ends_the_requests_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +236,11 @@ def test_an_error_of_the_model_ends_the_requests_in_the_step(monkeypatch: pytest
             return run(*step)
 
         monkeypatch.setattr(forward, "run", failing)
-        worker = ModelWorker(num_together=4)
         calls = [Call("acme", prompt_of(12, n), 30) for n in range(3)]
-        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
-        assert {type(work.future.exception(WAIT_S)) for work in works} == {ZeroDivisionError}
-        again = worker.submit("acme", partial(calls[0].run, engine))
-        assert again.future.result(WAIT_S).token_ids == calls[0].expected(engine)
-        worker.close()
+        with begun(engine, calls) as (worker, works):
+            assert {type(work.future.exception(LIMIT_S)) for work in works} == {ZeroDivisionError}
+            again = worker.submit("acme", partial(calls[0].run, engine))
+            assert again.future.result(LIMIT_S).token_ids == calls[0].expected(engine)
 
 
 def test_a_step_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +276,7 @@ def test_a_step_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPat
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_S)
+            ended(thread)
         hit = next(n for n in results if results[n] is victims[0])
         assert results[1 - hit] == expected[1 - hit]
 
@@ -255,7 +288,7 @@ def test_a_slow_reader_doesnt_stop_the_others_and_is_one_step_behind_at_most() -
         def on_step(step: list[list[int]]) -> None:
             seen.append(step[0][0])
             if len(seen) == 3:
-                assert go_on.wait(WAIT_S)
+                assert go_on.wait(LIMIT_S)
 
         def slow() -> Generation:
             return engine.generate(
@@ -264,15 +297,14 @@ def test_a_slow_reader_doesnt_stop_the_others_and_is_one_step_behind_at_most() -
 
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(slow)
-            while len(seen) < 3:
-                threading.Event().wait(0.01)
+            eventually(lambda: len(seen) == 3, "the third step")
             for n in range(3):
                 made = engine.generate(engine.namespace("globex"), prompt_of(9, n), 20, eos_token_id=-1)
                 assert made.token_ids == stock(engine.model, [prompt_of(9, n)], 20, eos=None)
             (member,) = engine._batch._running  # type: ignore[union-attr]
             assert member.num_chosen == 4 and len(seen) == 3
             go_on.set()
-            assert waiting.result(WAIT_S).token_ids == stock(engine.model, [prompt_of(12)], 10, eos=None)
+            assert waiting.result(LIMIT_S).token_ids == stock(engine.model, [prompt_of(12)], 10, eos=None)
 
 
 # --- room
@@ -283,7 +315,7 @@ def preempted(engine: HFEngine) -> int:
     return engine._batch.preemptions.total()
 
 
-@pytest.mark.parametrize("num_blocks", [30, 45, 70])
+@pytest.mark.parametrize("num_blocks", [30, 70])
 def test_requests_that_outgrow_the_pool_resume_without_losing_a_token(num_blocks: int) -> None:
     """All outputs are longer than what was learned, so growth fails: of some, several times."""
     with engine_over(model_of(), num_blocks=num_blocks) as engine:
@@ -307,8 +339,7 @@ def test_a_beam_search_takes_the_room_of_others_to_grow() -> None:
         assert preempted(engine) > 0
 
 
-@pytest.mark.parametrize("num_blocks", [30, 45])
-@pytest.mark.parametrize("guaranteed", [0, 12])
+@pytest.mark.parametrize(("num_blocks", "guaranteed"), [(30, 12), (45, 0)])
 def test_beam_searches_wait_rather_than_fail(num_blocks: int, guaranteed: int) -> None:
     """Each fits alone; several that grow together don't, and none of them can be preempted."""
     with engine_over(model_of(), num_blocks=num_blocks + guaranteed) as engine:
@@ -333,7 +364,7 @@ def test_small_beam_searches_run_beside_each_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 def test_32_at_a_time_with_room_for_8_all_end(seed: int) -> None:
     """Greedy, several samples, beams, long prompts and warms: none is refused for memory, each has its own tokens."""
     draw = torch.Generator().manual_seed(seed)
@@ -400,8 +431,15 @@ def test_a_limit_of_its_own_tenant_is_the_reason_of_a_preemption() -> None:
 
 
 def test_the_wait_for_room_inside_the_batch_is_queued_time() -> None:
-    """Each takes most of the pool, so they run one after another: each later one was queued while others ran."""
-    with engine_over(model_of(), num_blocks=12) as engine:
+    """Each takes most of the pool, so they run one after another: each later one was queued while others ran.
+
+    The clock counts the forwards.
+    """
+    sizes: list[int] = []
+    with (
+        engine_over(model_of(), num_blocks=12, clock=lambda: float(len(sizes))) as engine,
+        forwards(engine, sizes),
+    ):
         calls = [Call("acme", prompt_of(20 + n, n), 48 - 20 - n + 1) for n in range(3)]
         calls.append(Call("acme", prompt_of(20, 7), 24, num_beams=1, do_sample=True, seed=1))
         made = sorted(together(engine, calls), key=lambda one: one.queued_s)
@@ -414,11 +452,9 @@ def test_the_wait_for_room_inside_the_batch_is_queued_time() -> None:
 def test_a_request_that_never_fits_is_refused_and_the_others_end() -> None:
     with engine_over(model_of(), num_blocks=12) as engine:
         calls = [Call("acme", prompt_of(40), 40), Call("acme", prompt_of(8, 1), 12)]
-        worker = ModelWorker(num_together=4)
-        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
-        assert isinstance(works[0].future.exception(WAIT_S), CapacityError)
-        assert works[1].future.result(WAIT_S).token_ids == calls[1].expected(engine)
-        worker.close()
+        with begun(engine, calls) as (_, works):
+            assert isinstance(works[0].future.exception(LIMIT_S), CapacityError)
+            assert works[1].future.result(LIMIT_S).token_ids == calls[1].expected(engine)
 
 
 def test_another_tenant_within_its_guarantee_is_never_preempted() -> None:
@@ -477,8 +513,9 @@ def test_the_quantile_of_output_lengths() -> None:
     assert lengths.expected(500) == 7
 
 
-def test_an_unread_stream_gives_its_room_up_and_goes_on_later() -> None:
+def test_an_unread_stream_gives_its_room_up_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that stops reading is idle: its blocks serve another request of its tenant meanwhile."""
+    monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", LIMIT_S)
     with engine_over(model_of(), num_blocks=14) as engine:
         taken, worker = threading.Event(), ModelWorker(num_together=4)
         num_steps = 0
@@ -496,15 +533,14 @@ def test_an_unread_stream_gives_its_room_up_and_goes_on_later() -> None:
             return engine.generate(ns, prompt_of(20), 24, eos_token_id=-1, on_step=on_step, stop=stop)
 
         unread = worker.submit("acme", read_slowly)
-        while worker.num_suspended == 0:
-            threading.Event().wait(0.01)
+        eventually(lambda: worker.num_suspended, "the stream's reader is ahead")
         other = Call("acme", prompt_of(24, 1), 24)
         work = worker.submit("acme", partial(other.run, engine))
-        assert work.future.result(WAIT_S).token_ids == other.expected(engine)
+        assert work.future.result(LIMIT_S).token_ids == other.expected(engine)
         assert engine.preemptions() == {("acme", "unread"): 1} and not unread.future.done()
         taken.set()
         unread.resume()
-        assert unread.future.result(WAIT_S).token_ids == stock(engine.model, [prompt_of(20)], 24, eos=None)
+        assert unread.future.result(LIMIT_S).token_ids == stock(engine.model, [prompt_of(20)], 24, eos=None)
         worker.close()
 
 
@@ -585,7 +621,7 @@ def test_a_large_request_is_not_passed_over_for_ever(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_requests_in_a_small_pool(seed: int) -> None:
     """Tenants with guarantees and limits, shared prefixes, all modes: the tokens of each alone, and nothing is left."""
     draw = torch.Generator().manual_seed(seed)

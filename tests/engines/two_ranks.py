@@ -1,13 +1,15 @@
-"""One of two ranks that serve the same requests with a cache each, over gloo. Run by ``test_engine_steps.py``.
+"""One of two ranks that serve the same requests with a cache each. Run by ``test_engine_steps.py``.
 
-Rank 0 is asked by a thread for pins, purges, touches and limits. The clock of rank 1 is 100 ms ahead. Arguments: rank,
-port, seed, and "agree", or "differ": then rank 1 evicts once on its own. Prints a JSON object.
+Rank 0 sends each step to rank 1 through a pipe. A thread asks it for pins, purges and limits, the same ones at the same
+steps in each run. The clock of rank 1 is 100 ms ahead. Arguments: rank, its end of the pipe, seed, and "agree", or
+"differ": then rank 1 evicts once on its own. Prints a JSON object.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import pickle
 import random
 import sys
 import threading
@@ -16,9 +18,9 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import torch.distributed as dist
 
 from radixkv import Tenant, audit
+from radixkv.clock import ManualClock
 from radixkv.engines.engine_steps import EngineSteps, Step, StepClock, SteppedCache, SteppedSalts
 from radixkv.engines.salt import make_salt
 from radixkv.engines.sglang_cache import SglangCache
@@ -26,36 +28,57 @@ from radixkv.errors import IntegrityError, RadixKVError
 from radixkv.signing import KeySet
 
 PAGE, NUM_PAGES, NUM_STEPS = 4, 160, 500
+STEP_S = 0.003
+ASKED_EVERY = 2
+"""Steps from one command to the next."""
 KEYS = KeySet.derive([b"a secret of the fleet"])
 TENANTS = ("acme", "globex", "initech")
 
 
 class Commands:
-    """What operators ask of rank 0, at any time."""
+    """What operators ask of rank 0. Each command has a thread of its own, which waits for the next steps."""
 
     def __init__(self, cache: SglangCache, salts: SteppedSalts, seed: int) -> None:
         self.cache, self.salts, self.dice = cache, salts, random.Random(seed)
         self.counts = dict.fromkeys(("pins", "purges", "limits", "refused"), 0)
-        self.is_over = False
+        self._thread = threading.Thread()
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a command goes on."""
+        return self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Begin a command, unless one goes on."""
+        if not self.is_asking:
+            self._thread = threading.Thread(target=self.run, daemon=True)
+            self._thread.start()
 
     def run(self) -> None:
-        while not self.is_over:
-            time.sleep(0.002)
-            try:
-                self.ask()
-            except RadixKVError:
-                self.counts["refused"] += 1
+        """Make one command."""
+        try:
+            self.ask()
+        except RadixKVError:
+            self.counts["refused"] += 1
+
+    def next_step(self, steps: EngineSteps) -> Step:
+        """Return the next step of rank 0, which has the next change of the command that goes on."""
+        step = steps.begin()
+        while self.is_asking and not step.changes:
+            time.sleep(0.0001)
+            step = steps.begin()
+        return step
 
     def ask(self) -> None:
         dice, cache = self.dice, self.cache.cache
         tenant = dice.choice(TENANTS)
         what = dice.random()
-        if what < 0.85:
+        if what < 0.8:
             namespaces = cache.namespaces()
             if namespaces:
                 cache.pin(dice.choice(namespaces), prompt(dice)[:PAGE], 0.05)
                 self.counts["pins"] += 1
-        elif what < 0.95:
+        elif what < 0.9:
             (name,) = self.salts.tenant_ids(tenant)
             cache.add_tenant(
                 Tenant(name, max_blocks=dice.randrange(60, NUM_PAGES), max_pinned_blocks=30, max_pins=9)
@@ -108,10 +131,9 @@ class Rank:
             self.free += cache.reclaim(0).tolist()
 
 
-def main(rank: int, port: int, seed: int, is_agreed: bool) -> dict[str, object]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    clock = StepClock()
-    steps = EngineSteps(clock, lambda: time.monotonic() + 0.1 * rank)
+def main(rank: int, pipe: int, seed: int, is_agreed: bool) -> dict[str, object]:
+    clock, now = StepClock(), ManualClock(0.1 * rank)
+    steps = EngineSteps(clock, now)
     salts = SteppedSalts(KEYS, steps)
     cache = SglangCache(
         NUM_PAGES,
@@ -123,30 +145,27 @@ def main(rank: int, port: int, seed: int, is_agreed: bool) -> dict[str, object]:
     )
     steps.decisions = lambda: cache.decisions
     requests, commands = Rank(cache, salts, seed), Commands(cache, salts, seed)
-    thread = threading.Thread(target=commands.run)
-    if rank == 0:
-        thread.start()
     pinned: list[int] = []
-    number, goes_on = 0, True
-    try:
-        while goes_on:
-            sent = [steps.begin(), thread.is_alive()] if rank == 0 else [None, None]
-            dist.broadcast_object_list(sent, src=0)
-            step, is_asked = sent
-            assert isinstance(step, Step)
-            steps.apply(step)
-            number += 1
+    with os.fdopen(pipe, "wb" if rank == 0 else "rb") as other:
+        for number in range(NUM_STEPS):
+            now.advance(STEP_S)
+            if rank == 0:
+                if number % ASKED_EVERY == 0:
+                    commands.begin()
+                step = commands.next_step(steps)
+                pickle.dump(step, other)
+                other.flush()
+            else:
+                step = pickle.load(other)
+            try:
+                steps.apply(step)
+            except IntegrityError as error:
+                return {"error": str(error), "number": number}
             pinned.append(len(cache.cache.pins()))
             for _ in range(2):
                 requests.serve()
             if number == NUM_STEPS // 2 and rank == 1 and not is_agreed:
                 requests.free += cache.reclaim(1).tolist()
-            is_enough = min(commands.counts[each] for each in ("pins", "purges", "limits")) > 5
-            commands.is_over = number >= (NUM_STEPS if is_enough else 20 * NUM_STEPS)
-            goes_on = number < NUM_STEPS or bool(is_asked)
-            time.sleep(0.001)
-    except IntegrityError as error:
-        return {"error": str(error), "number": number}
     audit.check(cache.cache)
     stats = cache.cache.stats()
     ended = sum(max(before - after, 0) for before, after in pairwise(pinned))
@@ -161,7 +180,4 @@ def main(rank: int, port: int, seed: int, is_agreed: bool) -> dict[str, object]:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    found = main(*map(int, given[:3]), given[3] == "agree")
-    print(json.dumps(found), flush=True)
-    with contextlib.suppress(RuntimeError):  # the other rank may have left
-        dist.destroy_process_group()
+    print(json.dumps(main(*map(int, given[:3]), given[3] == "agree")), flush=True)
