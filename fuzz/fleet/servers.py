@@ -23,8 +23,8 @@ from tests.redis_server import (
     SentinelServers,
     find_binary,
     follows,
-    until,
 )
+from tests.waiting import eventually
 
 HOUR_S = 3600
 
@@ -68,7 +68,7 @@ class Servers:
         group = self.group
         if isinstance(group, SentinelServers):
             group.resume()
-            until(lambda: self.tend() and group.master.is_running, "a master")
+            eventually(lambda: self.tend() and group.master.is_running, "a master")
             self.tend()  # the master may have been replaced between the two calls
             group.wait()
             return

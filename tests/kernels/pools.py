@@ -24,11 +24,15 @@ IS_INTERPRETING = radixkv_kernels.backend(torch.empty(1)) == "triton"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA and not IS_INTERPRETING else ["cpu"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 LAYOUTS = ["block-major", "latent-major", "apart", "together-0", "together-1", "hnd", "packed", "latent"]
+IS_SHORT = IS_INTERPRETING and settings().max_examples < 100
+"""Whether a test should do less, because the interpreter is slow. Not where examples vary, as before a release."""
+FEW_LAYOUTS = ["hnd"] if IS_SHORT else LAYOUTS
+"""For tests of the same code in each layout. Generated tests draw all layouts."""
 
 
 def examples(count: int) -> settings:
-    """Settings for ``count`` examples on the torch path, or a quarter of them in the interpreter."""
-    few = max(10, count // 4) if IS_INTERPRETING else count
+    """Settings for ``count`` examples on the torch path, and for fewer in the interpreter."""
+    few = max(5, count // (20 if IS_SHORT else 4)) if IS_INTERPRETING else count
     return settings(max_examples=few, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

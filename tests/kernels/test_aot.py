@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 SCRIPT = Path(__file__).with_name("aot.py")
@@ -32,7 +32,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=320,
     )
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]

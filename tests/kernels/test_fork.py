@@ -13,30 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import radixkv_kernels
 from radixkv_kernels import InputError, fork_blocks, reference
 from radixkv_kernels.checks import STORAGE_SHAPE
-
-torch.set_num_threads(1)
-ON_CUDA = torch.cuda.is_available()
-IS_INTERPRETING = radixkv_kernels.backend(torch.empty(1)) == "triton"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA and not IS_INTERPRETING else ["cpu"]
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-EXAMPLES = settings(
-    max_examples=60 if IS_INTERPRETING else 150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+from tests.kernels.pools import DEVICES, DTYPES, IS_INTERPRETING, IS_SHORT, examples
 
 
 class Case(NamedTuple):
@@ -89,7 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@EXAMPLES
+@examples(150)
 @given(case=cases())
 def test_valid_rows_are_copied_and_nothing_else_changes(device: str, case: Case) -> None:
     storage = case.storage(device)
@@ -113,7 +95,7 @@ def test_the_process_uses_the_requested_mode() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[::3] if IS_SHORT else DTYPES, ids=str)
 def test_planes_longer_than_a_chunk(device: str, dtype: torch.dtype) -> None:
     # 5 rows of 4 x 257 elements: several chunks a plane, a ragged last one, and row lengths that are no power of two.
     case = Case((4, 2, 2, 5, 4, 257), dtype, 7, [(0, 1, 5), (2, 3, 4)])
