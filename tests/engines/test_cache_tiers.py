@@ -554,13 +554,17 @@ class Life:
         loading = sequence.loading
         how = self.chance.choice(["claim", "claim", "wait", "compute"])
         if loading is not None and how == "wait":
-            loading.wait(0.001)
+            self.wait(loading)
         if loading is not None and how == "claim":
             self._compute(sequence, loading.claim(self.chance.randrange(1, 9)))
         elif loading is None or how == "compute":
             stop = sequence.num_committed_tokens + self.chance.randrange(1, 9)
             self._compute(sequence, min(stop, sequence.num_tokens))
         self.num_loaded += 0 if loading is None else loading.num_loaded_tokens
+
+    def wait(self, loading: Loading) -> None:
+        """Wait for a load."""
+        loading.wait(0.001)
 
     def _compute(self, sequence: Sequence, stop: int) -> None:
         self.owner.compute(sequence, max(stop, sequence.num_committed_tokens))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 import threading
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixkv.clock import ManualClock, monotonic
+from radixkv.clock import ManualClock
 from radixkv.engines.disk_level import DiskLevel
-from radixkv.engines.disk_patience import LEAST_WAIT_S, REST_S
 from radixkv.engines.disk_shares import DiskShares
 from radixkv.engines.level_tenants import LevelTenants
 from radixkv.engines.request_keys import RequestFacts
@@ -25,17 +25,20 @@ from radixkv.engines.second_level import SecondLevel, SecondLevelSettings
 from radixkv.errors import ConfigError
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import Files
+from radixkv.tiers.io_threads import Job
 from radixkv.tiers.write_budget import WriteBudget
 from tests.engines.test_second_level import KEYS, PLAIN, SIZE, Engine, Worker, ids_of
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import LIMIT_S, eventually, is_set
 
 SECRET = b"a secret of the fleet"
-SLOTS = 256
+SLOTS = 510
+"""Of the disk."""
 
 
 class DiskEngine(Engine):
-    """An engine over ``folder``. ``salts``: tenants come from them."""
+    """An engine over ``folder``. ``salts``: tenants come from them. The disk is waited for by a clock that stands still."""
 
     def __init__(
         self,
@@ -47,15 +50,16 @@ class DiskEngine(Engine):
         fingerprint: bytes = bytes(32),
         late: bool = False,
         bytes_per_s: float | None = None,
+        disk_slots: int = SLOTS,
     ) -> None:
         super().__init__(num_slots, late=late)
         self.level = SecondLevel(num_slots, SIZE, policy="lru", salts=salts)
-        self.clock = ManualClock()
+        self.clock = ManualClock(1_000.0)
         self.workers = [Worker(num_slots, 40, 0, num_staging=16)]
         record_bytes = self.workers[0].block_bytes
         settings = DiskSettings(
             folder,
-            (SLOTS + 8) * 8192,
+            2 * 4096 + disk_slots * (4096 + 128),
             record_bytes,
             segment_tokens=SIZE,
             fingerprint=fingerprint,
@@ -63,7 +67,7 @@ class DiskEngine(Engine):
         )
         generation = (lambda tenant: 0) if salts is None else salts.generation
         self.tenants = LevelTenants(self.level)
-        tier = DiskTier(settings, [SECRET], files=files)
+        tier = DiskTier(settings, [SECRET], files=files or FaultyFiles())
         self.tenants.shares = DiskShares(tier, num_slots)
         self.disk = DiskLevel(
             tier,
@@ -73,16 +77,28 @@ class DiskEngine(Engine):
             fleet_generation=generation,
             serves=self.tenants.serves,
             bytes_per_s=bytes_per_s,
-            clock=monotonic if bytes_per_s is None else self.clock,
-        )
-        self.disk.shared.patience._seconds_a_token = (
-            10.0  # a request waits for the disk as long as a busy machine needs
+            clock=self.clock,
         )
         self.level.disk = self.disk
 
     def step(self, budget: int = 24) -> None:
+        """Step. One that computes nothing waits a moment for the disk, if that does something."""
+        before = self.num_computed
         self.tenants.begin_step()
         super().step(budget)
+        job = next((each for each in self._jobs() if not each.is_done), None)
+        if job is not None and self.num_computed == before:
+            job.poll(0.01)
+
+    def _jobs(self) -> list[Job]:
+        """What the disk does for promotions, stores, and tenants whose purges it learns."""
+        lanes, learning = self.disk.lanes, self.disk.debts._learning.values()
+        promotions = chain.from_iterable(lane.promotions._promotions.values() for lane in lanes)
+        stores = chain.from_iterable(lane.stores._stores for lane in lanes)
+        return [
+            *(job for each in chain(promotions, stores) for job in each.jobs),
+            *(each.job for each in learning),
+        ]
 
     def run(self, max_steps: int = 60_000) -> None:
         """Run until all is done, the stores too."""
@@ -95,8 +111,6 @@ class DiskEngine(Engine):
             self.step(0)
             while self.outputs:
                 self._take(*self.outputs.popleft())
-            for store in self.disk.shared.stores._stores:
-                store.jobs[-1].poll(0.001) if store.jobs else None
         assert not self.disk.num_running and not self.disk.shared.stores._waiting
 
     def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
@@ -105,6 +119,15 @@ class DiskEngine(Engine):
         self.add(name, ids, facts)
         self.run()
         return self.num_computed - before
+
+    def promoting(self) -> None:
+        """Admit requests until the disk brings something."""
+
+        def is_promoting() -> bool:
+            self._admit()
+            return self.disk.shared.promotions.num_running > 0
+
+        assert eventually(is_promoting)
 
     def stop(self) -> None:
         self.check()
@@ -264,7 +287,7 @@ def test_a_purge_reaches_the_disk_and_lasts(tmp_path: Path) -> None:
     tenant = engine.level.cache.namespaces()[0].tenant
     engine.level.cache.purge(tenant)
     engine.disk.debts.owe(tenant)
-    assert engine.disk.debts.pay(tenant, 10.0)
+    assert engine.disk.debts.pay(tenant, LIMIT_S)
     assert engine.again("b", ids_of(41, 1)) == 41
     assert engine.disk.tier.locate(engine.level.cache.namespaces()[0], _bytes(ids_of(41)), 0) == 0
     engine.stop()
@@ -297,8 +320,10 @@ def test_a_purge_that_the_disk_cannot_apply_holds_no_request_up(
     monkeypatch.setattr(engine.disk.tier, "purge", failing)
     monkeypatch.setattr("radixkv.engines.disk_debts.LEARNING_S", 0.1)
     engine.add("b", ids_of(41))
-    for _ in range(2_000):
-        engine.step()
+    engine.step()
+    assert engine.num_computed == 41, "it waits"
+    engine.clock.advance(0.1)
+    Engine.run(engine)
     assert not engine.requests and engine.num_computed == 82
     assert engine.disk.take_counts()["disk_loaded_blocks"] == 0
 
@@ -338,8 +363,7 @@ def test_a_purge_during_a_promotion_leaves_nothing(tmp_path: Path) -> None:
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     engine.add("b", ids_of(41))
-    while not engine.disk.shared.promotions._promotions:
-        engine._admit()
+    engine.promoting()
     engine.level.cache.purge(engine.level._requests["b"].namespace.tenant)
     engine.version += 1
     engine.run()
@@ -353,8 +377,7 @@ def test_a_request_that_ends_during_its_promotion_gives_all_back(tmp_path: Path)
     engine.stop()
     engine = DiskEngine(tmp_path / "disk")
     request = engine.add("b", ids_of(41))
-    while not engine.disk.shared.promotions._promotions:
-        engine._admit()
+    engine.promoting()
     engine.end(request)
     engine.run()
     engine.stop()
@@ -380,22 +403,30 @@ def test_broken_records_are_computed(tmp_path: Path) -> None:
 def test_a_disk_that_never_answers_costs_one_request_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", LEAST_WAIT_S)
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.1)
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
     engine.again("b", ids_of(41, 1))
     engine.stop()
     released, files = threading.Event(), FaultyFiles()
     engine = DiskEngine(tmp_path / "disk", files=files)
-    engine.disk.shared.patience._seconds_a_token = 1e-3
-    files.before = lambda call: released.wait(30) and None
-    assert engine.again("c", ids_of(41)) == 41
+    patience = engine.disk.shared.patience
+    patience.computed_in(41 * 1e-3, 41)
+    waits_s = patience.patience_s(40)
+    files.before = lambda call: is_set(released) if call == "read" else None
+    engine.add("c", ids_of(41))
+    engine.promoting()
+    engine.clock.advance(0.9 * waits_s)
+    engine.step()
+    assert engine.requests[0].status == "waiting"
+    engine.clock.advance(0.2 * waits_s)
+    Engine.run(engine)
     counts = engine.disk.take_counts()
-    assert counts["disk_timeouts"] == 1 and counts["disk_failed_blocks"] == 10
+    assert engine.num_computed == 41 and counts["disk_timeouts"] == 1 and counts["disk_failed_blocks"] == 10
     engine.add("d", ids_of(41, 1))
     engine._admit()
     assert engine.requests[0].status == "running", "nobody asks the disk now"
-    assert engine.disk.shared.patience._rests_until > engine.disk._clock() + REST_S / 2
+    assert patience.is_resting
     released.set()
     engine.run()
     engine.stop()

@@ -23,10 +23,11 @@ from radixkv.index.tokens import encode
 from radixkv.storage.plan import BlockIds
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE, Owner
 from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_engine_on_disk import eventually
 from tests.engines.test_loading_from_disk import SECRET
 from tests.engines.test_second_level import ids_of
+from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import ended, eventually, is_set
 
 
 def prompt_of(number: int, size: int = 41) -> list[int]:
@@ -115,16 +116,16 @@ def busy(owner: Owner) -> Iterator[None]:
     def hold() -> None:
         with owner.below.gate:
             is_in.set()
-            is_over.wait()
+            is_set(is_over)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    is_in.wait()
+    is_set(is_in)
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
+        ended(thread)
 
 
 def evict_meanwhile(owner: Owner) -> None:
@@ -240,7 +241,9 @@ def test_threads_get_their_own_kv() -> None:
 def on_disk(folder: Path, num_blocks: int, host_blocks: int, disk_slots: int) -> Owner:
     owner = Owner.__new__(Owner)
     config = CacheConfig(num_blocks, SIZE, LAYOUT, host_blocks=host_blocks, policy="lru")
-    options = DiskOptions(folder, 4_096 * disk_slots + 64 * disk_slots * 2 + 16_384, SECRET)
+    options = DiskOptions(
+        folder, 4_096 * disk_slots + 64 * disk_slots * 2 + 16_384, SECRET, files=FaultyFiles()
+    )
     owner.cache = TieredCache(config, disk=options, fingerprint="a test")
     owner.engine = Engine(owner.cache)
     return owner
@@ -251,7 +254,7 @@ def ask(owner: Owner, ids: list[int]) -> int:
     with owner.cache.open(NS, ids) as sequence:
         loading = sequence.loading
         if loading is not None:
-            loading.wait(60)
+            loading.wait()
         left = len(ids) - sequence.num_committed_tokens
         owner.compute(sequence, len(ids))
         assert owner.is_right(sequence)

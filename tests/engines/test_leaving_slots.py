@@ -14,8 +14,9 @@ from tests.engines.test_disk_level import DiskEngine
 from tests.engines.test_second_level import SIZE, Engine, ids_of
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import is_set
 
-NUM_SLOTS = 320
+NUM_SLOTS, DISK_SLOTS = 320, 192
 LONG, SHORT = NUM_SLOTS // 10, 2
 """Blocks of a prompt."""
 
@@ -28,7 +29,7 @@ class FullDisk(DiskEngine):
     """Host memory and disk are full of short prompts. Each prompt is saved in one step."""
 
     def __init__(self, folder: Path, files: FaultyFiles | None = None) -> None:
-        super().__init__(folder, NUM_SLOTS, files=files)
+        super().__init__(folder, NUM_SLOTS, files=files, disk_slots=DISK_SLOTS)
         self.index, self.leaving = self.level.index, self.disk.shared.stores._leaving_slots
         number = 1_000
         while not (self.disk.tier.is_full and self.index.num_used >= NUM_SLOTS - NUM_SLOTS // LEAST_PART):
@@ -117,7 +118,7 @@ def test_a_hung_disk_takes_at_most_its_part_and_holds_nobody_up(tmp_path: Path) 
 
     def before(call: str) -> None:
         if call == "write" and hangs.is_set():
-            assert goes_on.wait(120)
+            is_set(goes_on)
 
     with full_disk(tmp_path / "disk", FaultyFiles(before)) as engine:
         hangs.set()

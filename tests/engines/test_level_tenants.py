@@ -25,15 +25,15 @@ from radixkv.signing import KeySet
 from radixkv.tiers.files import Files
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_loading_from_disk import eventually
 from tests.engines.test_second_level import KEYS, SIZE, ids_of
-from tests.tiers.support import WAIT_S, FaultyFiles, failing, num_of
+from tests.tiers.support import FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
+from tests.waiting import LIMIT_S, eventually, is_set
 
 DESTROYING = "write rename remove"
 """System calls without which a folder can't destroy a key."""
-NUM_SLOTS = 64
-"""Of host memory. The disk has some times as many."""
+NUM_SLOTS, DISK_SLOTS = 64, 192
+"""Of host memory, and of the disk."""
 
 
 def facts_of(tenant: str) -> RequestFacts:
@@ -45,7 +45,7 @@ class ControlledEngine(DiskEngine):
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
         self.salts = SaltReader(KEYS)
-        super().__init__(folder / "disk", NUM_SLOTS, files=files, salts=self.salts)
+        super().__init__(folder / "disk", NUM_SLOTS, files=files, salts=self.salts, disk_slots=DISK_SLOTS)
 
     def id_of(self, tenant: str) -> str:
         (found,) = self.salts.tenant_ids(tenant)
@@ -64,6 +64,15 @@ class ControlledEngine(DiskEngine):
     def part(self, num_blocks: int) -> int:
         """The slots of the disk that are as much of it as these blocks are of host memory."""
         return num_blocks * self.disk.tier.num_slots // NUM_SLOTS
+
+    def later(self, condition: Callable[[], bool]) -> bool:
+        """Let time go on until this is so."""
+
+        def is_so() -> bool:
+            self.clock.advance(1.0)
+            return condition()
+
+        return eventually(is_so)
 
     def flood(self, tenant: str, num_prompts: int, num_blocks: int = 4) -> None:
         """Let a tenant ask prompts that begin differently, one after the other."""
@@ -93,7 +102,7 @@ def controlled(
             tiers=engine.level.tiers,
             on_keys=partial(engine.tenants.configure, tenants or {}),
         ) as server,
-        ControlClient(server.path, KEYS) as client,
+        ControlClient(server.path, KEYS, timeout_s=LIMIT_S) as client,
     ):
         yield engine, client
     engine.stop()
@@ -168,8 +177,7 @@ def test_what_is_forgotten_over_the_channel_is_forgotten_on_the_disk(tmp_path: P
         client.call("set_tenant", {"tenant": "acme"})
         before = engine.num_computed
         engine.add("again", prompt, facts_of("acme"))
-        while not engine.disk.num_running:
-            engine.step()
+        engine.promoting()
         where = {"model": "vllm", "cache_salt": make_salt(KEYS, "acme", client_salt="other")}
         client.call(command, where if command == "clear" else {"tenant": "acme"})
         assert engine.records("acme") == 0 and engine.records("globex") == 8
@@ -194,7 +202,7 @@ def test_what_a_failing_disk_owes_is_told_and_tried_again(
         assert engine.disk.debts.owed, "nobody has tried again yet"
         monkeypatch.setattr(engine.disk.debts, "_pays_at", 0.0)
         engine.step()
-        assert engine.disk.debts.pay(engine.id_of("acme"), 10.0)
+        assert engine.disk.debts.pay(engine.id_of("acme"), LIMIT_S)
         assert client.call("clear", where)["owed"] is False
 
 
@@ -226,10 +234,10 @@ def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: py
         assert client.call("purge", {"tenant": "acme"})["owed"] and num_owed() == 1
         assert engine.tenants.take_owed() == {OWED: 1} and engine.tenants.take_owed() == {}
         tried.clear()
-        assert tried.wait(WAIT_S), "it is tried by time"
+        assert engine.later(tried.is_set), "it is tried by time"
         assert num_owed() == 1 and not engine.disk.debts.is_open_for(engine.id_of("acme"))
         files.before = lambda call: None
-        assert eventually(lambda: num_owed() == 0)
+        assert engine.later(lambda: num_owed() == 0)
         assert engine.tenants.take_owed() == {OWED: 0} and engine.records("acme") == 0
 
 
@@ -243,7 +251,7 @@ def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: 
         engine.level.reset()
         for _ in range(2):
             tried.clear()
-            assert tried.wait(WAIT_S)
+            is_set(tried)
         assert engine.disk.debts.is_resetting
         files.before = lambda call: None
         assert eventually(lambda: not engine.disk.debts.is_resetting)
@@ -259,9 +267,9 @@ def test_an_idle_engine_s_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert eventually(lambda: tier._sync_job is None or tier._sync_job.is_done)
         files.before = lambda call: synced.set() if call == "sync" else None
         tier._synced_at, tier._sealed_at_sync = -inf, -1
-        assert not synced.wait(0.2), "nobody makes a step"
+        assert not synced.wait(0.05), "nobody makes a step"
         engine.disk.debts.begin_to_retry()
-        assert synced.wait(WAIT_S)
+        is_set(synced)
 
 
 def test_stats_show_what_the_tiers_have(both: tuple[ControlledEngine, ControlClient]) -> None:

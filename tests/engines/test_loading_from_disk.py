@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from radixkv import CacheConfig, PrefixCache
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers
 from radixkv.engines.disk_level import DiskLevel
 from radixkv.engines.disk_patience import DiskPatience
@@ -30,7 +32,9 @@ from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
 from tests.tiers.support import FaultyFiles, failing
+from tests.tiers.support import clock as clock
 from tests.tiers.support import patience as patience
+from tests.waiting import LIMIT_S, eventually
 
 SECRET = b"a secret of the fleet"
 
@@ -62,7 +66,7 @@ class DiskOwner(Owner):
     def __init__(self, folder: Path, files: FaultyFiles | None = None, host_blocks: int = 64) -> None:
         self.cache = TieredCache(
             CacheConfig(40, SIZE, LAYOUT, host_blocks=host_blocks),
-            disk=DiskOptions(folder, 4 << 20, SECRET, files=files),
+            disk=DiskOptions(folder, 4 << 20, SECRET, files=files or FaultyFiles()),
             fingerprint="toy",
         )
         self.engine = Engine(self.cache)
@@ -82,12 +86,33 @@ class DiskOwner(Owner):
         rows, memory = range(self.below.memory.num_staging), self.below.memory
         return not self.disk.num_used_rows and not any(any(memory.staging_bytes(row)) for row in rows)
 
+    def is_quiet(self, tenant: str = "") -> bool:
+        """Whether nothing comes ahead any more, in the lane of a tenant; never in the middle of a step."""
+        prefetch = self.below._prefetch_of(tenant)
+        assert prefetch is not None
+        with self.below.gate:
+            return not prefetch.is_busy
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    ends_at = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < ends_at:
-        time.sleep(0.005)
-    return condition()
+
+class Sleeper:
+    """From now on, the thread of an owner's tiers sleeps for an hour when it has nothing to do, unless it is woken."""
+
+    def __init__(self, owner: DiskOwner, patch: pytest.MonkeyPatch) -> None:
+        self._is_asleep, wait = False, owner.below._has_work.wait
+
+        def sleep(timeout: float | None = None) -> bool:
+            self._is_asleep = timeout == 3_600.0
+            try:
+                return wait(timeout)
+            finally:
+                self._is_asleep = False
+
+        patch.setattr(lower_tiers, "_TICK_S", 3_600.0)
+        patch.setattr(owner.below._has_work, "wait", sleep)
+
+    def sleeps(self) -> bool:
+        """Wait until it sleeps. Returns True."""
+        return eventually(lambda: self._is_asleep, "its sleep")
 
 
 @contextmanager
@@ -116,14 +141,21 @@ def held_reads(folder: Path) -> Iterator[tuple[DiskOwner, Reads]]:
             reads.open()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with the KV of the prompt, of two tenants."""
-    with on_disk(tmp_path / "disk") as owner:
+@cache
+def _filled(made: Path) -> Path:
+    with on_disk(made / "disk") as owner:
         for namespace in (NS, OTHER):
             assert owner.ask(PROMPT, namespace) == (0, 41)
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 20)
-    return tmp_path / "disk"
+    return made / "disk"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the KV of the prompt, of two tenants. It is filled once, and copied for each test."""
+    shared = tmp_path_factory.getbasetemp() / "filled"
+    shared.mkdir(exist_ok=True)
+    return Path(shutil.copytree(_filled(shared), tmp_path / "disk"))
 
 
 def arrived(loading: Loading, num: int) -> bool:
@@ -150,8 +182,7 @@ def test_an_idle_engine_s_blocks_go_on_to_the_disk(tmp_path: Path, monkeypatch: 
     with on_disk(tmp_path / "disk", host_blocks=16) as owner:
         owner.ask(PROMPT[:5])
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 1)
-        monkeypatch.setattr(lower_tiers, "_TICK_S", 3_600.0)
-        time.sleep(0.3)  # until the thread sleeps for an hour
+        assert Sleeper(owner, monkeypatch).sleeps()
         owner.ask(PROMPT)
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 10)
 
@@ -206,15 +237,18 @@ def test_host_memory_comes_first_and_the_disk_behind_it(folder: Path) -> None:
             assert owner.is_right(sequence) and sequence.num_committed_tokens == 40
 
 
-def test_a_disk_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_is_not_waited_for(
+    folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 1.0)
     with held_reads(folder) as (owner, _):
         assert owner.ask(PROMPT) == (0, 41), "claims go on"
         assert owner.disk.shared.promotions.place_of(NS) is not None
-        monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
         with owner.cache.open(OTHER, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert not loading.wait(0.01)
-            assert loading.wait() and loading.num_loaded_tokens == 0
+            assert not loading.poll()
+            clock.advance(1.0)
+            assert loading.poll() and loading.num_loaded_tokens == 0
             assert owner.disk.shared.promotions.place_of(OTHER) is None, "the disk rests"
             owner.compute(sequence, 41)
 
@@ -322,16 +356,17 @@ class SlowLife(Life):
             self.owner.cache.announce(self.chance.choice([NS, OTHER]), self.chance.choice(STEMS), ttl_s=0.05)
         super().begin()
 
+    def wait(self, loading: Loading) -> None:
+        """Wait a moment, or until it is over."""
+        loading.wait(self.chance.choice([0.001, LIMIT_S]))
+
     def check(self) -> None:
         """The disk's own threads hold some of it for a moment."""
         owner = self.owner
         assert isinstance(owner, DiskOwner)
-        prefetch = owner.below._prefetch
-        assert prefetch is not None
 
         def is_over() -> bool:  # also what was announced, which begins by itself
-            with owner.below.gate:
-                return owner.is_idle() and not owner.disk.num_running and not prefetch.is_busy
+            return owner.is_quiet() and owner.is_idle() and not owner.disk.num_running
 
         assert eventually(is_over)
         owner.check()
@@ -448,7 +483,7 @@ def test_what_comes_ahead_counts_where_a_request_finds_it(folder: Path) -> None:
         owner.cache.prefetch(NS, PROMPT)
         index = owner.below.level.index
         assert eventually(lambda: index.reach(NS, encode(PROMPT[:40]), 0) == 10)
-        assert eventually(lambda: not owner.below._prefetch.is_busy)
+        assert eventually(owner.is_quiet)
         counts = owner.cache.tier_counts()
         assert counts["disk"]["hit_blocks"] == counts["host"]["hit_blocks"] == 0
         assert counts["disk"]["loads"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from radixkv.clock import ManualClock
 from radixkv.config import Tenant
 from radixkv.engines import disk_debts, disk_patience, disk_stores, tier_loading, waiting_stores
-from radixkv.engines.disk_level import CLOSING_S
 from radixkv.engines.disk_patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.staging_rows import SHARED_S
@@ -23,43 +21,34 @@ from radixkv.index.tokens import encode
 from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_loading_from_disk import DiskOwner, eventually, folder, held_reads, on_disk
+from tests.engines.test_loading_from_disk import DiskOwner, folder, held_reads, on_disk
 from tests.engines.test_second_level import Engine, ids_of
-from tests.tiers.support import FaultyFiles
-from tests.tiers.support import usual_patience as usual_patience
+from tests.tiers.support import PATIENT_S, FaultyFiles, clock, patience
+from tests.waiting import LIMIT_S, ended, eventually, is_set
 
-__all__ = ["folder"]
-
-
-@pytest.fixture(autouse=True)
-def learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine has time to learn of purges."""
-    monkeypatch.setattr(disk_debts, "LEARNING_S", 60.0)
+__all__ = ["clock", "folder", "patience"]  # fixtures
 
 
 def others_load(owner: DiskOwner) -> int:
     """Return what another tenant loads."""
     with owner.cache.open(OTHER, PROMPT) as sequence:
         loading = loading_of(sequence)
-        loading.wait(30)
+        loading.wait()
         return loading.num_loaded_tokens
 
 
 # --- staging memory
 
 
-def test_a_load_that_nobody_polls_gives_its_memory_back(
-    folder: Path, usual_patience: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_loading, "IDLE_S", 0.2)
+def test_a_load_that_nobody_polls_gives_its_memory_back(folder: Path, clock: ManualClock) -> None:
     with on_disk(folder) as owner:
         owner.known()
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert owner.disk.num_used_rows
+            clock.advance(PATIENT_S)
             assert eventually(owner.is_idle), "though the sequence is open"
             assert loading.is_done and loading.num_loaded_tokens == 0
-            monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
             assert others_load(owner) == 40
             assert loading.claim(100) == 41
             owner.compute(sequence, 41)
@@ -67,26 +56,24 @@ def test_a_load_that_nobody_polls_gives_its_memory_back(
 
 
 def test_a_load_goes_on_while_claimed_tokens_are_computed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_loading, "IDLE_S", 0.0)
-    with held_reads(folder) as (owner, _):
-        monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
-        with owner.cache.open(NS, PROMPT) as sequence:
-            loading = loading_of(sequence)
-            stop = loading.claim(8)
-            assert isinstance(loading, tier_loading.TierLoading)
-            loading._ends_at = 0.0
-            time.sleep(1.0)
+    monkeypatch.setattr(tier_loading, "IDLE_S", 1.0)
+    monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 1.0)
+    with held_reads(folder) as (owner, _), owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        stop = loading.claim(8)
+        clock.advance(0.9 * PATIENT_S)
+        with owner.below.gate:
+            owner.below.tick()
             assert not loading.is_done and owner.disk.num_used_rows
-            owner.compute(sequence, stop)
-            assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
-            assert eventually(owner.is_idle)
+        owner.compute(sequence, stop)
+        assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
+        assert eventually(owner.is_idle)
 
 
-def test_records_of_computed_tokens_are_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_computed_tokens_are_given_up(folder: Path) -> None:
     """A sequence that computes everything and goes on for minutes holds no staging memory."""
-    monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 60.0)
     with held_reads(folder) as (owner, _), owner.cache.open(NS, PROMPT) as sequence:
         loading = loading_of(sequence)
         owner.compute(sequence, 20)
@@ -138,7 +125,7 @@ def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
     engine.stop()
     released = threading.Event()
     engine = DiskEngine(tmp_path / "disk", files=(files := FaultyFiles()))
-    files.before = lambda call: released.wait(30) and None
+    files.before = lambda call: is_set(released)
     engine.add("b", ids_of(121))
     assert eventually(lambda: engine.step(0) is None and bool(engine.disk.shared.promotions._promotions))
     assert engine.disk.shared.rows.num_free == 4
@@ -162,7 +149,7 @@ class Hanging(FaultyFiles):
     def write(self, descriptor: int, content: memoryview, offset: int) -> int:
         if self.hangs and len(content) >= 1_024:
             self.num += 1
-            self._back.wait(60)
+            is_set(self._back)
         return super().write(descriptor, content, offset)
 
     def back(self) -> None:
@@ -175,13 +162,13 @@ def prompt(number: int) -> list[int]:
 
 
 def test_a_hanging_disk_leaves_host_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_stores, "STORE_S", 0.1)
     files = Hanging()
     with on_disk(tmp_path / "disk", files=files, host_blocks=32) as owner:
         owner.ask(prompt(0))
         owner.known()
-        assert eventually(lambda: len(owner.disk.tier) == 10)
+        assert eventually(lambda: len(owner.disk.tier) == 10 and not owner.disk.num_running)
         files.hangs = True
+        monkeypatch.setattr(disk_stores, "STORE_S", 0.1)
         for number in range(1, 8):
             owner.evicted(prompt(number))
         uses = owner.below.level.index._uses
@@ -224,7 +211,7 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.level.cache.evict(4)
             assert len(owner.disk.shared.stores._leaving) and int(uses.sum()) == 4
-            tier._shared._opens_at = tier._clock() + 60
+            tier._shared._opens_at = tier._clock() + PATIENT_S
             owner.below.tick()
             assert (
                 not owner.disk.shared.stores._leaving
@@ -248,26 +235,27 @@ def test_memory_that_a_job_never_took_is_the_callers() -> None:
 # --- patience
 
 
-def test_a_few_slow_computations_dont_lengthen_patience(folder: Path, usual_patience: None) -> None:
-    with on_disk(folder) as owner:
-        disk = owner.disk
-        for _ in range(NUM_SAMPLES):
-            disk.shared.patience.computed_in(16 * 1e-3, 16)
-        before = disk.shared.patience.patience_s(1_500)
+def test_a_few_slow_computations_dont_lengthen_patience() -> None:
+    patience = disk_patience.DiskPatience(16, ManualClock())
+    for _ in range(NUM_SAMPLES):
+        patience.computed_in(16 * 1e-3, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_patience, "LEAST_WAIT_S", 0.1)
+        before = patience.patience_s(1_500)
         assert before == pytest.approx(0.75)
         for seconds in (8.0, 1e9, float("inf"), float("nan"), -1.0, 15.9 * MOST_SECONDS_A_TOKEN):
-            disk.shared.patience.computed_in(seconds, 16)
+            patience.computed_in(seconds, 16)
         for _ in range(NUM_SAMPLES // 2 - 1):
-            disk.shared.patience.computed_in(1.5, 16)
-        assert disk.shared.patience.patience_s(1_500) == pytest.approx(before)
+            patience.computed_in(1.5, 16)
+        assert patience.patience_s(1_500) == pytest.approx(before)
 
 
-def test_patience_is_bounded(folder: Path, usual_patience: None) -> None:
-    with on_disk(folder) as owner:
-        for _ in range(10 * NUM_SAMPLES):
-            owner.disk.shared.patience.computed_in(1.5, 16)
-        assert owner.disk.shared.patience.patience_s(10**9) == MOST_WAIT_S
-        assert owner.disk.shared.patience.patience_s(0) == disk_patience.LEAST_WAIT_S
+def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_patience, "LEAST_WAIT_S", 0.1)
+    patience = disk_patience.DiskPatience(16, ManualClock())
+    for _ in range(10 * NUM_SAMPLES):
+        patience.computed_in(1.5, 16)
+    assert patience.patience_s(10**9) == MOST_WAIT_S and patience.patience_s(0) == 0.1
 
 
 def test_steps_that_save_nothing_are_forgotten() -> None:
@@ -283,14 +271,18 @@ def test_steps_that_save_nothing_are_forgotten() -> None:
 
 
 def during_a_copy(
-    monkeypatch: pytest.MonkeyPatch, owner: Owner, act: Callable[[], Any]
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Owner,
+    act: Callable[[], Any],
+    has_begun: Callable[[], bool] | None = None,
 ) -> list[threading.Thread]:
-    """Let another thread do something after the third part of a copy, as soon as it can enter the gate.
+    """Let another thread do something after the third part of a copy, which goes on when that ``has_begun``.
 
-    Returns a list that gets the thread.
+    By default it begins by waiting for the gate. Returns a list that gets the thread.
     """
     monkeypatch.setattr(owner.below, "slice_blocks", 1)
     original, num, threads = HostBlocks.put, [0], list[threading.Thread]()
+    waiting = owner.below.gate._waiting
 
     def put(self: HostBlocks, staged: Any, blocks: Any) -> None:
         original(self, staged, blocks)
@@ -298,10 +290,7 @@ def during_a_copy(
         if num[0] == 3:
             threads.append(threading.Thread(target=act))
             threads[0].start()
-            gate = owner.below.gate  # type: ignore[attr-defined]
-            ends_at = time.monotonic() + 0.5
-            while not gate._waiting and time.monotonic() < ends_at:
-                time.sleep(0.001)
+            eventually(has_begun or (lambda: bool(waiting)), "what another thread does meanwhile")
 
     monkeypatch.setattr(HostBlocks, "put", put)
     return threads
@@ -340,11 +329,13 @@ def test_a_copy_stops_where_it_was_changed(change: str, monkeypatch: pytest.Monk
             with owner.below.gate:  # type: ignore[attr-defined]
                 sequence.truncate(20) if change == "truncate" else sequence.release()
 
-    threads = during_a_copy(monkeypatch, owner, act)
+    mark = owner.below.mark("a")
+    marks = {"purge", "clear"} & {change}
+    has_begun = (lambda: owner.below.mark("a") != mark) if marks else None
+    threads = during_a_copy(monkeypatch, owner, act, has_begun)
     assert loading.poll()
     assert loading.num_loaded_tokens == 12, "nothing is written after it"
-    for each in threads:
-        each.join()
+    ended(threads[0])
     if sequence.is_open:
         owner.compute(sequence, sequence.num_tokens)
         assert owner.is_right(sequence)
@@ -368,22 +359,42 @@ def test_slots_that_are_copied_are_not_given_to_others(monkeypatch: pytest.Monke
                 index.loaded(np.arange(len(index._slot_of)))
             owner.evicted(list(range(500, 541)), OTHER)
 
-        during_a_copy(monkeypatch, owner, act)
+        threads = during_a_copy(monkeypatch, owner, act)
         assert loading.poll() and loading.num_loaded_tokens == 40 and owner.is_right(sequence)
-    time.sleep(0.1)
+    ended(threads[0])
     owner.below.level.index.check()
+
+
+class Wanted:
+    """A lock that tells whether a second one wants it."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_asked = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        self._num_asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def is_wanted(self) -> bool:
+        return self._num_asked > 1
 
 
 def test_claims_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is being copied is never claimed."""
-    owner = Owner()
+    owner, polling = Owner(), Wanted()
     owner.evicted(PROMPT)
     claims = list[int]()
     with owner.cache.open(NS, PROMPT) as sequence:
         loading = loading_of(sequence)
-        claiming = during_a_copy(monkeypatch, owner, lambda: claims.append(loading.claim(8)))
+        monkeypatch.setattr(loading, "_polling", polling)
+        claiming = during_a_copy(
+            monkeypatch, owner, lambda: claims.append(loading.claim(8)), polling.is_wanted
+        )
         assert loading.poll() and loading.num_loaded_tokens == 40
-        claiming[0].join()
+        ended(claiming[0])
         assert claims == [41] and owner.is_right(sequence)
 
 
@@ -434,7 +445,7 @@ class Filling:
         into = bytearray(self.owner.below.memory.block_bytes)
         job = self.tier.load(NS, self.key, 0, memoryview(into))
         assert job is not None
-        return bytes(into) if job.wait(30) else None
+        return bytes(into) if job.wait(LIMIT_S) else None
 
     def unstored(self) -> int:
         return self.stores._counts["disk_unstored_blocks"]
@@ -471,15 +482,15 @@ def test_a_slot_that_is_being_filled_is_lost_when_it_leaves(
 
 
 def test_a_fill_that_never_ends_does_not_hold_up_the_close_of_its_disk(tmp_path: Path) -> None:
+    """Otherwise this test would hang."""
     owner = DiskOwner(tmp_path / "disk", host_blocks=16)
     filling = Filling(owner)
     owner.below._stop.set()
     with owner.below.gate:
         filling.begin()
         filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
-        began_at = time.monotonic()
         owner.disk.close()
-        assert time.monotonic() - began_at < 5.0 and filling.stores.is_idle
+        assert filling.stores.is_idle
         assert len(filling.tier) == 10 and filling.unstored() >= 1
     owner.cache.close()
 
@@ -521,18 +532,19 @@ def unlearnable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskOwn
 
 
 def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unlearnable(folder, monkeypatch) as owner:
         for number in range(3):
             with owner.cache.open(OTHER, PROMPT) as sequence:
                 loading = sequence.loading
                 assert (loading is None) == (number > 0), "only the first one waits"
-                assert loading is None or loading.wait(30)
+                clock.advance(disk_debts.LEARNING_S)
+                assert loading is None or loading.wait()
             assert not owner.disk.shared.patience.is_resting
         assert eventually(lambda: owner.disk.debts.is_known("a"))
         with owner.cache.open(NS, PROMPT) as sequence:
-            assert loading_of(sequence).wait(30) and sequence.num_committed_tokens == 40
+            assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
         assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
 
 
@@ -551,12 +563,11 @@ def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: py
 
 
 def test_learning_that_fails_is_tried_again_from_time_to_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once in some seconds, and at once if there is news; told once."""
     with unlearnable(folder, monkeypatch) as owner:
-        debts, now = owner.disk.debts, owner.disk.debts._clock()
-        monkeypatch.setattr(debts, "_clock", lambda: now)
+        debts = owner.disk.debts
         tries = list[int]()
         learn = debts._learn
         monkeypatch.setattr(debts, "_learn", lambda *given: (tries.append(1), learn(*given))[1])
@@ -564,12 +575,11 @@ def test_learning_that_fails_is_tried_again_from_time_to_time(
         def num_tries() -> int:
             for _ in range(50):
                 assert not debts.is_known("b")
-                time.sleep(0.001)
             assert eventually(lambda: debts._learning["b"].job.is_done)
             return len(tries)
 
         assert num_tries() == num_tries() == 1
-        now += disk_debts.PAY_AGAIN_S
+        clock.advance(disk_debts.PAY_AGAIN_S)
         assert num_tries() == num_tries() == 2
         owner.cache.follow_generations(lambda tenant: 2 * int(tenant == "b"), lambda: True)
         assert num_tries() == num_tries() == 3
@@ -579,12 +589,11 @@ def test_learning_that_fails_is_tried_again_from_time_to_time(
 def test_a_tenant_that_cannot_be_learned_holds_up_no_close(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Otherwise this test would hang."""
     with unlearnable(folder, monkeypatch) as owner:
         owner.ask([900 + each for each in range(41)], OTHER)
         assert eventually(lambda: owner.disk.debts.has_failed("b")) and len(owner.disk.shared.stores._waiting)
-        began_at = time.monotonic()
         owner.cache.close()
-        assert time.monotonic() - began_at < 0.8 * CLOSING_S
 
 
 def test_a_limit_that_falls_while_a_range_is_looked_at(
@@ -635,7 +644,7 @@ def test_who_computes_meanwhile_uses_what_is_learned_later(
             assert not loading.poll()
             assert eventually(lambda: known("a"))
             monkeypatch.setattr(owner.disk.debts, "is_known", known)
-            assert loading.wait(30) and loading.num_loaded_tokens == 36
+            assert loading.wait() and loading.num_loaded_tokens == 36
             assert owner.is_right(sequence)
 
 

@@ -36,6 +36,7 @@ ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 """How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
 
 WAITS: dict[str, float] = {
+    "control_client._CONNECT_S": PATIENT_S,
     "disk_debts.LEARNING_S": PATIENT_S,
     "disk_level.CLOSING_S": PATIENT_S,
     "disk_level._ADMIN_S": PATIENT_S,
@@ -44,6 +45,7 @@ WAITS: dict[str, float] = {
     "disk_patience.REST_S": PATIENT_S,
     "disk_promotions.AHEAD_S": PATIENT_S,
     "disk_stores.STORE_S": PATIENT_S,
+    "level_tenants.FORGET_S": PATIENT_S,
     "lower_tiers.ASKED_S": PATIENT_S,
     "lower_tiers.ERRORS_S": PATIENT_S,
     "lower_tiers.FORGET_S": PATIENT_S,
