@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 
 # Set before NumPy or torch are imported, here and in every process that a test starts. On a busy machine with two
 # cores, two threads for small matrices are many times slower than one.
@@ -127,6 +128,13 @@ def _eager_switches() -> Iterator[None]:
     sys.setswitchinterval(2e-5)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Unix sockets: the path of one has 107 bytes at most, and that of ``tmp_path`` may be longer."""
+    with tempfile.TemporaryDirectory(prefix="radixkv-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal
 import h11
 
 from radixkv.errors import ControlError
+from radixkv.events.event_settings import too_long
 
 _SEND_S: Final = 30.0
 """Seconds to connect, and to send a request."""
@@ -230,6 +231,8 @@ def _refusal(status: int, document: dict[str, Any] | None) -> CompletionRefused:
 
 
 def _connected(path: Path, timeout_s: float) -> tuple[socket.socket, h11.Connection]:
+    if (problem := too_long(path)) is not None:
+        raise ControlError(f"vLLM's socket {problem}")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:

@@ -25,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from typing import Final
 from radixkv.engines import process_guard
 from radixkv.engines.completion_stream import fetched
 from radixkv.errors import ConfigError, ControlError
+from radixkv.events.event_settings import too_long
 from radixkv.signing import KeySet
 
 READY_S: Final = 1_800.0
@@ -96,6 +98,8 @@ class VllmProcess:
     def start(self) -> None:
         """Start vLLM, and wait until it serves. Raises ConfigError, with the end of its log, if it doesn't."""
         try:
+            if (problem := too_long(self.http)) is not None:
+                raise ConfigError("TMPDIR", tempfile.gettempdir(), "a shorter folder", problem=problem)
             self._environment |= self._paths()
             self._begin()
             problem = self._awaited()

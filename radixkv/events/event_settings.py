@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, shown
 from radixkv.signing import is_text
 
 __all__ = ["EventSettings"]
@@ -23,8 +23,8 @@ __all__ = ["EventSettings"]
 ENDPOINTS: Final = "tcp://IP:PORT (PORT *: any free one), or ipc:// and an absolute path"
 _LOCAL = "a loopback address, or ipc:// with a directory that only this user can enter; allow the network for others"
 _TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9a-fA-F:.]+\]):(\*|[1-9][0-9]{0,4})")
-_MAX_PATH_BYTES = 100
-"""The kernel allows 107 bytes, and the endpoint for replays has a longer path."""
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""Most bytes of a Unix socket's path, by the kernel."""
 _MAX_TOPIC_BYTES = 256
 _COUNTS = {
     "block_size": 2**20,
@@ -107,11 +107,23 @@ def check_endpoint(name: str, endpoint: object, allows_network: bool = True) -> 
             raise ConfigError(name, endpoint, "ports up to 65535, also for replays")
         if not (allows_network or _is_loopback(name, endpoint, host)):
             raise ConfigError(name, endpoint, _LOCAL)
-    elif endpoint.startswith("ipc:///") and len(endpoint) <= len("ipc://") + _MAX_PATH_BYTES:
-        if not (allows_network or _is_private(Path(endpoint.removeprefix("ipc://")).parent)):
+    elif endpoint.startswith("ipc:///"):
+        path = endpoint.removeprefix("ipc://")
+        if (problem := too_long(path)) is not None:
+            raise ConfigError(name, endpoint, ENDPOINTS, problem=problem)
+        if not (allows_network or _is_private(Path(path).parent)):
             raise ConfigError(name, endpoint, _LOCAL)
     else:
         raise ConfigError(name, endpoint, ENDPOINTS)
+
+
+def too_long(path: str | Path) -> str | None:
+    """Say that the path of a Unix socket is too long for the kernel; None if it isn't."""
+    size = len(os.fsencode(path))
+    if size <= MAX_SOCKET_PATH_BYTES:
+        return None
+    most = f"a Unix socket's has {MAX_SOCKET_PATH_BYTES} at most"
+    return f"needs a shorter path: {shown(str(path))} has {size} bytes, and {most}"
 
 
 def _is_loopback(name: str, endpoint: str, host: str) -> bool:

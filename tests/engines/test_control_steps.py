@@ -13,6 +13,7 @@ from radixkv.engines.control import ControlServer
 from radixkv.engines.control_client import ControlClient
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.signing import KeySet
+from tests.engines.patience import patient_channels as patient_channels
 from tests.engines.support import model_of, prompt_of, stock
 
 KEYS = KeySet.derive([b"the fleet's secret"])

@@ -15,6 +15,7 @@ from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_outlets import Outlets, event_settings
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet
+from tests.engines.patience import patient_channels as patient_channels
 
 KEYS = KeySet.derive([b"the fleet's own secret"])
 
@@ -73,7 +74,7 @@ def test_a_rank_serves_its_own_socket(tmp_path: Path) -> None:
         outlets = Outlets(variables, 32, rank=rank)
         outlets.start(engine, SaltReader(KEYS), lambda: True)
         try:
-            with ControlClient(path, KEYS, timeout_s=10.0) as client:
+            with ControlClient(path, KEYS) as client:
                 assert client.call("stats")["cache"]["num_blocks"] == 64
                 assert not engine._may_be_stale
                 client.call("purge", {"tenant": "acme"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from radixkv.engines.vllm_serve import VllmEngine, VllmModel
 from radixkv.errors import ArgumentError, ConfigError, ControlError, QuotaExceeded, StaleGeneration
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
+from tests.engines.patience import patient_channels as patient_channels
 from tests.engines.test_completion_stream import HEAD, answering, choice, event
 
 __all__ = ["answering"]  # the fixture
@@ -32,7 +34,7 @@ ACME = Namespace("acme", "m")
 
 
 class Served:
-    """A cache behind its control channel. ``is_busy``: commands wait for a step that never ends, so 0.3 s."""
+    """A cache behind its control channel. ``is_busy``: commands wait for the end of a ``step``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.is_busy = folder, False
@@ -48,10 +50,15 @@ class Served:
             self.folder / "control",
             self.folder / "engine.keys",
             salts=SaltReader(KEYS, allows_anonymous=False),
-            patience_s=0.3,
+            patience_s=60.0,
             is_idle=lambda: not self.is_busy,
         )
         self.control.__enter__()
+
+    def step(self) -> None:
+        """End a step."""
+        assert self.control is not None
+        self.control.run_pending()
 
     def end(self) -> None:
         if self.control is not None:
@@ -115,12 +122,15 @@ def test_what_vllm_fails_at_is_a_purge_or_its_own_fault(
     with pytest.raises(ControlError, match=r"refuses a request: (500|404)"):
         engine_of(served, answering(answer)).generate(ACME, [IDS], 2)
 
+    purged = threading.Event()
+
     def purging() -> bool:
         served.cache.purge("acme")
+        purged.set()
         return False
 
     with pytest.raises(StaleGeneration, match="purged before vLLM began"):
-        engine_of(served, answering(b"", answer, pause_s=0.3)).generate(ACME, [IDS], 2, stop=purging)
+        engine_of(served, answering(b"", answer, go_on=purged)).generate(ACME, [IDS], 2, stop=purging)
 
 
 def test_a_tenant_that_may_never_use_so_much_is_told_before_vllm_is_asked(served: Served) -> None:
@@ -142,6 +152,8 @@ def test_others_have_their_turn_while_a_lookup_waits(served: Served, answering: 
     def stop() -> bool:
         nonlocal turns
         turns += 1
+        if turns > 10:
+            served.step()
         return False
 
     found = engine_of(served, answering(answer)).generate(ACME, [IDS], 2, stop=stop)
