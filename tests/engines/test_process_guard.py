@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from radixkv.engines import process_guard
 from radixkv.engines.process_guard import LOG_BYTES, owned_folder, remove_abandoned
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -52,19 +51,16 @@ def test_the_guard_leaves_no_process(tmp_path: Path, end: str) -> None:
             guard.kill()
         else:
             os.kill(first, signal.SIGKILL)
-        guard.wait(20)
+        guard.wait(LIMIT_S)
         left = [first] if end == "the guard is killed" else [first, second]
-        until = time.monotonic() + 10
-        while any(map(_is_alive, left)) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not any(map(_is_alive, left))
+        eventually(lambda: not any(map(_is_alive, left)), "the processes end")
         if _is_alive(second):  # the kernel kills the command itself; vLLM's engine then ends by its own watch
             os.kill(second, signal.SIGKILL)
 
 
 def test_the_guard_exits_as_its_command(tmp_path: Path) -> None:
     with guarded(tmp_path, "print('so long'); raise SystemExit(7)") as guard:
-        assert guard.wait(20) == 7
+        assert guard.wait(LIMIT_S) == 7
     assert (tmp_path / "log").read_text() == "so long\n"
 
 
@@ -75,7 +71,7 @@ def test_a_log_keeps_the_end_of_the_output(tmp_path: Path) -> None:
     with guarded(
         tmp_path, f"for at in range({lines}): print(str(at).rjust(1023))\nraise SystemExit(3)"
     ) as guard:
-        assert guard.wait(60) == 3
+        assert guard.wait(LIMIT_S) == 3
     old = tmp_path / "log.1"
     assert max(log.stat().st_size, old.stat().st_size) <= LOG_BYTES
     kept = (old.read_text() + log.read_text()).split()
@@ -87,7 +83,7 @@ def test_a_log_keeps_the_end_of_the_output(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to("/dev/full")
     with guarded(tmp_path, "print('x' * 1_000_000)") as guard:
-        assert guard.wait(20) == 0
+        assert guard.wait(LIMIT_S) == 0
 
 
 @pytest.fixture
@@ -103,12 +99,12 @@ def test_a_folder_goes_with_its_owner(temporary: Path, tmp_path_factory: pytest.
     (folder / "engine.keys").write_text("secret")
     place = tmp_path_factory.mktemp("log")
     with guarded(place, "pass", folder) as guard:
-        assert guard.wait(20) == 0
+        assert guard.wait(LIMIT_S) == 0
     remove_abandoned("keys-")
     assert (folder / "engine.keys").exists(), "it was removed while its owner lives"
     os.close(lock)
     with guarded(place, "pass", folder) as guard:
-        assert guard.wait(20) == 0
+        assert guard.wait(LIMIT_S) == 0
     assert not folder.exists()
 
 
