@@ -19,6 +19,7 @@ Five places are left out, because no code could handle an exception there:
 
 from __future__ import annotations
 
+import gc
 import linecache
 import opcode
 import os
@@ -27,14 +28,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import radixkv
 import radixkv_policies
 from radixkv.index.locking import SourceLock
 
 ALL = os.environ.get("INTERRUPT_ALL") == "1"
-"""Interrupt each call at each step under each policy. By default, one of two policies gets only some steps."""
+"""Interrupt each call at each of its steps. By default, see ``test_recovery.Plan``."""
+NEVER = sys.maxsize
+"""A step that no call reaches."""
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
 _WITH_LOCK = re.compile(r"with \S*\b_lock(, Mending\(\w+\))?:")
@@ -92,8 +95,12 @@ class Stepper:
         self.where = ""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Run a call. Return its result if it has fewer than ``stop`` steps."""
-        outer = sys.gettrace()
+        """Run a call. Return its result if it has fewer than ``stop`` steps.
+
+        The collector is off meanwhile: finalisers of other caches would make steps too.
+        """
+        outer, collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
         try:
@@ -101,6 +108,8 @@ class Stepper:
         finally:
             sys.setprofile(None)
             sys.settrace(outer)
+            if collects:
+                gc.enable()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         lines = _FUNCTIONS[frame.f_code]
@@ -137,9 +146,38 @@ class Stepper:
         ):
             return
         self.num_steps += 1
+        self.reached(frame, event, function)
         if self.num_steps == self._stop:
             filename, line = frame.f_code.co_filename, frame.f_lineno
             called = "" if function is None else f" {function.__name__}"
             text = linecache.getline(filename, line).strip()
             self.where = f"{event}{called} at {filename}:{line} {text}"
             raise Interrupted(self.where)
+
+    def reached(self, frame: FrameType, event: str, function: Any) -> None:
+        """Called at each step."""
+
+
+class Place(NamedTuple):
+    """Where a step is: its line, the line of ours that called its function, and what the step is."""
+
+    line: tuple[CodeType, int]
+    caller: tuple[CodeType, int] | None
+    event: str
+    function: str | None
+
+
+class Survey(Stepper):
+    """Lists the places of the steps of a call, and interrupts nothing."""
+
+    def __init__(self, cache: Any, *, opcodes: bool = False) -> None:
+        super().__init__(cache, NEVER, opcodes=opcodes)
+        self.places: list[Place] = []
+
+    def reached(self, frame: FrameType, event: str, function: Any) -> None:
+        """Note the place."""
+        back, caller = frame.f_back, None
+        if back is not None and back.f_code.co_filename.startswith(_OURS):
+            caller = (back.f_code, back.f_lineno)
+        name = None if function is None else function.__name__
+        self.places.append(Place((frame.f_code, frame.f_lineno), caller, event, name))

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import radixkv
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import invariants
+from radixkv.clock import ManualClock
 from radixkv_policies.lru import LRU
 
 NS = Namespace("a", "m")
+_LIBRARY = f"{Path(radixkv.__file__).parent}/"
 
 
 def make_cache(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> PrefixCache:
-    """A cache without storage, for an engine that scrubs its own blocks."""
-    return PrefixCache(CacheConfig(num_blocks, block_size, **settings), scrub_blocks=scrubbed)
+    """A cache without storage, for an engine that scrubs its own blocks. Its time stands still."""
+    config = CacheConfig(num_blocks, block_size, **settings)
+    return PrefixCache(config, scrub_blocks=scrubbed, clock=ManualClock())
 
 
 def scrubbed(block_ids: NDArray[np.int32]) -> None:
@@ -35,6 +43,33 @@ def compute(cache: PrefixCache, ids: Sequence[int], namespace: Namespace = NS) -
 def same(before: Any, cache: PrefixCache) -> bool:
     """Whether a cache still equals the snapshot ``before``."""
     return not invariants.differences(before, cache.snapshot())
+
+
+def num_events(call: Callable[[], object], event: str) -> int:
+    """The number of lines ("line") or bytecodes ("opcode") that a call runs in interpreted modules of radixkv.
+
+    The collector is off meanwhile: finalisers of other caches would count too.
+    """
+    found = 0
+
+    def trace(frame: FrameType, each: str, _: object) -> Any:
+        nonlocal found
+        if not frame.f_code.co_filename.startswith(_LIBRARY):
+            return None
+        frame.f_trace_opcodes = event == "opcode"
+        found += each == event
+        return trace
+
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        if collects:
+            gc.enable()
+    return found
 
 
 class Declining(LRU):

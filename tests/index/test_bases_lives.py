@@ -191,4 +191,4 @@ class BaseMachine(RuleBasedStateMachine):
 
 
 TestBases = BaseMachine.TestCase
-TestBases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBases.settings = settings(max_examples=40, stateful_step_count=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import properties
 from radixkv.index.tokens import TAIL_FILL, Key
 from tests.index.support import NS, compute
+
+EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "180")) // 6
 
 
 class Recorder:
@@ -88,7 +91,7 @@ class Recorded(PrefixCache):
 @pytest.mark.slow
 def test_the_journal_reports_exactly_what_is_resident() -> None:
     """Over random lives, segments that were stored and not removed or cleared are exactly those in the trees."""
-    report = properties.run(Recorded, 150, 50, machine=JournalMachine, with_storage=[False])
+    report = properties.run(Recorded, EXAMPLES, 50, machine=JournalMachine, with_storage=[False])
     assert report.ok, report.failure
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import (
@@ -40,6 +40,7 @@ from radixkv.audit.properties import LAYOUT
 from radixkv.index.ghost_keys import SegmentKeys
 from radixkv.index.tree import path_between
 from tests.index.support import NS, make_cache, same
+from tests.waiting import ended
 
 OTHER = Namespace("b", "m")
 
@@ -141,7 +142,6 @@ families = st.fixed_dictionaries({"prompts": st.lists(_prompts(st.integers(0, 1)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
 @given(family=families, block_size=st.sampled_from([1, 2, 3, 4]), num_steps=st.integers(0, 9), data=st.data())
 def test_device_steps_equal_reorder_and_append(
     family: dict[str, Any], block_size: int, num_steps: int, data: st.DataObject
@@ -680,7 +680,7 @@ def test_searches_and_requests_in_several_threads() -> None:
                 for ender in enders:
                     ender.start()
                 for ender in enders:
-                    ender.join()
+                    ended(ender)
                 assert beams.is_over and not any(sequence.is_open for sequence in sequences)
         except BaseException as error:  # noqa: BLE001 - reported in the main thread
             failures.append(error)

@@ -11,6 +11,7 @@ import pytest
 from radixkv import ArgumentError, Fence, LeaseError, OutOfBlocks, PrefixCache, ReentrantCall, audit
 from radixkv.config import CacheConfig
 from tests.index.support import NS, compute, make_cache
+from tests.waiting import ended
 
 
 def test_blocks_stay_until_the_fence_is_lifted() -> None:
@@ -87,7 +88,7 @@ def test_a_fence_lifted_by_another_thread() -> None:
     cache.open(NS, range(8)).release(after=fence)
     thread = threading.Thread(target=fence.lift)
     thread.start()
-    thread.join()
+    ended(thread)
     assert cache.free_blocks == 8
 
 

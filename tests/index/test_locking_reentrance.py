@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, ReentrantCall, Sequence, Tenant, audit
 from radixkv.clock import ManualClock
+from tests.waiting import ended, is_set
 
 NS = Namespace("a", "m")
 
@@ -259,24 +261,26 @@ class Gone:
 def test_a_finaliser_in_another_thread_waits() -> None:
     """The finaliser releases as soon as the call that holds the lock has ended."""
     cache, journal, sequence = _prepared()
-    began, ended = threading.Event(), threading.Event()
+    began = threading.Event()
+    done: list[str] = []
 
     def release() -> None:
         began.set()
         sequence.release()
-        ended.set()
+        done.append("release")
 
     thread = threading.Thread(target=release)
 
     def action() -> None:
         thread.start()
-        began.wait(30)
-        assert not ended.wait(0.05)
+        is_set(began, "the start of the thread")
+        time.sleep(0.05)  # a release that doesn't wait would be done by now, most of the time
+        done.append("callback")
 
     journal.action = action
     with cache.open(NS, range(20, 28)) as running:
         running.commit(8)
         journal.action = lambda: None
-    thread.join(30)
-    assert not sequence.is_open
+    ended(thread)
+    assert done == ["callback", "release"] and not sequence.is_open
     audit.check(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 
 import pytest
 
@@ -19,23 +20,27 @@ from radixkv import (
 )
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import LAYOUT
+from tests.waiting import is_set
 
 NUM_THREADS = 8
-NUM_OPS = 250
+NUM_OPS = 120
 
 
 class Worker(threading.Thread):
     """Makes random requests in two shared namespaces. Each read and write is compared with the oracle's KV."""
 
-    def __init__(self, cache: PrefixCache, seed: int) -> None:
+    def __init__(self, cache: PrefixCache, seed: int, audited: threading.Event) -> None:
         super().__init__(daemon=True)
         self.cache, self.engine, self.rng = cache, Engine(cache), random.Random(seed)
         self.error: Exception | None = None
         self.num_done = 0
+        self.audited = audited
 
     def run(self) -> None:
         try:
-            for _ in range(NUM_OPS):
+            for at in range(NUM_OPS):
+                if at == NUM_OPS // 2:
+                    is_set(self.audited, "an audit")
                 self._request()
                 self.num_done += 1
         except Exception as error:  # noqa: BLE001 - the test raises it
@@ -149,14 +154,17 @@ class Worker(threading.Thread):
 class EngineWorker(threading.Thread):
     """Inserts blocks of its own, and gets others back. It has as many as its inserts and reclaims left it."""
 
-    def __init__(self, cache: PrefixCache, seed: int, block_ids: list[int]) -> None:
+    def __init__(self, cache: PrefixCache, seed: int, audited: threading.Event, block_ids: list[int]) -> None:
         super().__init__(daemon=True)
         self.cache, self.rng, self.mine = cache, random.Random(seed), block_ids
         self.error: Exception | None = None
+        self.audited = audited
 
     def run(self) -> None:
         try:
-            for _ in range(NUM_OPS):
+            for at in range(NUM_OPS):
+                if at == NUM_OPS // 2:
+                    is_set(self.audited, "an audit")
                 self._request()
         except Exception as error:  # noqa: BLE001 - the test raises it
             self.error = error
@@ -181,18 +189,29 @@ class EngineWorker(threading.Thread):
         self.mine += [*done.surplus.tolist(), *done.evicted.tolist()]
 
 
-def test_eight_threads_of_an_engine_that_owns_the_blocks(_eager_switches: None) -> None:
-    """No block is lost, and none has two owners."""
-    cache = PrefixCache(CacheConfig(64, 2, blocks="engine", default_tenant=Tenant("d", max_blocks=20)))
-    workers = [EngineWorker(cache, seed, list(range(seed * 8, seed * 8 + 8))) for seed in range(NUM_THREADS)]
+def run_and_audit(
+    cache: PrefixCache, workers: Iterable[Worker | EngineWorker], audited: threading.Event
+) -> None:
+    """Audit the cache while these run: at least once before any of them goes beyond its half."""
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
         audit.check(cache)
+        cache.stats()
+        audited.set()
     for worker in workers:
-        worker.join()
         if worker.error is not None:
             raise worker.error
+
+
+def test_eight_threads_of_an_engine_that_owns_the_blocks(_eager_switches: None) -> None:
+    """No block is lost, and none has two owners."""
+    cache = PrefixCache(CacheConfig(64, 2, blocks="engine", default_tenant=Tenant("d", max_blocks=20)))
+    audited = threading.Event()
+    workers = [
+        EngineWorker(cache, seed, audited, list(range(seed * 8, seed * 8 + 8))) for seed in range(NUM_THREADS)
+    ]
+    run_and_audit(cache, workers, audited)
     mine = [block for worker in workers for block in worker.mine]
     assert sorted([*mine, *cache.reclaim(64).tolist()]) == list(range(64))
     audit.check(cache)
@@ -202,19 +221,10 @@ def test_eight_threads_of_an_engine_that_owns_the_blocks(_eager_switches: None) 
 def test_eight_threads_and_the_audit(policy: str, _eager_switches: None) -> None:
     """Nothing breaks, every read byte is right, and nothing is left over."""
     cache = PrefixCache(CacheConfig(num_blocks=60, block_size=2, layout=LAYOUT, policy=policy))
-    workers = [Worker(cache, seed) for seed in range(NUM_THREADS)]
-    for worker in workers:
-        worker.start()
-    num_audits = 0
-    while any(worker.is_alive() for worker in workers):
-        audit.check(cache)
-        cache.stats()
-        num_audits += 1
-    for worker in workers:
-        worker.join()
-        if worker.error is not None:
-            raise worker.error
-    assert num_audits > 0 and all(worker.num_done == NUM_OPS for worker in workers)
+    audited = threading.Event()
+    workers = [Worker(cache, seed, audited) for seed in range(NUM_THREADS)]
+    run_and_audit(cache, workers, audited)
+    assert all(worker.num_done == NUM_OPS for worker in workers)
     stats = cache.stats()
     assert (stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks, stats.num_sequences) == (
         0,

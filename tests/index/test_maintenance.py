@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.index import maintenance
 from radixkv_policies import LRU, POLICIES, Policy
+from tests.waiting import ended, eventually
 
 LEARNING = [name for name, policy in POLICIES.items() if policy.maintain is not Policy.maintain]
 
@@ -27,8 +27,7 @@ def test_the_maintenance_thread_ends_with_its_cache(policy: str, monkeypatch: py
     (thread,) = threads() - before
     cache.maintain()
     del cache
-    thread.join(60)
-    assert not thread.is_alive()
+    ended(thread)
 
 
 def test_lru_has_no_maintenance_thread() -> None:
@@ -61,16 +60,17 @@ def test_a_failing_policy_does_not_stop_the_maintenance_of_others(monkeypatch: p
     with cache.open(Namespace("a", "m"), range(8)) as sequence:
         sequence.commit(8)
     cache.pin(Namespace("a", "m"), range(8), 0.001)
-    until = time.monotonic() + 60
-    while (cache.stats().num_pins or len(told) < 2 or len(learned) < 2) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert cache.stats().num_pins == 0 and len(learned) > 1, "pins end, and the other policy learns"
-    assert len(told) > 1 and {each.exc_type for each in told} == {RuntimeError}, "each failure is reported"
+    eventually(lambda its=cache: not its.stats().num_pins, "the end of the pin")
+    eventually(lambda: len(learned) > 1, "what the other policy learns")
+    eventually(lambda: len(told) > 1, "the report of each failure")
+    assert {each.exc_type for each in told} == {RuntimeError}
     with pytest.raises(RuntimeError, match="no more room"):
         cache.maintain()
     (thread,) = threads() - before
     del cache, sequence
-    while thread.is_alive() and time.monotonic() < until:
+
+    def is_over() -> bool:
         told.clear()  # a recorded error keeps the failed policy's cache alive
-        thread.join(0.1)
-    assert not thread.is_alive()
+        return not thread.is_alive()
+
+    eventually(is_over, "the end of the thread")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -41,7 +39,8 @@ from radixkv.index import maintenance
 from radixkv.index.pins import MAX_TTL_S, SLICE_PINS
 from radixkv.index.purge import PIN_NODES, SLICE_NODES
 from radixkv_policies import POLICIES
-from tests.index.support import NS, compute, same
+from tests.index.support import NS, compute, num_events, same
+from tests.waiting import ended, eventually
 
 OTHER = Namespace("b", "m")
 
@@ -471,27 +470,8 @@ def test_pins_of_the_same_blocks_keep_one_block_table() -> None:
 
 
 def num_steps(call: Callable[[], object]) -> int:
-    """The number of bytecodes that a call runs in interpreted modules of radixkv.
-
-    ``pins`` is interpreted in both builds.
-    """
-    found = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal found
-        if "radixkv" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        found += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return found
+    """The number of bytecodes that a call runs. ``pins`` is interpreted in both builds."""
+    return num_events(call, "opcode")
 
 
 def pinned_in_salts(num_pins: int) -> PrefixCache:
@@ -572,7 +552,7 @@ def test_maintenance_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def threads() -> set[threading.Thread]:
-    """The maintenance threads."""
+    """The maintenance threads. Those of other tests' caches may end at any time."""
     return {thread for thread in threading.enumerate() if thread.name == "radixkv-maintenance"}
 
 
@@ -607,18 +587,14 @@ def test_maintenance_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.pin(NS, range(8), 0.05)
     cache.pin(NS, range(4), 0.02)
     (thread,) = threads() - before
-    until = time.monotonic() + 60
-    while cache.stats().num_pins:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    eventually(lambda its=cache: not its.stats().num_pins, "the end of the pins")
     assert cache.evict(8) == 2
     audit.check(cache)
     gc.collect()
     gc.disable()
     try:
         del cache
-        thread.join(60)
-        assert not thread.is_alive()
+        ended(thread)
     finally:
         gc.enable()
 
@@ -629,7 +605,7 @@ ops = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(ops)
 def test_pinned_blocks_are_never_evicted(policy: str, lives: list[tuple[int, int, int, int]]) -> None:
     """A plain list of pins is the reference.

@@ -1,7 +1,7 @@
 """An exception between any two steps of a call: the laws hold, bystanders notice nothing, and nothing is lost.
 
-Each call is made repeatedly on the same small world. It is interrupted at its first step, then at its second, and so on
-until it completes. After each interruption the test checks the following:
+Each call is made repeatedly on the same small world, and interrupted at one of its steps each time: see ``Plan``.
+After each interruption the test checks the following:
 
 - The lock is free and the audit is clean.
 - Sequences and leases that the call did not use are unchanged and read their KV bit for bit.
@@ -19,7 +19,7 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -33,9 +33,9 @@ from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
 from radixkv.index.engine_blocks import own_room
-from tests.index.stepper import ALL, Interrupted, Stepper
+from tests.index.stepper import ALL, NEVER, Interrupted, Place, Stepper, Survey
 from tests.index.support import Declining
-from tests.index.test_changes import JournalMachine, Recorded, Recorder, resident_segments
+from tests.index.test_changes import EXAMPLES, JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
 
 A, B, NEW = Namespace("a", "m"), Namespace("b", "m"), Namespace("c", "m")
@@ -234,7 +234,7 @@ class Call:
     """Runs after the call in any case."""
 
 
-Scenario = Callable[[World], Call]
+Scenario = Callable[[Any], Call]
 
 
 def _open(namespace: Namespace, ids: tuple[int, ...], lookup: bool = True) -> Scenario:
@@ -665,7 +665,7 @@ def _reclaim(num_blocks: int, tenant: str | None = None) -> Callable[[EngineWorl
     return scenario
 
 
-ENGINE_SCENARIOS: dict[str, Callable[[EngineWorld], Call]] = {
+ENGINE_SCENARIOS: dict[str, Callable[[Any], Call]] = {
     "insert": _engine_insert(B, (2, *ZEROS[:5])),
     "insert, splitting a node": _engine_insert(B, (*ZEROS[:4], 1, 2)),
     "insert after a position": _engine_insert(B, (*ZEROS[:6], 1, 2), start=1, own=1),
@@ -687,35 +687,6 @@ def _twice(run: Run) -> Callable[[], None]:
     return lambda: run.sequence.commit(9)
 
 
-def _steps(
-    scenario: Scenario, policy: str, stored: bool, stride: int = 1, first: int = 1, make: type[World] = World
-) -> Iterator[tuple[World, Call, Stepper]]:
-    """Yield the world after each interruption, until the call completes."""
-    for stop in range(first, 1_000_000, stride):
-        world = make(policy, stored)
-        call = scenario(world)
-        before = [run.state() for run in call.involved]
-        stepper = Stepper(world.cache, stop, opcodes=OPCODES)
-        result, was_interrupted = None, False
-        try:
-            result = stepper.run(call.make)
-        except Interrupted:  # at its end nothing holds the frames of the call any more
-            was_interrupted = True
-        if was_interrupted:
-            assert not world.cache._lock.locked(), f"the lock is held after {stepper.where}"
-            call.after()
-            for run, state in zip(call.involved, before, strict=True):
-                _closed_or_untouched(world, run, state)
-            yield world, call, stepper
-            continue
-        call.after()
-        call.keep(result)
-        for run in call.involved:
-            world.runs.remove(run)
-        yield world, call, stepper
-        return
-
-
 def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> None:
     """The sequence is closed and its errors say why, or nothing had begun and it is unchanged."""
     if run.sequence.is_open:
@@ -731,46 +702,109 @@ def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> Non
 
 
 POLICIES = ("lru", "lfu")
-STRIDE = 7
-
-SAMPLED = (
-    "insert a free block",
-    "insert after a position",
-    "match and lease",
-    "open without a lookup",
-    "reserve, evicting",
-    "touch",
-    "truncate with room",
-    "release with room",
-)
-"""Calls whose steps are nearly those of another: only some are interrupted, unless INTERRUPT_ALL is set."""
+STRIDE = 29
 
 
-def _number(name: str) -> int:
-    """A fixed number of a scenario. It decides its policy and its first step."""
-    return zlib.crc32(name.encode())
+@dataclass(eq=False)
+class Plan:
+    """Which steps of calls are interrupted: with INTERRUPT_ALL all of them.
+
+    Otherwise each line, for each line that calls its function, in the first call that reaches it; and some of the rest.
+    """
+
+    scenarios: Mapping[str, Scenario]
+    policies: tuple[str, ...] = ("lru",)
+    stored: bool = False
+    make: type[World] = World
+    after: Plan | None = None
+    """A plan whose calls come first."""
+
+    @functools.cached_property
+    def firsts(self) -> dict[Place, tuple[Plan, str, str]]:
+        """The first call that reaches each place, and its policy."""
+        found = {} if self.after is None else dict(self.after.firsts)
+        for policy in self.policies:
+            for name in self.scenarios:
+                for place in self.places(name, policy):
+                    found.setdefault(place, (self, name, policy))
+        return found
+
+    def places(self, name: str, policy: str) -> list[Place]:
+        """The places of the steps of a call."""
+        world = self.make(policy, self.stored)
+        call, survey = self.scenarios[name](world), Survey(world.cache, opcodes=OPCODES)
+        result = survey.run(call.make)
+        call.after()
+        call.keep(result)
+        return survey.places
+
+    def stops(self, name: str, policy: str) -> list[int]:
+        """The steps at which a call is interrupted."""
+        places, offset, known, stops = self.places(name, policy), zlib.crc32(name.encode()), set[Place](), []
+        for number, place in enumerate(places, 1):
+            is_first = self.firsts.get(place, (self, name, policy)) == (self, name, policy)
+            if ALL or OPCODES or (is_first and place not in known) or (number + offset) % STRIDE == 0:
+                stops.append(number)
+            known.add(place)
+        return stops
+
+
+BASIC = Plan(SCENARIOS, POLICIES)
+"""The calls of this file. Those of others come after them."""
+
+
+def _steps(plan: Plan, name: str, policy: str) -> Iterator[tuple[World, Call, Stepper]]:
+    """Yield the world after an interruption at each planned step, then after the call without one."""
+    for stop in (*plan.stops(name, policy), NEVER):
+        world = plan.make(policy, plan.stored)
+        call = plan.scenarios[name](world)
+        before = [run.state() for run in call.involved]
+        stepper = Stepper(world.cache, stop, opcodes=OPCODES)
+        result, was_interrupted = None, False
+        try:
+            result = stepper.run(call.make)
+        except Interrupted:  # at its end nothing holds the frames of the call any more
+            was_interrupted = True
+        if was_interrupted:
+            assert not world.cache._lock.locked(), f"the lock is held after {stepper.where}"
+            call.after()
+            for run, state in zip(call.involved, before, strict=True):
+                _closed_or_untouched(world, run, state)
+        else:
+            call.after()
+            call.keep(result)
+            for run in call.involved:
+                world.runs.remove(run)
+        yield world, call, stepper
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
-    """Each call is interrupted at each of its steps under one policy, and at every seventh under the other."""
-    at_each = ALL or (name not in SAMPLED and POLICIES[_number(name) % 2] == policy)
-    stride, first = (1, 1) if at_each else (STRIDE, 1 + _number(name) % STRIDE)
-    steps = _steps(SCENARIOS[name], policy, stored=False, stride=stride, first=first)
-    for at, (world, _, stepper) in enumerate(steps):
+    """No step of any call may break anything."""
+    for at, (world, _, stepper) in enumerate(_steps(BASIC, name, policy)):
         if name.startswith(("clear", "purge")) and stepper.where == "":
             world.oracle.clear(A if "in use" in name else B)
-        _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
+        _holds(world, stepper, goes_on=at % 6 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
 
 
+STORED = Plan(
+    {
+        name: SCENARIOS[name]
+        for name in ("append", "extend, copying", "fork", "reorder", "release what is shared")
+    },
+    stored=True,
+    after=BASIC,
+)
+
+
 @pytest.mark.pure
-@pytest.mark.parametrize("name", ["append", "extend, copying", "fork", "reorder", "release what is shared"])
+@pytest.mark.parametrize("name", STORED.scenarios)
 def test_an_exception_between_any_two_steps_with_storage(name: str) -> None:
     """With storage, copies are launched at once. A batch may have grown; sequences that need no copy then stay open."""
-    for world, call, stepper in _steps(SCENARIOS[name], "lru", stored=True):
+    for world, call, stepper in _steps(STORED, name, "lru"):
         for run in call.involved:
             if run in world.runs:
                 run.ids = run.sequence.token_ids.tolist()
@@ -784,6 +818,7 @@ def test_an_exception_between_any_two_steps_in_slices(
     name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same for calls so long that they release the lock on the way."""
+    assert BASIC.firsts  # without these slices
     monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
     for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS"):
         monkeypatch.setattr(requests, slices, 2)
@@ -791,19 +826,17 @@ def test_an_exception_between_any_two_steps_in_slices(
     test_an_exception_between_any_two_steps(name, policy)
 
 
+OWNED = Plan(ENGINE_SCENARIOS, make=EngineWorld, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("name", ENGINE_SCENARIOS)
 def test_an_exception_when_the_engine_owns_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call is interrupted at many of its steps, or with INTERRUPT_ALL at each, also between slices.
-
-    No block is lost.
-    """
+    """No block is lost, also between slices."""
+    assert BASIC.firsts  # without these slices
     monkeypatch.setattr(requests, "SLICE_BLOCKS", 4)
-    stride, first = (1, 1) if ALL else (STRIDE, 1 + _number(name) % STRIDE)
-    policy = POLICIES[_number(name) % 2]
-    steps = _steps(ENGINE_SCENARIOS[name], policy, False, stride, first, EngineWorld)  # type: ignore[arg-type]
-    for at, (world, _, stepper) in enumerate(steps):
-        _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
+    for at, (world, _, stepper) in enumerate(_steps(OWNED, name, "lru")):
+        _holds(world, stepper, goes_on=at % 6 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
 
 
@@ -874,7 +907,7 @@ def test_repairing_an_intact_cache_changes_nothing() -> None:
 
     Over random lives every law holds, every byte is right, and the number of copies is equal.
     """
-    report = properties.run(Mended, 100, 40, machine=JournalMachine)
+    report = properties.run(Mended, EXAMPLES, 40, machine=JournalMachine)
     assert report.ok, report.failure
 
 

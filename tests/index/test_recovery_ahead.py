@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 
 from radixkv import Fence, Sequence
-from tests.index.test_recovery import BLOCK_SIZE, ZEROS, A, Call, Run, Scenario, World, _holds, _steps
+from tests.index.test_recovery import (
+    BASIC,
+    BLOCK_SIZE,
+    ZEROS,
+    A,
+    Call,
+    Plan,
+    Run,
+    Scenario,
+    World,
+    _holds,
+    _steps,
+)
 
 IDS = (2, *ZEROS[:6], 1)
 """Four whole blocks that are not resident."""
@@ -119,9 +131,12 @@ CALLS: dict[str, Scenario] = {
 }
 
 
+PLAN = Plan(CALLS, make=AheadWorld, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
-    for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=False, make=AheadWorld)):
+    for at, (world, _, stepper) in enumerate(_steps(PLAN, name, "lru")):
         _holds(world, stepper, goes_on=at % 8 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5

@@ -10,12 +10,14 @@ import pytest
 
 from radixkv import Announcement, Namespace
 from tests.index.test_recovery import (
+    BASIC,
     NEW,
     SCENARIOS,
     ZEROS,
     A,
     B,
     Call,
+    Plan,
     Scenario,
     World,
     _holds,
@@ -140,12 +142,13 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 }
 
 
+PLAN = Plan(CALLS, make=WaitingWorld, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
-    """Calls that other tests interrupt too are interrupted at every fifth step."""
-    stride = 5 if name in SCENARIOS else 2
-    steps = _steps(CALLS[name], "lru", stored=False, stride=stride, make=WaitingWorld)
-    for at, (world, _, stepper) in enumerate(steps):
+    """No step of a call that concerns announcements, or changes what is resident, may break anything."""
+    for at, (world, _, stepper) in enumerate(_steps(PLAN, name, "lru")):
         _holds(world, stepper, goes_on=at % 8 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5

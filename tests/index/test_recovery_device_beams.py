@@ -9,8 +9,8 @@ import pytest
 
 from radixkv import LeaseError, LentBeams, SequenceLent
 from tests.index.test_device_beams import beams_read, reads, step
+from tests.index.test_recovery import BASIC, ZEROS, A, Call, Plan, Scenario, World, _holds, _steps
 from tests.index.test_recovery import SCENARIOS as OTHERS
-from tests.index.test_recovery import ZEROS, A, Call, Scenario, World, _holds, _steps
 
 
 class BeamWorld(World):
@@ -111,22 +111,35 @@ CALLS: dict[str, Scenario] = {
 }
 
 
+PLAN = Plan(CALLS, stored=True, make=BeamWorld, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
     """Calls that concern beams."""
-    for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=True, make=BeamWorld)):
+    for at, (world, _, stepper) in enumerate(_steps(PLAN, name, "lru")):
         _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
 
 
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    "name", ["open, evicting", "commit between forks", "append", "fork", "reorder", "evict", "clear"]
+BESIDE = Plan(
+    {
+        name: OTHERS[name]
+        for name in ("open, evicting", "commit between forks", "append", "fork", "reorder", "evict", "clear")
+    },
+    ("lfu",),
+    stored=True,
+    make=BeamWorld,
+    after=PLAN,
 )
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", BESIDE.scenarios)
 def test_beams_are_bystanders(name: str) -> None:
     """Calls that do not concern beams: the beams stay lent and notice nothing."""
-    for world, call, stepper in _steps(OTHERS[name], "lfu", stored=True, stride=5, make=BeamWorld):
+    for world, call, stepper in _steps(BESIDE, name, "lfu"):
         for run in call.involved:
             if run in world.runs:
                 run.ids = run.sequence.token_ids.tolist()

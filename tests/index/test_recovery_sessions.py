@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv import Session
-from tests.index.test_recovery import SCENARIOS, A, Call, Run, World, _end, _holds, _steps
+from tests.index.test_recovery import BASIC, SCENARIOS, A, Call, Plan, Run, World, _end, _holds, _steps
 
 MINE, HELPERS, OTHERS = (2, 2, 1, 1, 0, 0), (2, 2, 1, 1, 2, 2), (2, 2, 0, 0)
 
@@ -105,13 +105,14 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 }
 
 
+PLAN = Plan(CALLS, ("lru", "learned"), make=TalkingWorld, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("policy", ["lru", "learned"])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
-    """Calls that other tests interrupt too, and calls with ``learned``, are interrupted at every fifth step."""
-    stride = 5 if name in SCENARIOS else 2 if policy == "lru" else 5
-    steps = _steps(CALLS[name], policy, stored=False, stride=stride, make=TalkingWorld)
-    for at, (world, _, stepper) in enumerate(steps):
+    """No step of a call of a session, or beside one, may break anything."""
+    for at, (world, _, stepper) in enumerate(_steps(PLAN, name, policy)):
         _holds(world, stepper, goes_on=at % 8 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 3

@@ -6,7 +6,7 @@ import pytest
 
 from radixkv.index import tails
 from radixkv.index.tokens import encode
-from tests.index.test_recovery import ZEROS, A, Call, Run, Scenario, World, _holds, _steps
+from tests.index.test_recovery import BASIC, ZEROS, A, Call, Plan, Run, Scenario, World, _holds, _steps
 
 IDS = (2, *ZEROS[:6])
 """Three whole blocks that no bystander of the world has, and a tail."""
@@ -56,10 +56,13 @@ CALLS: dict[str, Scenario] = {
 }
 
 
+PLAN = Plan(CALLS, after=BASIC)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_between_any_two_steps(name: str) -> None:
-    for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=False)):
+    for at, (world, _, stepper) in enumerate(_steps(PLAN, name, "lru")):
         _holds(world, stepper, goes_on=at % 8 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 20
 

@@ -212,9 +212,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize(
-    "kind, name, call", CASES, ids=[f"{kind.__name__}: {name}" for kind, name, _ in CASES]
+    "kind, name, call, policy",
+    [
+        pytest.param(kind, name, call, policy, id=f"{kind.__name__}: {name}-{policy}")
+        for kind, name, call in CASES
+        for policy in (("lru", "lfu") if kind is OutOfBlocks else ("lru",))  # others ask no policy
+    ],
 )
 def test_a_refusal_changes_nothing(
     kind: type[RadixKVError], name: str, call: Refused, policy: str, monkeypatch: pytest.MonkeyPatch

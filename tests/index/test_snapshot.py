@@ -20,9 +20,10 @@ from radixkv.index.snapshot import Gathering, Snapshot
 from radixkv_policies import POLICIES
 from tests.index.stepper import Interrupted, Stepper
 from tests.index.test_recovery import SCENARIOS, World
+from tests.waiting import ended
 
 NS = Namespace("a", "m")
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 60, 20)
+EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 60, 10)
 
 
 def plain(snapshot: Snapshot) -> Any:
@@ -323,13 +324,13 @@ def test_no_hold_reads_more_than_a_slice_and_its_parents(monkeypatch: pytest.Mon
 @pytest.mark.pure
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_call_interrupted_during_a_snapshot_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any call, interrupted at every seventeenth step.
+    """Any call, interrupted at every thirty-first step.
 
     The reader starts again or continues, and its result is right.
     """
     monkeypatch.setattr(snapshot_module, "SLICE_NODES", 1)
     num_interrupted = 0
-    for stop in range(1, 10_000, 17):
+    for stop in range(1, 10_000, 31):
         world = World("lfu")
         call, reader = SCENARIOS[name](world), Gathering(world.cache)
         assert not any(reader.step() for _ in range(3))
@@ -405,7 +406,7 @@ def test_no_false_alarm_while_threads_hammer(
     finally:
         over.set()
         for hammer in hammers:
-            hammer.join()
+            ended(hammer)
     assert [hammer.error for hammer in hammers] == [None] * 3
     audit.check(cache)
     audit.check(cache, at_once=True)

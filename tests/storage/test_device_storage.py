@@ -15,6 +15,7 @@ from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv.storage.plan import StepPlan
 from radixkv_kernels import reference
+from tests.waiting import LIMIT_S
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -188,6 +189,6 @@ def test_importing_the_package_needs_no_torch() -> None:
         "    pass\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
