@@ -25,8 +25,9 @@ from radixkv.clock import ManualClock
 from radixkv.errors import CapacityError
 from radixkv_policies import POLICIES, Policy, RequestHints, TokenRange
 
-NUM_LIVES = min(100, 2 * settings().max_examples)
-"""The number of lives: 20 in `make quick`."""
+NUM_LIVES = max(settings().max_examples // 4, 5)
+NUM_CACHES = max(settings().max_examples // 2, 5)
+"""The numbers of lives of a policy and of a whole cache: 12 and 25 in `make test`."""
 
 CAPACITY = 24
 
@@ -34,7 +35,10 @@ PINNED = (0,) * 14
 """A test pins this prompt, or a prefix of it."""
 
 _Op = tuple[int, int, int]
-lives = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1, 4)), max_size=120)
+lives = st.lists(
+    st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1, 4)), min_size=30, max_size=120
+)
+"""A life has 60 steps on average. Most faults need a tree of some nodes: a long life shows more than ten short ones."""
 
 HINTS = (
     None,
@@ -414,7 +418,7 @@ class PolicyContract:
         assert policy.victim() is None and len(policy) == 0
 
     @settings(
-        max_examples=NUM_LIVES // 4,
+        max_examples=NUM_CACHES,
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )
     @given(st.data())

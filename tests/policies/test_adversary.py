@@ -21,7 +21,7 @@ PROMPT = 3
 """The number of blocks of a prompt. One more token is left to compute."""
 BETWEEN_DECISIONS = 60
 """The number of block uses between two decisions, at one request in half a second."""
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.release) for seed in (1, 2))]
 
 
 def _ids(prompt: int) -> list[int]:

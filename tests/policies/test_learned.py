@@ -380,10 +380,10 @@ def test_superseded_requests_are_learned_to_rank_low() -> None:
     """Sessions always continue from their first block. The blocks that they leave behind get the lowest rank."""
     clock = ManualClock()
     policy = Learned(100_000, clock, 0)
-    for number in range(1_500):
+    for number in range(600):
         _asked(policy, clock, f"{number}", 8, {"session": f"s{number % 7}"})
         policy.maintain()
-    live, dead = (policy.pieces(f"{number}")[-1] for number in (1_499, 1_400))
+    live, dead = (policy.pieces(f"{number}")[-1] for number in (599, 500))
     assert dead.facts.superseded and not live.facts.superseded
     assert policy.rank[dead.group, 15] < 0.8 * policy.rank[live.group, 15]
 
