@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,19 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers, prefetch
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
 from radixkv.tiers.write_budget import Point, WriteBudget
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, held_reads, on_disk
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
 from tests.engines.test_prefetch import by_hand, in_host, ticks
-from tests.tiers.support import FaultyFiles, patience
+from tests.tiers.support import FaultyFiles, clock, patience
+from tests.waiting import ended, eventually
 
-__all__ = ["by_hand", "folder", "patience"]  # fixtures
+__all__ = ["by_hand", "clock", "folder", "patience"]  # fixtures
 
 ELSE = list(range(300, 341))
 """Another prompt, as long, which is not on the disk."""
@@ -35,8 +36,7 @@ def held_by(owner: DiskOwner) -> prefetch.Prefetch:
 
 def is_idle(owner: DiskOwner) -> bool:
     """Whether nothing comes any more; never in the middle of a step."""
-    with owner.below.gate:  # type: ignore[attr-defined]
-        return not held_by(owner).is_busy
+    return owner.is_quiet()
 
 
 def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -79,12 +79,12 @@ def test_a_question_is_no_request(folder: Path) -> None:
 
 def test_it_begins_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk's thread is woken: otherwise it would look only once in an hour."""
-    monkeypatch.setattr(lower_tiers, "_TICK_S", 3_600.0)
     with on_disk(folder) as owner:
-        time.sleep(0.1)  # until the thread sleeps
+        sleeper = Sleeper(owner, monkeypatch)
+        assert sleeper.sleeps()
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: in_host(owner) == 40 and is_idle(owner))
-        time.sleep(0.1)
+        assert sleeper.sleeps()
         owner.cache.announce(OTHER, PROMPT)
         assert eventually(lambda: in_host(owner, OTHER) == 40)
 
@@ -97,19 +97,20 @@ def test_asking_waits_for_nothing(folder: Path) -> None:
         with owner.below.gate:  # type: ignore[attr-defined]
             asking = threading.Thread(target=lambda: owner.cache.prefetch(OTHER, PROMPT))
             asking.start()
-            asking.join(60)
-            assert not asking.is_alive()
+            ended(asking)
         reads.open()
         assert eventually(lambda: in_host(owner, OTHER) == 40)
 
 
 @pytest.mark.parametrize("change", ["purge", "clear", "time"])
-def test_what_ends_it(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_tiers, "ASKED_S", 0.3 if change == "time" else 60.0)
+def test_what_ends_it(folder: Path, change: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_tiers, "ASKED_S", 5.0)
     with held_reads(folder) as (owner, reads):
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: owner.disk.num_running == 1)
-        if change != "time":
+        if change == "time":
+            clock.advance(5.0)
+        else:
             owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
         assert eventually(lambda: is_idle(owner))
         reads.open()
@@ -121,7 +122,8 @@ def test_what_ends_it(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch
 def test_what_was_asked_before_its_end_is_not_looked_for(
     folder: Path, change: str, by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lower_tiers, "ASKED_S", 0.0 if change == "time" else 60.0)
+    if change == "time":
+        monkeypatch.setattr(lower_tiers, "ASKED_S", 0.0)
     with on_disk(folder) as owner:
         owner.known()
         found = looked_at(owner, monkeypatch)

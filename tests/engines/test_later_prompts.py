@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from radixkv import Namespace, RequestHints
-from radixkv.engines import later_prompts
+from radixkv.clock import ManualClock
+from radixkv.engines import later_prompts, lower_tiers
 from radixkv.engines.later_prompts import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, LaterPrompts
-from radixkv.engines.prefetch import ASKED_S, Asked
+from radixkv.engines.prefetch import Asked
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import encode
 from radixkv_policies.hints import Label
@@ -19,21 +20,12 @@ from tests.engines.test_asked_prompts import ELSE, held_by, is_idle
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT
 from tests.engines.test_loading_from_disk import DiskOwner, folder, on_disk
 from tests.engines.test_prefetch import by_hand, in_host, ticks
-from tests.tiers.support import patience
+from tests.tiers.support import clock, patience
 
-__all__ = ["by_hand", "folder", "patience"]  # fixtures
+__all__ = ["by_hand", "clock", "folder", "patience"]  # fixtures
 
 GAP_S = 40.0
 HINTS = RequestHints({"expected_gap_s": GAP_S})
-
-
-class Time:
-    """The tiers' clock, which a test moves. Nothing is waited for on it."""
-
-    def __init__(self, owner: DiskOwner) -> None:
-        owner.known()
-        self.now = owner.below._clock()
-        owner.below._clock = lambda: self.now
 
 
 def by_note(owner: DiskOwner) -> None:
@@ -52,33 +44,41 @@ def by_hint(owner: DiskOwner) -> None:
 
 
 @pytest.mark.parametrize("pause", [by_note, by_session, by_hint])
-def test_it_comes_before_its_time(folder: Path, by_hand: None, pause: Callable[[DiskOwner], None]) -> None:
+def test_it_comes_before_its_time(
+    folder: Path, by_hand: None, clock: ManualClock, pause: Callable[[DiskOwner], None]
+) -> None:
     with on_disk(folder) as owner:
-        time = Time(owner)
+        owner.known()
         pause(owner)
-        time.now += 0.74 * GAP_S
+        clock.advance(0.74 * GAP_S)
         assert ticks(owner, lambda: is_idle(owner)) and in_host(owner) == 0
-        time.now += 0.02 * GAP_S
+        clock.advance(0.02 * GAP_S)
         assert ticks(owner, lambda: in_host(owner) == 40)
         assert in_host(owner, OTHER) == 0 and len(owner.below._later) == 0
         assert ticks(owner, lambda: is_idle(owner))
 
 
-def test_it_takes_the_time_that_is_left(folder: Path, by_hand: None) -> None:
+def test_it_takes_the_time_that_is_left(
+    folder: Path, by_hand: None, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may come until the pause is over, and some seconds longer."""
-    for late_s, tokens in ((GAP_S + ASKED_S + 1, 0), (GAP_S + ASKED_S - 1, 40)):
+    monkeypatch.setattr(lower_tiers, "ASKED_S", 5.0)
+    for late_s, tokens in ((GAP_S + 6.0, 0), (GAP_S + 4.0, 40)):
         with on_disk(folder) as owner:
-            time = Time(owner)
+            owner.known()
             by_note(owner)
-            time.now += late_s
-            owner.below.tick()
+            clock.advance(late_s)
+            with owner.below.gate:
+                owner.below.tick()
             assert ticks(owner, lambda: is_idle(owner)) and in_host(owner) == tokens
 
 
 @pytest.mark.parametrize("change", ["purge", "clear", "close"])
-def test_what_ends_it_drops_its_ids_at_once(folder: Path, by_hand: None, change: str) -> None:
+def test_what_ends_it_drops_its_ids_at_once(
+    folder: Path, by_hand: None, clock: ManualClock, change: str
+) -> None:
     with on_disk(folder) as owner:
-        time = Time(owner)
+        owner.known()
         by_note(owner)
         owner.cache.note(OTHER, PROMPT, HINTS)
         assert len(owner.below._later) == 2
@@ -88,7 +88,7 @@ def test_what_ends_it_drops_its_ids_at_once(folder: Path, by_hand: None, change:
             return
         owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
         assert owner.below._later.num_bytes == len(encode(PROMPT)) + PROMPT_BYTES
-        time.now += GAP_S
+        clock.advance(GAP_S)
         assert ticks(owner, lambda: in_host(owner, OTHER) == 40) and in_host(owner) == 0
 
 
@@ -105,7 +105,6 @@ def test_what_ends_it_drops_its_ids_at_once(folder: Path, by_hand: None, change:
 def test_other_labels_bring_nothing(folder: Path, by_hand: None, labels: dict[str, Label]) -> None:
     """A client writes them. None is an error."""
     with on_disk(folder) as owner:
-        Time(owner)
         owner.cache.note(NS, PROMPT, RequestHints(labels))
         assert len(owner.below._later) == 0 and not held_by(owner).is_busy
 
@@ -117,15 +116,15 @@ def test_wrong_times_are_refused(folder: Path) -> None:
                 owner.cache.prefetch(NS, PROMPT, in_s=wrong)  # type: ignore[arg-type]
 
 
-def test_what_is_there_is_not_read(folder: Path, by_hand: None) -> None:
+def test_what_is_there_is_not_read(folder: Path, by_hand: None, clock: ManualClock) -> None:
     """The session has continued in the meantime, or its KV never left."""
     with on_disk(folder) as owner:
-        time = Time(owner)
+        owner.known()
         owner.cache.prefetch(NS, PROMPT)
         assert ticks(owner, lambda: in_host(owner) == 40 and is_idle(owner))
         read = owner.cache.tier_counts()["disk"]["read_bytes"]
         by_note(owner)
-        time.now += GAP_S
+        clock.advance(GAP_S)
         assert ticks(owner, lambda: len(owner.below._later) == 0 and is_idle(owner))
         assert owner.cache.tier_counts()["disk"]["read_bytes"] == read
 
@@ -161,8 +160,9 @@ def test_many_bytes_replace_those_of_the_tenant_with_the_most(monkeypatch: pytes
     assert [(each.namespace.tenant, len(each.key)) for each in found] == [("a", 100), ("b", 400), ("c", 200)]
 
 
-def test_a_flood_of_short_prompts_by_many_tenants_is_bounded() -> None:
+def test_a_flood_of_short_prompts_by_many_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken in slices, so that a tick stays short."""
+    monkeypatch.setattr(later_prompts, "MAX_LATER_BYTES", 8 << 20)
     later, num = LaterPrompts(), later_prompts.MAX_LATER_BYTES // PROMPT_BYTES
     for at in range(num + 5_000):
         later.add(1.0, asked(f"tenant {at % 400}", 4))
@@ -191,9 +191,9 @@ def test_the_order_is_that_of_time() -> None:
     assert later.take_due(9.0) == [prompts[3.0]]
 
 
-def test_another_prompt_of_the_tenant_is_left_alone(folder: Path, by_hand: None) -> None:
+def test_another_prompt_of_the_tenant_is_left_alone(folder: Path, by_hand: None, clock: ManualClock) -> None:
     with on_disk(folder) as owner:
-        time = Time(owner)
+        owner.known()
         owner.cache.note(NS, ELSE, HINTS)
-        time.now += GAP_S
+        clock.advance(GAP_S)
         assert ticks(owner, lambda: is_idle(owner)) and in_host(owner) == 0

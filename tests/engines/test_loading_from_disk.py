@@ -43,13 +43,25 @@ class Reads:
     """Lets as many reads through as ``allow`` said, once it is armed."""
 
     def __init__(self) -> None:
-        self.is_armed, self.num = False, 0
+        self.is_armed = False
+        self._begun, self._through = list[None](), list[None]()
         self._left = threading.Semaphore(0)
 
     def __call__(self, name: str) -> None:
         if name == "read" and self.is_armed:
+            self._begun.append(None)
             self._left.acquire()
-            self.num += 1
+            self._through.append(None)
+
+    @property
+    def num(self) -> int:
+        """Reads that it has let through."""
+        return len(self._through)
+
+    @property
+    def num_held(self) -> int:
+        """Reads that wait."""
+        return len(self._begun) - len(self._through)
 
     def allow(self, num: int) -> None:
         self._left.release(num)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -10,12 +9,14 @@ from typing import Any, cast
 import pytest
 
 from radixkv import Namespace, Tenant
+from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers, prefetch
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, eventually, folder, held_reads, on_disk
-from tests.tiers.support import FaultyFiles, patience
+from tests.engines.test_loading_from_disk import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
+from tests.tiers.support import FaultyFiles, clock, patience
+from tests.waiting import eventually
 
-__all__ = ["folder", "patience"]  # fixtures
+__all__ = ["clock", "folder", "patience"]  # fixtures
 
 
 @pytest.fixture
@@ -59,8 +60,7 @@ def test_a_prompt_that_is_not_there_ends_at_once(folder: Path) -> None:
         owner.known()
         for first in range(100, 140):
             owner.cache.announce(NS, [first, *PROMPT])
-        busy = owner.below._prefetch
-        assert busy is not None and eventually(lambda: not busy.is_busy)
+        assert eventually(owner.is_quiet)
 
 
 @pytest.mark.parametrize("change", ["withdraw", "purge", "clear", "open"])
@@ -76,7 +76,7 @@ def test_what_ends_the_announcement_ends_the_way(folder: Path, change: str) -> N
         else:
             owner.cache.purge("a") if change == "purge" else owner.cache.clear(NS)
         reads.open()
-        assert eventually(owner.is_idle)
+        assert eventually(lambda: owner.is_quiet() and owner.is_idle())
         if change in ("purge", "clear"):
             assert in_host(owner) == 0, "nothing comes back"
 
@@ -118,7 +118,6 @@ def test_what_gives_way_begins_no_reads_in_vain(
     folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Also if rows are free when a part has come, because host memory has what lies between two parts."""
-    monkeypatch.setattr(lower_tiers, "ASKED_S", 60.0)
     with on_disk(folder) as owner:
         owner.known()
         tier, began = owner.disk.tier, list[tuple[str, int]]()
@@ -132,8 +131,7 @@ def test_what_gives_way_begins_no_reads_in_vain(
         monkeypatch.setattr(tier, "locate", lambda *arguments: min(locate(*arguments), 4))
         for namespace in (NS, OTHER):
             getattr(owner.cache, call)(namespace, PROMPT)
-        held = owner.below._prefetch
-        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert ticks(owner, owner.is_quiet)
         assert in_host(owner) == in_host(owner, OTHER) == 40
         assert sorted(began) == [(tenant, block) for tenant in "ab" for block in range(10)], "each once"
         turns = [tenant for at, (tenant, _) in enumerate(began) if not at or began[at - 1][0] != tenant]
@@ -156,8 +154,7 @@ def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
         monkeypatch.setattr(stores, "tell_budget", tell_budget)
         owner.cache.announce(NS, PROMPT)
         owner.cache.announce(OTHER, PROMPT)
-        held = owner.below._prefetch
-        assert held is not None and ticks(owner, lambda: not held.is_busy)
+        assert ticks(owner, owner.is_quiet)
         assert in_host(owner) == in_host(owner, OTHER) == 40 and told == ["a", "b"]
 
 
@@ -213,31 +210,26 @@ def test_while_the_tiers_are_off_nothing_is_busy(folder: Path, monkeypatch: pyte
         owner.cache.announce(NS, PROMPT)
         held = owner.below._prefetch
         assert held is not None and eventually(lambda: held._running is not None)
-        num, tick = [0], owner.below.tick
-
-        def counted() -> None:
-            num[0] += 1
-            tick()
-
-        monkeypatch.setattr(owner.below, "tick", counted)
+        sleeper, ticked, tick = Sleeper(owner, monkeypatch), list[None](), owner.below.tick
+        monkeypatch.setattr(owner.below, "tick", lambda: (ticked.append(None), tick()))
         owner.below._is_off = True
-        time.sleep(0.1)
-        num[0] = 0
+        assert sleeper.sleeps(), "though a prompt is on its way"
         for call in (owner.cache.announce, owner.cache.prefetch):
             call(OTHER, PROMPT)
-        time.sleep(1.0)
-        assert 0 < num[0] < 10
         assert not held._arrived and not held._asked and not held._waiting
+        ticked.clear()
+        owner.below._has_work.set()
+        assert eventually(lambda: len(ticked) == 1) and sleeper.sleeps()
         owner.below._is_off = False
+        owner.below._has_work.set()
         reads.open()
-        assert eventually(lambda: not held.is_busy)
+        assert eventually(owner.is_quiet)
 
 
 def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
     with held_reads(folder) as (owner, reads):
         owner.cache.announce(Namespace("b", "m", salt="uncached-1"), PROMPT)
-        held = owner.below._prefetch
-        assert held is not None and eventually(lambda: not held.is_busy)
+        assert eventually(owner.is_quiet)
         assert reads.num == 0 and in_host(owner) == 0
 
 
@@ -249,23 +241,21 @@ def test_a_strict_tenants_prompt_waits_for_nobodys_reads(folder: Path, call: str
         owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
         reads.is_armed = True
         getattr(owner.cache, call)(OTHER, PROMPT)
-        held = owner.below._prefetch
-        assert held is not None and eventually(lambda: held._running is not None)
-        assert eventually(lambda: owner.disk.shared.promotions.num_running == 1)
+        assert eventually(lambda: reads.num_held == owner.disk.tier.settings.num_threads)
         reads.is_armed = False  # those that run go on to wait
         getattr(owner.cache, call)(NS, PROMPT)
         assert eventually(lambda: in_host(owner) == 40)
         reads.open()
 
 
-def test_a_slow_disk_is_not_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_not_blamed(folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waited: requests may still ask the disk."""
-    monkeypatch.setattr("radixkv.engines.disk_promotions.AHEAD_S", 0.05)
+    monkeypatch.setattr("radixkv.engines.disk_promotions.AHEAD_S", 2.0)
     with held_reads(folder) as (owner, _):
         owner.cache.announce(NS, PROMPT)
-        held = owner.below._prefetch
-        assert held is not None and eventually(lambda: owner.disk.num_running == 1)
-        assert eventually(lambda: not held.is_busy)
+        assert eventually(lambda: owner.disk.num_running == 1)
+        clock.advance(2.0)
+        assert eventually(owner.is_quiet)
         assert owner.disk.shared.promotions.place_of(NS) is not None
 
 
