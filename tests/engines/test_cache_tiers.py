@@ -26,6 +26,8 @@ from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv_kernels import Pool
 from radixkv_policies import LRU, Policy
+from tests.tiers.support import patience as patience
+from tests.waiting import ended
 
 SIZE = 4
 NS, OTHER = Namespace("a", "m"), Namespace("b", "m")
@@ -493,9 +495,9 @@ def test_one_sequence_may_load_in_several_threads() -> None:
     for thread in (forgetting, *threads):
         thread.start()
     for thread in threads:
-        thread.join()
+        ended(thread)
     stops.set()
-    forgetting.join()
+    ended(forgetting)
     assert not wrong
     owner.check()
 

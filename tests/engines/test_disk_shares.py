@@ -19,10 +19,11 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
 from radixkv.tiers.slot_owners import NO_QUOTA, Quota
 from tests.engines.test_cache_tiers import PROMPT, SIZE
-from tests.engines.test_loading_from_disk import SECRET, DiskOwner, eventually
+from tests.engines.test_loading_from_disk import SECRET, DiskOwner
 from tests.engines.test_tier_dtype import LAYOUT as QUANTIZABLE
-from tests.tiers.support import num_of
+from tests.tiers.support import FaultyFiles, num_of
 from tests.tiers.support import patience as patience
+from tests.waiting import eventually
 
 NUM_BLOCKS, NUM_SLOTS = 40, 80
 """Of the cache, and of the disk: a tenant has twice as much of the disk."""
@@ -39,11 +40,12 @@ class SharedOwner(DiskOwner):
         size = 2 * 4096 + NUM_SLOTS * (4096 + 128)
         layout = LAYOUT if dtype == "exact" else QUANTIZABLE
         lossy = {} if dtype == "exact" else {dtype: DiskOptions(folder / "lossy", size, SECRET)}
+        disk = DiskOptions(folder, size, SECRET, files=FaultyFiles())
         self.cache = TieredCache(
             CacheConfig(
                 NUM_BLOCKS, SIZE, layout, host_blocks=24, lossy_host_blocks=24 if lossy else 0, policy="lru"
             ),
-            disk=DiskOptions(folder, size, SECRET),
+            disk=disk,
             lossy_disks=lossy,  # type: ignore[arg-type]
             fingerprint=fingerprint,
         )

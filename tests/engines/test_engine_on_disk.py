@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.engines.support import model_of, prompt_of, stock
 from tests.engines.test_lower_tiers import SIZE, ask, evict_all, host_bytes
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
+from tests.waiting import eventually, is_set
 
 SECRET = b"a secret of the fleet"
 DISK_BYTES = 4 << 20
@@ -43,7 +43,7 @@ def on_disk(
     """An engine with host memory and a disk. It is closed afterwards."""
     model = model_of()
     cache = TieredCache(CacheConfig(32, SIZE, layout_of(model)))
-    disk = DiskOptions(folder, DISK_BYTES, secret, awaits, files)
+    disk = DiskOptions(folder, DISK_BYTES, secret, awaits, files or FaultyFiles())
     engine = HFEngine(model, cache, chunk_tokens=16, tiers=TierSettings(host_bytes(host_blocks), disk))
     try:
         yield engine
@@ -54,13 +54,6 @@ def on_disk(
 def disk_counts(engine: HFEngine) -> Any:
     assert isinstance(engine.cache, TieredCache)
     return engine.cache.tier_counts()["disk"]
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    ends_at = time.monotonic() + 60
-    while not condition() and time.monotonic() < ends_at:
-        time.sleep(0.01)
-    return condition()
 
 
 def filled(folder: Path, tenant: str = "a") -> list[list[int]]:
@@ -77,7 +70,7 @@ def test_a_restart_finds_what_was_computed(tmp_path: Path) -> None:
     with on_disk(tmp_path / "disk") as engine:
         assert disk_counts(engine)["resident_blocks"] >= 10
         assert ask(engine, PROMPT) == (answer, 40)
-        assert disk_counts(engine)["hit_blocks"] == 10 and 0 < disk_counts(engine)["load_seconds"] < 60
+        assert disk_counts(engine)["hit_blocks"] == 10 and disk_counts(engine)["load_seconds"] > 0
         evict_all(engine)
         assert ask(engine, PROMPT) == (answer, 40)
         assert disk_counts(engine)["hit_blocks"] == 10, "it is in host memory again"
@@ -403,9 +396,9 @@ def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A descriptor that was closed under the purge might be another file's by the time it goes on."""
+    filled(tmp_path / "disk")
     for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "lower_tiers.FORGET_S"):
         monkeypatch.setattr(f"radixkv.engines.{name}", 0.1)
-    filled(tmp_path / "disk")
     hang = HangingDisk("write")
     with (
         pytest.raises(TierError, match="the disk doesn't answer"),
@@ -438,30 +431,28 @@ class HangingDisk:
 
     def __call__(self, call: str) -> None:
         if self.is_armed and call in self.calls:
-            assert self.is_over.wait(120)
+            is_set(self.is_over)
 
 
 @pytest.mark.parametrize("calls", ["read", "write", "read write sync rename remove"])
 def test_a_disk_that_never_answers_holds_nobody_up(
     tmp_path: Path, calls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
-    monkeypatch.setattr("radixkv.engines.disk_level.CLOSING_S", 0.2)
-    monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
+    """It hangs until all have got their answers: otherwise this test would hang too."""
     answer = filled(tmp_path / "disk")
+    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
+    monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
     hang = HangingDisk(calls)
     with on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine:
         cache = engine.cache
         assert isinstance(cache, TieredCache)
         ask(engine, prompt_of(9, 77))  # the tenant's generation is known
         hang.is_armed = True
-        begun = time.monotonic()
         assert ask(engine, PROMPT)[0] == answer
         for seed in range(5):
             ask(engine, prompt_of(41, seed + 20))
         cache.purge("a")
         assert ask(engine, PROMPT)[0] == answer
-        assert time.monotonic() - begun < 30
         if calls != "read":
             assert cache.unforgotten("a"), "shown until it is done"
         hang.is_armed = False

@@ -23,7 +23,7 @@ from radixkv.storage.device import DeviceStorage
 from radixkv.tiers.disk_tier import DiskTier
 from tests.engines import test_lower_tiers as own_tiers
 from tests.engines.support import model_of, prompt_of, stock
-from tests.engines.test_loading_from_disk import Reads, eventually
+from tests.engines.test_loading_from_disk import Reads
 from tests.engines.test_lower_tiers import (
     SIZE,
     ask,
@@ -34,6 +34,7 @@ from tests.engines.test_lower_tiers import (
 )
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import eventually
 
 PROMPT = prompt_of(41)
 
@@ -96,8 +97,7 @@ def test_a_model_whose_requests_run_one_after_the_other_finds_host_memory() -> N
 
 
 def options(folder: Path, reads: Reads | None = None) -> DiskOptions:
-    files = None if reads is None else FaultyFiles(reads)
-    return DiskOptions(folder, 4 << 20, b"a secret of the fleet", files=files)
+    return DiskOptions(folder, 4 << 20, b"a secret of the fleet", files=FaultyFiles(reads))
 
 
 def filled(folder: Path) -> Any:

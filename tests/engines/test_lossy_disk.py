@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -14,17 +13,19 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
+from radixkv.clock import ManualClock
+from radixkv.engines import lower_tiers
 from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.errors import ConfigError
+from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
-from tests.engines.test_loading_from_disk import SECRET, eventually
+from tests.engines.test_loading_from_disk import SECRET
 from tests.engines.test_tier_dtype import LAYOUT, LossyOwner
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-
-WAIT_S = 1.0
+from tests.waiting import eventually, is_set
 
 
 class LossyDiskOwner(LossyOwner):
@@ -49,7 +50,7 @@ class LossyDiskOwner(LossyOwner):
 
 
 def options(folder: Path) -> DiskOptions:
-    return DiskOptions(folder, 4 << 20, SECRET)
+    return DiskOptions(folder, 4 << 20, SECRET, files=FaultyFiles())
 
 
 @contextmanager
@@ -183,7 +184,15 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: tuple[str, ...]
 ) -> None:
     """Disks that don't answer cost one wait, and don't keep the others from forgetting."""
-    monkeypatch.setattr("radixkv.engines.lower_tiers.FORGET_S", WAIT_S)
+    clock, poll = ManualClock(), Job.poll
+    monkeypatch.setattr(lower_tiers, "FORGET_S", 5.0)
+    monkeypatch.setattr(lower_tiers, "monotonic", clock)
+
+    def polled(job: Job, timeout_s: float) -> bool:
+        is_over = poll(job, min(timeout_s, 0.02))
+        clock.advance(0.0 if is_over else timeout_s)
+        return is_over
+
     released, files = threading.Event(), {dtype: FaultyFiles() for dtype in ("exact", "fp8", "int8")}
     made = {dtype: replace(options(tmp_path / dtype), files=each) for dtype, each in files.items()}
     exact = made.pop("exact")
@@ -192,12 +201,16 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
         assert isinstance(cache.lower, TiersByDtype)
         disks = {dtype: tiers.disk for dtype, tiers in cache.lower.tiers.items()}
         for dtype in hangs:
-            files[dtype].before = lambda call: released.wait(30) and None
-        began_at = time.monotonic()
-        cache.purge("a")
-        assert WAIT_S <= time.monotonic() - began_at < 2 * WAIT_S
-        assert cache.unforgotten("a")
-        assert {dtype for dtype, disk in disks.items() if disk is not None and disk.debts.owed} == set(hangs)
+            files[dtype].before = lambda call: is_set(released)
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "poll", polled)
+            cache.purge("a")
+        assert clock() == 5.0 and cache.unforgotten("a")
+
+        def owing() -> set[str]:
+            return {dtype for dtype, disk in disks.items() if disk is not None and disk.debts.owed}
+
+        assert eventually(lambda: owing() == set(hangs))
         released.set()
         assert eventually(lambda: not cache.unforgotten("a"))
 
@@ -210,10 +223,11 @@ def test_all_dtypes_close_while_each_still_wants_to_evict_ahead(tmp_path: Path) 
         owner.ask([1_000 * number + at for at in range(41)], OTHER if number < 16 else NS)
     thread = threading.Thread(target=owner.cache.close, daemon=True)
     thread.start()
-    until = time.monotonic() + 30.0
-    while thread.is_alive() and time.monotonic() < until:
+
+    def has_closed() -> bool:
         for each in cleaners:
             each._wanted, each._is_due = 4, True
             each._wake()
-        time.sleep(0.0005)
-    assert not thread.is_alive()
+        return not thread.is_alive()
+
+    assert eventually(has_closed)

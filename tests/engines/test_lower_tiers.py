@@ -21,6 +21,8 @@ from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError, LeaseError
 from radixkv.index.cache import PrefixCache
 from tests.engines.support import model_of, prompt_of, stock
+from tests.tiers.support import patience as patience
+from tests.waiting import ended
 
 SIZE = 4
 
@@ -219,7 +221,7 @@ def purged_again_and_again(engine: HFEngine, tenant: str) -> Iterator[None]:
         yield
     finally:
         stops.set()
-        purging.join()
+        ended(purging)
 
 
 def wrong_answers(engine: HFEngine, tenants: Iterable[str]) -> list[object]:
@@ -244,7 +246,7 @@ def wrong_answers(engine: HFEngine, tenants: Iterable[str]) -> list[object]:
     for each in threads:
         each.start()
     for each in threads:
-        each.join()
+        ended(each)
     return wrong
 
 
@@ -315,7 +317,7 @@ def test_a_strict_tenant_has_its_own_share() -> None:
     with tiered(64, 128, default_tenant=Tenant("default")) as engine:
         engine.cache.add_tenant(Tenant("a", guaranteed_blocks=24, max_blocks=24, mode="strict"))
         first, _ = ask(engine, prompt)
-        for seed in range(200, 260):
+        for seed in range(200, 220):
             ask(engine, prompt_of(60, seed), "other", 1)
         for seed in range(2):
             ask(engine, prompt_of(60, 300 + seed), "a", 1)  # takes its blocks in the cache
