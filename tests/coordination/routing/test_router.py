@@ -29,7 +29,7 @@ from tests.waiting import ended, is_set
 
 SECRET = b"the secret of this fleet"
 ACME = Namespace("acme", "fp")
-LEASE_S = 9.0
+LEASE_S = 90.0
 
 
 def prompt(num_tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Servers = RedisServer | ClusterServers | SentinelServers
 EPOCHS_FROM = 10**14
 """Far above Unix milliseconds, so both stores count epochs from here."""
-LEASE_S = 3600.0
+LEASE_S = 1800.0
 
 # There are few values, and one is more likely, so that later operations meet the effects of earlier ones.
 names = st.sampled_from(["a", "a", "b"])
