@@ -13,7 +13,7 @@ from radixkv.audit import properties
 from radixkv.index.tokens import TAIL_FILL, Key
 from tests.index.support import NS, compute
 
-EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "180")) // 6
+EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "240")) // 6
 
 
 class Recorder:

@@ -585,7 +585,7 @@ def test_every_rule_matches_the_reference(policy: str) -> None:
     """Some lives for each policy, which must include refusals."""
     refused = 0
 
-    @settings(max_examples=12)
+    @settings(max_examples=20)
     @given(st.lists(promises, max_size=3), st.lists(ops, min_size=10, max_size=60))
     def lives(first: list[Tenant], steps: list[Any]) -> None:
         nonlocal refused
