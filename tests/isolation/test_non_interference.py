@@ -5,7 +5,6 @@ If the pool is large enough, everything that A observes is the same.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +20,7 @@ from radixkv.config import Mode
 from radixkv.errors import RadixKVError
 from radixkv_policies import POLICIES, Policy
 from tests.index.support import make_cache
-
-EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 5
-SEED = int(os.environ.get("RADIXKV_SEED", "0"))
+from tests.isolation.lives import EXAMPLES, MOST_RUNS, SEED
 
 
 @pytest.mark.slow
@@ -31,7 +28,12 @@ SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 def test_observations_of_a_do_not_depend_on_b(stored: bool) -> None:
     """The two-run machine finds nothing, for both policies."""
     report = properties.run(
-        PrefixCache, EXAMPLES // 2, 50, seed=int(stored), machine=properties.TwoRuns, with_storage=[stored]
+        PrefixCache,
+        max(EXAMPLES // 10, 12),
+        50,
+        seed=2 * SEED + stored,
+        machine=properties.TwoRuns,
+        with_storage=[stored],
     )
     assert report.ok, report.failure
 
@@ -44,7 +46,7 @@ def test_a_strict_tenants_observations_do_not_depend_on_others(policy: str) -> N
     """
     report = properties.run(
         PrefixCache,
-        -(-EXAMPLES // len(POLICIES)),
+        max(EXAMPLES // (5 * len(POLICIES)), 3),
         50,
         seed=SEED,
         policies=[policy],
@@ -62,8 +64,8 @@ def test_two_runs_make_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CacheAdapter, name, _counted(name, getattr(CacheAdapter, name), seen))
     modes = ["burst", "strict"]
     wanted = CALLS | {"OutOfBlocks", "StaleGeneration"}
-    for seed in range(3, 13):  # until all of it has occurred, as some of it is rare
-        report = properties.run(PrefixCache, 120, 50, seed=seed, machine=properties.TwoRuns, modes=modes)
+    for seed in range(MOST_RUNS):  # until all of it has occurred, as some of it is rare
+        report = properties.run(PrefixCache, 40, 50, seed=seed, machine=properties.TwoRuns, modes=modes)
         assert report.ok, report.failure
         if wanted <= seen.keys():
             break

@@ -7,7 +7,6 @@ the queue to the store, are in one world only.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -26,9 +25,9 @@ from radixkv.coordination import Settings
 from radixkv.coordination.memory_coordinator import MemoryCoordinator
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.errors import StaleEpoch, StoreUnavailable
+from tests.isolation.lives import EXAMPLES, SEED
 
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 40, 5)
-SEED = int(os.environ.get("RADIXKV_SEED", "0"))
+LIVES = max(EXAMPLES // 40, 5)
 SECRET = b"the secret of the fleet under test"
 MINE = [namespace for namespace in NAMESPACES if namespace.tenant == "a"]
 
@@ -120,6 +119,6 @@ class Outages(properties.TwoRuns):
 
 def test_observations_of_a_do_not_depend_on_b_while_the_store_fails_and_returns() -> None:
     Outages.seen = Counter()
-    report = properties.run(PrefixCache, EXAMPLES, 40, seed=SEED, machine=Outages, policies=["lru", "s3fifo"])
+    report = properties.run(PrefixCache, LIVES, 40, seed=SEED, machine=Outages, policies=["lru", "s3fifo"])
     assert report.ok, report.failure
     assert min(Outages.seen[each] for each in ("down", "up", "hinted", "overflows")) > 0, Outages.seen
