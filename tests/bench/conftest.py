@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _frozen_objects_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_objects_stay_frozen() -> Iterator[None]:
     """A benchmark unfreezes the heap at its end. Here that is all modules and tests: half a second a collection."""
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield

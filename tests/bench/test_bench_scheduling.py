@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from radixkv.errors import ConfigError
 
 
 def test_a_decision_over_a_long_queue_is_fast() -> None:
-    """A decision takes 5 times as long as a bare heap, 16 µs on a quiet machine. The best of ten runs: other tests
-    run beside it, and slow it down for seconds.
-    """
-    for _ in range(10):
-        result = scheduling.run(requests=10_000, decisions=2_000)
-        if result["median_us"] <= 10 * result["heap_us"]:
-            break
-        time.sleep(1.0)
+    """A decision takes 5 times as much CPU time as a bare heap. The best of five runs, since others slow it down."""
+    runs = (scheduling.run(requests=10_000, decisions=500) for _ in range(5))
+    result = min(runs, key=lambda each: each["median_us"] / each["heap_us"])
     assert 0 < result["peek_us"] < result["median_us"] <= result["p99_us"]
     assert result["median_us"] <= 10 * result["heap_us"]
     assert json.loads(json.dumps(result)) == result
@@ -30,7 +24,10 @@ def test_a_decision_over_a_long_queue_is_fast() -> None:
 
 
 def test_a_longer_queue_costs_little_more() -> None:
-    short, long = (scheduling.run(requests=size, decisions=2_000)["median_us"] for size in (100, 20_000))
+    short, long = (
+        min(scheduling.run(requests=size, decisions=500)["median_us"] for _ in range(3))
+        for size in (100, 20_000)
+    )
     assert long < 10 * short
 
 

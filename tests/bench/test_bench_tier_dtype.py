@@ -7,22 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from radixkv.bench import tier_dtype, trained_model
-from radixkv.engines.hf_models import demo_model
 from radixkv.errors import ConfigError
-from radixkv.storage.lossy_codec import LossyCodec
 
 
 @pytest.fixture
 def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that needs no reading of the whole standard library."""
+    """Text that needs no reading of the whole standard library, and a fortieth of the tokens of a training step."""
+    from radixkv.bench import trained_model
+
+    monkeypatch.setattr(trained_model, "ROWS", 2)
+    monkeypatch.setattr(trained_model, "LENGTH", 32)
     line = b"The quick brown fox jumps over the lazy dog; then it reads what it wrote, and writes it again.\n"
     monkeypatch.setattr(trained_model, "text", lambda: line * 500)
 
 
 def measured(**settings: Any) -> dict[str, dict[str, Any]]:
+    from radixkv.bench import tier_dtype
+
     result = tier_dtype.run(**{"steps": 2, "prompts": 2, "tokens": 100, **settings})
     assert json.loads(json.dumps(result)) == result
     text = tier_dtype.table(result)
@@ -40,6 +42,8 @@ def test_exact_is_the_control(short_text: None, monkeypatch: pytest.MonkeyPatch)
         assert abs(row["loss"] - rows["exact"]["loss"]) < 0.05
         assert row["bytes_per_token"] == 3 * 2 * 2 * (64 + 4) and row["of_16_bits"] == 68 / 128
     assert rows["int8"]["mean_logit"] < rows["fp8"]["mean_logit"]
+    from radixkv.storage.lossy_codec import LossyCodec
+
     original = LossyCodec.decode
     monkeypatch.setattr(
         LossyCodec, "decode", lambda self, records: [2 * each for each in original(self, records)]
@@ -51,6 +55,10 @@ def test_exact_is_the_control(short_text: None, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_training_learns_and_is_reproducible(short_text: None) -> None:
+    import torch
+
+    from radixkv.bench import trained_model
+
     one, other, longer = (trained_model.trained(steps, 300, seed=3) for steps in (3, 3, 30))
     assert one.loss == other.loss > longer.loss
     same = zip(one.model.parameters(), other.model.parameters(), strict=True)
@@ -59,6 +67,9 @@ def test_training_learns_and_is_reproducible(short_text: None) -> None:
 
 
 def test_a_model_of_ones_own_needs_its_tokenizer(tmp_path: Path, short_text: None) -> None:
+    from radixkv.bench import tier_dtype
+    from radixkv.engines.hf_models import demo_model
+
     shape = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 24}
     demo_model(7, 64, **shape).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -68,5 +79,7 @@ def test_a_model_of_ones_own_needs_its_tokenizer(tmp_path: Path, short_text: Non
 
 
 def test_more_prompts_than_text_are_refused(short_text: None) -> None:
+    from radixkv.bench import tier_dtype
+
     with pytest.raises(ConfigError, match="prompts"):
         tier_dtype.run(steps=1, prompts=1_000)

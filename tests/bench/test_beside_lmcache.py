@@ -19,5 +19,8 @@ def test_our_side_has_all_figures(tmp_path: Path) -> None:
 
 
 def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)lmcache, by .*No module named 'lmcache'"):
-        beside_lmcache.measure("lmcache", sys.executable, 64, tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'No module named lmcache' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"lmcache, by .*/python: No module named lmcache"):
+        beside_lmcache.measure("lmcache", str(python), 64, tmp_path)

@@ -8,10 +8,12 @@ import pytest
 
 from radixkv.bench import concurrent_serving
 from radixkv.errors import ArgumentError
+from tests.bench.forking import fork_services
 
 
 @pytest.mark.slow
-def test_a_short_run_has_all_figures() -> None:
+def test_a_short_run_has_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_services(monkeypatch, concurrent_serving)
     done: list[int] = []
     result = concurrent_serving.run(
         together=3, crowd=6, fits=2, max_tokens=8, prefix_tokens=60, rounds=1, progress=done.append
@@ -21,7 +23,6 @@ def test_a_short_run_has_all_figures() -> None:
     for each in (*result["together_rounds"], *result["crowd_rounds"]):
         assert each["ratio"] == pytest.approx(each["sequence_s"] / each["together_s"])
     assert result["crowd_blocks"] < 6 * (60 + 8) // concurrent_serving.BLOCK_SIZE + 20
-    assert 0 < result["lookup_ratio"] < 1_000
     assert json.loads(json.dumps(result))["benchmark"] == "serving"
     assert "texts equal" in concurrent_serving.table(result)
 

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from radixkv.bench import attacks, hostile
 from radixkv.errors import ArgumentError
+from tests.bench.forking import fork_services
+from tests.waiting import LIMIT_S
+
+
+@pytest.fixture
+def short_run(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[int]]:
+    """The result of ten calls idle and under one attack, and its steps."""
+    fork_services(monkeypatch, hostile)
+    monkeypatch.setattr(hostile, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(hostile, "ROUND_S", LIMIT_S)
+    steps: list[int] = []
+    result = hostile.run(calls=10, rounds=1, names=["internal"], progress=steps.append)
+    return result, steps
 
 
 @pytest.mark.slow
-def test_a_short_run_measures_every_call_idle_and_under_attack() -> None:
-    steps: list[int] = []
-    result = hostile.run(calls=10, rounds=1, names=["internal"], progress=steps.append)
+def test_a_short_run_measures_every_call_idle_and_under_attack(
+    short_run: tuple[dict[str, Any], list[int]],
+) -> None:
+    result, steps = short_run
     measured = {(each["call"], each["state"]): each for each in result["figures"]}
     assert set(measured) == {
         (probe.name, state) for probe in hostile.PROBES for state in ("idle", "internal")
     }
-    assert all(each["calls"] == 10 and not each["refused"] for each in measured.values())
+    assert all(each["calls"] == 10 for each in measured.values()) and set(result["answers"]) == {"internal"}
+    assert steps == [1, 2] and hostile.num_steps(1, ["internal"]) == 2
+    assert "DELETE /v1/cache" in hostile.table(result)
+
+
+@pytest.mark.timing
+def test_an_attack_is_answered_and_nobody_else_is_refused(
+    short_run: tuple[dict[str, Any], list[int]],
+) -> None:
+    result, _ = short_run
+    assert not any(each["refused"] for each in result["figures"])
     assert sum(result["answers"]["internal"].values()), (
         "forged signatures were answered before their bodies ended"
     )
-    assert steps == [1, 2] and hostile.num_steps(1, ["internal"]) == 2
-    assert "DELETE /v1/cache" in hostile.table(result)
 
 
 def test_the_limit_is_three_times_idle_or_15_ms() -> None:

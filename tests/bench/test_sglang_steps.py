@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from radixkv.bench import sglang_steps
 from radixkv.bench.sglang_steps import StepClock
 
-WORK_S = 0.02
+
+class Thread:
+    """A thread's time, which only ``work`` moves."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def thread_time_ns(self) -> int:
+        return self.now_ns
+
+    def work(self) -> SimpleNamespace:
+        """Use the CPU for 10 ns. A batch was chosen."""
+        self.now_ns += 10
+        return SimpleNamespace(batch_to_run=[1])
 
 
-def work() -> SimpleNamespace:
-    """Use the CPU for a while. A batch was chosen."""
-    until = time.thread_time() + WORK_S
-    while time.thread_time() < until:
-        pass
-    return SimpleNamespace(batch_to_run=[1])
-
-
-def test_only_steps_that_compute_count_and_a_flush_writes_them(tmp_path: Path) -> None:
+def test_only_steps_that_compute_count_and_a_flush_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = Thread()
+    monkeypatch.setattr(sglang_steps, "time", thread)
+    work = thread.work
     figures = tmp_path / "figures"
     clock = StepClock(figures)
     clock.ingest(work)
@@ -30,8 +42,7 @@ def test_only_steps_that_compute_count_and_a_flush_writes_them(tmp_path: Path) -
     clock.choose(work)
     work()  # the model
     clock.end(work)
-    assert 3 * WORK_S <= clock.spent / 1e9 < 3.9 * WORK_S and clock.num_steps == 1
-    spent = clock.spent
+    assert (clock.spent, clock.num_steps) == (30, 1)
     assert not clock.flush(lambda: False) and not figures.exists()
     assert clock.flush(lambda: True)
-    assert json.loads(figures.read_text()) == {"spent": spent, "steps": 1} and clock.num_steps == 0
+    assert json.loads(figures.read_text()) == {"spent": 30, "steps": 1} and clock.num_steps == 0
