@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from radixkv.tokenizer import load_tokenizer
+from tests.service.patience import patient_services
 from tests.tiers.support import patient_disks
 from tests.waiting import LIMIT_S
 
@@ -332,7 +333,7 @@ def main(name: str) -> None:
     except OSError:
         return
     listener.listen(64)
-    with small_demo_model(), patient_disks():
+    with small_demo_model(), patient_disks(), patient_services():
         _prepare()
         _serve(listener)
 

@@ -22,6 +22,7 @@ from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY, is_key
 
 _JSON = {"Content-Type": "application/json"}
 _POLL_S = 0.05
+_CONNECT_S = 5.0
 _BUSY_RETRIES = 30
 MAX_WAIT_S = 10.0
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "token_ids", "salt", "adapter"})
@@ -61,7 +62,7 @@ class Client:
         if not isinstance(key, str) or not is_key(key):
             raise ConfigError("--key", "…", "1 to 512 visible ASCII characters without spaces")
         headers = {"Authorization": f"Bearer {key}"}
-        timeout = httpx.Timeout(None, connect=5.0)
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
         self._http = httpx.Client(
             base_url=url,
             headers=headers,

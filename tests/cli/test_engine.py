@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner, Result
@@ -126,10 +127,12 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(tmp_path)
-    with made.control:
-        yield made
+def engine() -> Iterator[Engine]:
+    """In a folder with a short path: that of a socket has at most 107 bytes."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        made = Engine(Path(folder))
+        with made.control:
+            yield made
 
 
 def test_statistics_of_an_engine(engine: Engine) -> None:
@@ -200,12 +203,14 @@ def test_keys_of_an_engine_rotate(engine: Engine, secrets: tuple[str, str]) -> N
         assert key.hex() not in shown
 
 
-def test_what_a_command_over_a_socket_needs(engine: Engine, tmp_path: Path) -> None:
+def test_what_a_command_over_a_socket_needs(engine: Engine) -> None:
     path, keys = str(engine.control.path), str(engine.keys_file)
     for command in (["stats"], ["keys", "list"], ["purge", "acme"], ["audit", "run"]):
         done = invoke(*command, "--socket", path)
         assert isinstance(done.exception, ConfigError) and "--engine-keys" in str(done.exception)
-        done = invoke(*command, "--socket", str(tmp_path / "none.sock"), "--engine-keys", keys)
+        done = invoke(
+            *command, "--socket", str(engine.keys_file.with_name("none.sock")), "--engine-keys", keys
+        )
         assert isinstance(done.exception, ControlError) and "No such file" in str(done.exception)
         done = invoke(*command, "--socket", keys, "--engine-keys", keys)
         assert isinstance(done.exception, ControlError) and "not a socket" in str(done.exception)

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from radixkv.service.server import bind
+from radixkv.service.worker import Work
 from tests.service.running import Process, client, served, service_in_thread
-from tests.waiting import LIMIT_S, eventually
+from tests.waiting import LIMIT_S, ended, eventually
 
 # Each process imports torch.
 pytestmark = [pytest.mark.slow]
@@ -35,7 +36,7 @@ def test_the_banner_names_random_weights_and_the_demo_keys(demo: Process) -> Non
 
 
 def test_the_readme_shows_the_banner(demo: Process) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     printed = demo.output.replace(demo.url, "http://127.0.0.1:8400").split("\nCtrl-C")[0].splitlines()
     drawn_anew = [line for line in printed if line.startswith("  replica ")]
     missing = [line for line in printed if line not in readme.splitlines()]
@@ -47,7 +48,9 @@ def test_the_curl_lines_work_as_they_are_printed(demo: Process, tmp_path: Path) 
     assert len(lines) == 3
 
     def paste(line: str) -> list[dict[str, object]]:
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
+        )
         assert done.returncode == 0 and not done.stderr, done
         return [json.loads(each) for each in done.stdout.splitlines()]
 
@@ -90,17 +93,24 @@ class RunningCompletion(threading.Thread):
 
     def error(self) -> str:
         """Return the code of the error that the answer ended with."""
-        self.join(60)
+        ended(self)
         return str(json.loads(self.lines[-1].removeprefix("data: "))["error"]["code"])
 
 
+def num_unfinished(url: str) -> float:
+    """The pieces of work for the model that wait or run."""
+    with client(url, "demo-operator") as operator:
+        lines = operator.get("/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("radixkv_model_work_unfinished ")))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_running_requests_and_ends_with_code_0(
+def test_a_signal_drains_running_requests_and_a_second_one_ends_them_with_code_0(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     # Memory for one of the completions, so that the others wait: their answers haven't begun.
     with (
-        served(tmp_path / "log", "--num-blocks", "800", environment={"RADIXKV_DRAIN_S": "4"}) as process,
+        served(tmp_path / "log", "--num-blocks", "800", environment={"RADIXKV_DRAIN_S": "3600"}) as process,
         client(process.url, "demo-globex") as globex,
     ):
         banner = process.output
@@ -108,6 +118,7 @@ def test_a_signal_drains_running_requests_and_ends_with_code_0(
         eventually(lambda: stream.lines)
         waiting = [RunningCompletion(process.url, "demo-acme", stream=each) for each in (False, True)]
         whole = RunningCompletion(process.url, "demo-globex")
+        eventually(lambda: num_unfinished(process.url) == 4)
         process.process.send_signal(number)
         ready = eventually(lambda: (answer := globex.get("/readyz")).status_code == 503 and answer)
         assert "stopping" in ready.json()["reasons"]
@@ -115,35 +126,37 @@ def test_a_signal_drains_running_requests_and_ends_with_code_0(
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "shutting_down")
         num_lines = len(stream.lines)
         eventually(lambda: len(stream.lines) > num_lines, "running requests continue")
-        assert process.process.wait(60) == 0
+        process.process.send_signal(number)
+        assert process.process.wait() == 0
         assert stream.error() == "shutting_down" and stream.status == 200
         assert [(each.error(), each.status) for each in (*waiting, whole)] == [("shutting_down", 503)] * 3
     assert process.output == banner, "there is neither a traceback nor an error"
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600") as process:
-        banner = process.output
-        stream = RunningCompletion(process.url, "demo-acme", stream=True)
-        eventually(lambda: stream.lines)
-        process.process.send_signal(signal.SIGTERM)
-        with client(process.url, None) as anonymous:
-            eventually(lambda: anonymous.get("/readyz").status_code == 503)
-        process.process.send_signal(signal.SIGTERM)
-        assert process.process.wait(60) == 0
-        assert stream.error() == "shutting_down"
-    assert process.output == banner
-
-
 def test_requests_that_end_within_the_drain_time_end_normally() -> None:
-    with service_in_thread(**{"num-blocks": "1024", "drain-s": "600"}) as live:
+    with service_in_thread(**{"drain-s": "3600"}) as live:
+        drain = live.service.drain
+
+        def hold(_: Work[None]) -> None:
+            eventually(lambda: drain.is_stopping)
+
+        live.service.worker.submit("globex", hold)
         stream = RunningCompletion(live.url, "demo-acme", stream=True, max_tokens=20)
-        eventually(lambda: stream.is_alive() and live.service.worker.num_unfinished)
-    stream.join(60)
+        eventually(lambda: live.service.worker.num_unfinished == 2)
+    ended(stream)
     assert stream.status == 200 and stream.lines[-1] == "data: [DONE]"
 
 
-def test_an_unread_stream_does_not_delay_the_shutdown() -> None:
+def test_requests_that_go_on_after_the_drain_time_are_ended() -> None:
+    with service_in_thread(**{"drain-s": "0.1"}) as live:
+        stream = RunningCompletion(live.url, "demo-acme", stream=True)
+        eventually(lambda: stream.lines)
+    assert stream.error() == "shutting_down" and stream.status == 200
+
+
+def test_an_unread_stream_does_not_delay_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRACE_S", "_HURRIED_GRACE_S"):
+        monkeypatch.setattr(f"radixkv.service.server.{name}", 0.1)
     with service_in_thread(**{"num-blocks": "1024", "drain-s": "0"}) as live:
         place = urlsplit(live.url)
         content = json.dumps({**ENDLESS, "stream": True}).encode()

@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 from tests.examples.running import ROOT
+from tests.waiting import LIMIT_S
 
 
 def test_it_runs() -> None:
     command = [sys.executable, str(ROOT / "examples" / "disk_tier.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "segment 0 stored: True",

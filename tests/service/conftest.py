@@ -7,29 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.forked import small_demo_model
 from tests.service.running import Running, service_in_thread
-from tests.tiers.support import patient_disks
+from tests.service.surroundings import surroundings as surroundings
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _small_model() -> Iterator[None]:
-    """The demo model with a third of its layers, as in the forked processes: a replica must have the same model."""
-    with small_demo_model():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _patience() -> Iterator[None]:
-    """As in the forked processes."""
-    with patient_disks():
-        yield
-
-
-@pytest.fixture(scope="session")
-def shared_service() -> Iterator[Running]:
+@pytest.fixture(scope="package")
+def shared_service(surroundings: None) -> Iterator[Running]:
     with service_in_thread() as running:
         yield running
 

@@ -22,14 +22,16 @@ from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.service.worker import Work
 from tests.forked import Forked
+from tests.redis_server import RedisServer
+from tests.tiers.support import PATIENT_S
 from tests.waiting import LIMIT_S, eventually
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
-LEASE_S = "60"
-"""The lease of services in threads, in seconds, unless a test is about leases.
-
-A slow machine does not stall for two thirds of it, so no lease is lost.
-"""
+LEASE_S = "600"
+"""The lease of services, in seconds: none ends before a test does. A test can let one end by ``lease_over``."""
+_PATIENT = {"lease-s": LEASE_S, "body-timeout-s": str(PATIENT_S)}
+ALWAYS = {"port": "0", "threads": "1", "num-blocks": "1024", **_PATIENT}
+"""Settings of services in threads, unless a test chooses others."""
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """httpx would load all certificate authorities for each client, in 20 ms of CPU."""
 _KEEPALIVE_S = 2.0
@@ -63,6 +65,12 @@ def client(url: str, key: str | None) -> httpx.Client:
     )
 
 
+def requested(method: str, url: str, **fields: Any) -> httpx.Response:
+    """The answer to one request on a connection of its own."""
+    with client("", None) as someone:
+        return someone.request(method, url, **fields)
+
+
 def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
     """Repeat a request while the answer is 429 or 503 with ``Retry-After``, and return the first other answer."""
 
@@ -89,14 +97,18 @@ def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.soc
 @contextmanager
 def service_in_thread(limits: Limits | None = None, **settings: str) -> Iterator[Running]:
     """A service with the demo model in a thread of this process, so that tests can inspect its objects."""
-    always = {"port": "0", "threads": "1", "num-blocks": "1024", "lease-s": LEASE_S}
-    parsed = ServeSettings.parse({**always, **settings})
+    parsed = ServeSettings.parse({**ALWAYS, **settings})
     with running(parsed, limits) as (service, url):
         found = Running(service, url)
         try:
             yield found
         finally:
             found.close()
+
+
+def lease_over(redis: RedisServer, name: str) -> None:
+    """Let a replica's lease end in the store, as if it hadn't beaten for as long."""
+    redis.command(f"DEL rk1:{{r:{name}}}:lease")
 
 
 @contextmanager
@@ -133,15 +145,15 @@ class Process:
     ) -> None:
         self.log = log
         self.url = ""
+        patient = [part for name, value in _PATIENT.items() for part in (f"--{name}", value)]
+        options = ["--threads", "1", *patient, *options]
         self.process: subprocess.Popen[bytes] | Forked
         if forked:
             log.touch()
             variables = {**os.environ, **(environment or {})}
-            self.process = Forked(
-                ["radixkv", "serve", "--threads", "1", *options], log, environment=variables
-            )
+            self.process = Forked(["radixkv", "serve", *options], log, environment=variables)
             return
-        command = [sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options]
+        command = [sys.executable, "-m", "radixkv", "serve", *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}

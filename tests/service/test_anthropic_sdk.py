@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.service.running import KEYS, served
+from tests.service.running import KEYS, requested, served
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -102,10 +101,10 @@ def test_a_breakpoint_is_written_for_its_ttl_and_then_read(acme: Any, url: str, 
     assert prompt_tokens(wrote.usage) == prompt_tokens(read.usage)
     assert read.usage.cache_read_input_tokens >= written
     headers = {"X-Api-Key": KEYS["acme"]}
-    pins = httpx.get(f"{url}/v1/pins", headers=headers, trust_env=False).json()["pins"]
+    pins = requested("GET", f"{url}/v1/pins", headers=headers).json()["pins"]
     (mine,) = (pin for pin in pins if pin["salt"] == f"ttl-{ttl}")
     assert mine["tokens"] == written
-    assert mine["ttl_s"] == pytest.approx(3600 if ttl == "1h" else 300, abs=60)
+    assert (300 < mine["ttl_s"] <= 3600) if ttl == "1h" else (0 < mine["ttl_s"] <= 300)
 
 
 def test_breakpoints_of_several_ttls_are_counted_apart(acme: Any) -> None:
@@ -257,7 +256,7 @@ def test_other_errors_have_the_classes_of_the_sdk(acme: Any, url: str) -> None:
     with client_of(url, "operator") as operator, pytest.raises(anthropic.PermissionDeniedError):
         operator.messages.create(messages=ASKED, **FEW)
     headers = {"X-Api-Key": KEYS["acme"], "Authorization": f"Bearer {KEYS['globex']}"}
-    both = httpx.post(f"{url}/v1/messages", json={}, headers=headers, trust_env=False)
+    both = requested("POST", f"{url}/v1/messages", json={}, headers=headers)
     assert both.status_code == 401 and both.json()["error"]["type"] == "authentication_error"
 
 
@@ -283,7 +282,7 @@ BLOCK = '{"type":"text","text":"x","cache_control":{"type":"ephemeral"}}'
 )  # fmt: skip
 def test_a_hostile_body_is_refused_in_anthropics_form(url: str, body: bytes) -> None:
     headers = {"X-Api-Key": KEYS["acme"], "Content-Type": "application/json"}
-    answer = httpx.post(f"{url}/v1/messages", content=body, headers=headers, trust_env=False, timeout=60)
+    answer = requested("POST", f"{url}/v1/messages", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, answer.text
     assert set(answer.json()) == {"type", "error", "request_id"}
     assert set(answer.json()["error"]) == {"type", "message"}

@@ -238,7 +238,7 @@ def test_a_stream_that_never_began_is_cancelled_too() -> None:
         return {"type": "http.disconnect"}
 
     async def send(_: Any) -> None:
-        await asyncio.sleep(0.1)
+        await asyncio.Event().wait()
 
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     asyncio.run(EventStream(events(), work, {})(scope, receive, send))

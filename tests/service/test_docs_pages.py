@@ -105,7 +105,7 @@ def used_types() -> set[tuple[str, int | None]]:
     """Types of errors in the code of the service: in calls of ApiError with their status, and as codes of parts."""
     found: set[tuple[str, int | None]] = set()
     for path in SERVICE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError":
                 status, kind = node.args[:2]
                 if isinstance(status, ast.Constant) and isinstance(kind, ast.Constant):
@@ -118,7 +118,9 @@ def test_the_table_has_the_types_of_the_code_with_their_statuses() -> None:
     assert len(used) > 25
     for kind, status in used:
         assert kind in ERROR_TYPES and status in ERROR_TYPES[kind].statuses, (kind, status)
-    source = "".join(path.read_text() for path in SERVICE.rglob("*.py") if path.name != "error_types.py")
+    source = "".join(
+        path.read_text("utf-8") for path in SERVICE.rglob("*.py") if path.name != "error_types.py"
+    )
     for each in ERROR_TYPES.values():
         assert f'"{each.type}"' in source, f"no code uses {each.type}"
         assert each.meaning.endswith(".") and each.action.endswith(".")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from radixkv.engines import Engine, EngineCache, find_engine
-from radixkv.engines.hf import HFEngine
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from tests.service.running import Running, service_in_thread
@@ -45,6 +44,8 @@ def test_the_engine_of_a_package_is_found_by_its_name(toy: Running) -> None:
 
 def test_types_are_those_of_the_protocol(toy: Running) -> None:
     """mypy compares the methods."""
+    from radixkv.engines.hf import HFEngine
+
     engines: list[Engine] = [toy.service.engine]
     caches: list[EngineCache] = [each.cache for each in engines]
     made: type[Engine] = HFEngine

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.service.running import KEYS, served
+from tests.service.running import KEYS, client, requested, served
+from tests.waiting import eventually
 
 genai = pytest.importorskip("google.genai")
 from google.genai import errors, types  # noqa: E402 after the check that it is installed
@@ -19,6 +19,8 @@ from google.genai import errors, types  # noqa: E402 after the check that it is 
 MODEL = "radixkv-demo"
 RULES = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
 ASKED = "Which page explains pins?"
+WIDE_S = 200
+"""What may pass between a request and its answer, in seconds."""
 FEW: dict[str, Any] = {"max_output_tokens": 6, "temperature": 0}
 TOOL = types.Tool(
     function_declarations=[
@@ -65,7 +67,7 @@ def generated(client: Any, contents: Any = ASKED, **fields: Any) -> Any:
 
 def pinned_blocks(url: str) -> int:
     headers = {"x-goog-api-key": KEYS["acme"]}
-    return int(httpx.get(f"{url}/v1/stats", headers=headers, trust_env=False).json()["pinned_blocks"])
+    return int(requested("GET", f"{url}/v1/stats", headers=headers).json()["pinned_blocks"])
 
 
 @pytest.mark.parametrize("version", ["v1beta", "v1"])
@@ -74,14 +76,14 @@ def test_a_content_lives_from_create_to_delete(url: str, version: str) -> None:
     content = created(client, display_name="rules", contents=[ASKED])
     assert content.name.startswith("cachedContents/") and content.model == f"models/{MODEL}"
     assert content.display_name == "rules" and content.usage_metadata.total_token_count % 16 == 0
-    assert (content.expire_time - content.create_time).total_seconds() == pytest.approx(600, abs=30)
+    assert (content.expire_time - content.create_time).total_seconds() == pytest.approx(600, abs=WIDE_S)
     found = client.caches.get(name=content.name)
     assert (found.name, found.display_name, found.create_time) == (content.name, "rules", content.create_time)
     assert found.usage_metadata == content.usage_metadata
     later = client.caches.update(name=content.name, config=types.UpdateCachedContentConfig(ttl="3600.5s"))
-    assert (later.expire_time - found.expire_time).total_seconds() == pytest.approx(3000, abs=30)
+    assert (later.expire_time - found.expire_time).total_seconds() == pytest.approx(3000, abs=WIDE_S)
     assert client.caches.get(name=content.name).expire_time.timestamp() == pytest.approx(
-        later.expire_time.timestamp(), abs=10
+        later.expire_time.timestamp(), abs=WIDE_S
     )
     assert content.name in {each.name for each in client.caches.list()}
     client.caches.delete(name=content.name)
@@ -176,9 +178,8 @@ def test_pages_of_a_list(acme: Any) -> None:
 def test_another_tenants_name_is_answered_as_an_unknown_one(acme: Any, url: str) -> None:
     content = created(acme)
     unknown = "cachedContents/" + "0" * 32
-    with httpx.Client(
-        base_url=url, headers={"x-goog-api-key": KEYS["globex"]}, trust_env=False, timeout=60
-    ) as globex:
+    with client(url, None) as globex:
+        globex.headers["x-goog-api-key"] = KEYS["globex"]
         for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"ttl": "60s"})):
             theirs = globex.request(method, f"/v1beta/{content.name}", json=body)
             missing = globex.request(method, f"/v1beta/{unknown}", json=body)
@@ -203,22 +204,26 @@ def test_beyond_the_budget_a_content_is_refused_and_not_kept(url: str) -> None:
     assert list(globex.caches.list()) == []
 
 
+def status(call: Callable[..., Any], *arguments: Any, **fields: Any) -> int:
+    """The status of a call of the SDK."""
+    try:
+        call(*arguments, **fields)
+    except errors.ClientError as error:
+        return int(error.code)
+    return 200
+
+
 def test_a_content_that_ends_while_it_is_made_is_no_error(acme: Any) -> None:
-    for _ in range(5):
+    for _ in range(2):
         content = created(acme, ttl="0.001s")
         assert content.name.startswith("cachedContents/")
-        time.sleep(0.01)
-        with pytest.raises(errors.ClientError) as gone:
-            acme.caches.get(name=content.name)
-        assert gone.value.code == 404
+        eventually(lambda name=content.name: status(acme.caches.get, name=name) == 404)
 
 
 def test_a_content_ends_with_its_time(acme: Any) -> None:
     content = created(acme, ttl="1.5s")
-    time.sleep(2)
-    with pytest.raises(errors.ClientError) as gone:
-        generated(acme, cached_content=content.name)
-    assert gone.value.code == 404
+    eventually(lambda: status(acme.caches.get, name=content.name) == 404)
+    assert status(generated, acme, cached_content=content.name) == 404
 
 
 @pytest.mark.parametrize(
@@ -242,9 +247,7 @@ def test_a_content_ends_with_its_time(acme: Any) -> None:
 def test_a_refusal_names_the_field_in_googles_form(url: str, changed: dict[str, Any], named: str) -> None:
     body = {"model": MODEL, "systemInstruction": {"parts": [{"text": RULES}]}, **changed}
     headers = {"x-goog-api-key": KEYS["acme"]}
-    answer = httpx.post(
-        f"{url}/v1beta/cachedContents", json=body, headers=headers, trust_env=False, timeout=60
-    )
+    answer = requested("POST", f"{url}/v1beta/cachedContents", json=body, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["status"]) == (400, 400, "INVALID_ARGUMENT"), error
     assert named in error["details"][0]["fieldViolations"][0]["field"], error
@@ -259,7 +262,7 @@ def test_names_in_snake_case_are_the_same_fields(url: str) -> None:
     }
 
     def ask(**changed: Any) -> httpx.Response:
-        return httpx.post(path, json={**body, **changed}, headers=headers, trust_env=False, timeout=60)
+        return requested("POST", path, json={**body, **changed}, headers=headers)
 
     usage = ask().json()["usageMetadata"]
     assert usage["candidatesTokenCount"] <= 2 and usage["promptTokenCount"] > 10
@@ -271,14 +274,14 @@ def test_names_in_snake_case_are_the_same_fields(url: str) -> None:
 def test_keys_and_queries(url: str) -> None:
     path = f"{url}/v1beta/cachedContents"
     key, other = {"x-goog-api-key": KEYS["acme"]}, {"Authorization": f"Bearer {KEYS['globex']}"}
-    assert httpx.get(path, headers=key, trust_env=False).status_code == 200
+    assert requested("GET", path, headers=key).status_code == 200
     for headers in ({}, {**key, **other}):
-        answer = httpx.get(path, headers=headers, trust_env=False)
+        answer = requested("GET", path, headers=headers)
         assert (answer.status_code, answer.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
-    assert httpx.get(f"{path}?key={KEYS['acme']}", trust_env=False).status_code == 401
-    assert httpx.get(f"{path}?pageSize=0", headers=key, trust_env=False).status_code == 400
-    assert httpx.get(f"{path}?pageToken=x", headers=key, trust_env=False).status_code == 400
-    assert httpx.get(f"{path}/", headers=key, trust_env=False).status_code == 404
+    assert requested("GET", f"{path}?key={KEYS['acme']}").status_code == 401
+    assert requested("GET", f"{path}?pageSize=0", headers=key).status_code == 400
+    assert requested("GET", f"{path}?pageToken=x", headers=key).status_code == 400
+    assert requested("GET", f"{path}/", headers=key).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/v1beta/cachedContents", f"/v1beta/models/{MODEL}:generateContent"])
@@ -296,6 +299,6 @@ def test_keys_and_queries(url: str) -> None:
 )  # fmt: skip
 def test_a_hostile_body_is_refused_in_googles_form(url: str, path: str, body: bytes) -> None:
     headers = {"x-goog-api-key": KEYS["acme"], "Content-Type": "application/json"}
-    answer = httpx.post(f"{url}{path}", content=body, headers=headers, trust_env=False, timeout=60)
+    answer = requested("POST", f"{url}{path}", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, answer.text
     assert set(answer.json()["error"]) == {"code", "message", "status", "details"}

@@ -279,7 +279,7 @@ def test_there_is_no_pickle() -> None:
         for file in (root / folder).rglob("*.py")
     ]
     assert len(files) > 80
-    assert [str(file) for file in files if asked.search(file.read_text())] == []
+    assert [str(file) for file in files if asked.search(file.read_text("utf-8"))] == []
     assert asked.search("import pickle") and asked.search("x = torch.load(f)"), "a positive control"
 
 

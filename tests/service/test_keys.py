@@ -26,7 +26,7 @@ from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal
-from tests.waiting import eventually
+from tests.waiting import ended, eventually
 
 BOSS, ACME = "the-operator-of-all-this", "the-first-key-of-acme"
 
@@ -250,7 +250,7 @@ def test_stores_that_share_a_file_lose_nothing(keys_file: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        ended(thread)
     ring = Keyring.load(keys_file)
     assert len(ring.tenants) == 21 and len(ring.keys) == 22
 

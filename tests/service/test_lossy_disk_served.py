@@ -8,17 +8,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
 
 from radixkv.cli import main as cli
 from radixkv.engines import EngineSettings, find_engine
-from radixkv.engines.lossy_folder import disks_in
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
-from radixkv.engines.tiered_cache import TieredCache
-from radixkv.engines.tiers_by_dtype import TiersByDtype, tiers_of
 from radixkv.errors import ConfigError
 from radixkv.service.options import ServeSettings
 from radixkv.tiers.files import PAGE_BYTES, Files, round_up
@@ -27,8 +24,11 @@ from radixkv.tiers.slab import HEADER_BYTES
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Process, Running, client, served, service_in_thread
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
-from tests.tiers.support import failing, patient_disks
+from tests.tiers.support import failing
 from tests.waiting import LIMIT_S, eventually
+
+if TYPE_CHECKING:
+    from radixkv.engines.tiers_by_dtype import TiersByDtype
 
 SECRET = "s" * 40
 
@@ -86,6 +86,9 @@ def test_a_start_destroys_what_removed_tenants_left_on_every_disk(place: Path) -
 
 
 def tiers_of_service(live: Running) -> TiersByDtype:
+    from radixkv.engines.tiered_cache import TieredCache
+    from radixkv.engines.tiers_by_dtype import TiersByDtype
+
     cache = live.service.engine.cache
     assert isinstance(cache, TieredCache) and isinstance(cache.lower, TiersByDtype)
     return cache.lower
@@ -257,19 +260,21 @@ def test_a_purge_in_the_fleet_holds_for_a_lossy_disk_that_was_down(
 def test_a_purge_in_the_fleet_that_a_lossy_disk_has_paid_costs_nothing_at_the_next_start(
     place: Path, redis_server: RedisServer
 ) -> None:
-    fleet = {"redis": redis_server.url, "lease-s": "4", "replica": "b"}
+    fleet = {"redis": redis_server.url, "replica": "b"}
     with serving(place, **fleet) as live:
         assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
         ask(live.acme)
         live.operator.post("/v1/tenants/acme/purge").raise_for_status()
         assert ask(live.acme)[1] == 0
-    with patient_disks(), serving(place, **fleet) as live:
+    with serving(place, **fleet) as live:
         assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
         assert ask(live.acme)[1] > 100
         assert metric(live.operator, "hit_blocks_total", "disk_int8") > 0
 
 
 def test_with_a_fleet_each_lossy_disk_is_closed_until_the_purges_are_known(place: Path) -> None:
+    from radixkv.engines.lossy_folder import disks_in
+
     settings = ServeSettings.parse({**options(place), "redis": "redis://127.0.0.1:1"}).tiers
     assert settings is not None and settings.lossy_disk is not None
     assert all(disk.awaits_generations for disk in disks_in(settings.lossy_disk).values())
@@ -432,6 +437,8 @@ def tiers(place: Path, **others: str) -> TierSettings:
 
 def test_the_size_and_the_writes_are_shared(place: Path) -> None:
     """192 MiB exact and 64 lossy: three quarters of the writes, and two eighths."""
+    from radixkv.engines.lossy_folder import disks_in
+
     found = tiers(place, **{"disk-size": "192MiB", "disk-writes": "80MB/s"})
     assert found.disk is not None and found.lossy_disk is not None
     assert (found.disk.bytes_per_s, found.lossy_disk.bytes_per_s) == (6e7, 2e7)
@@ -541,6 +548,8 @@ def test_settings_come_from_the_environment_and_a_file_too(
 
 
 def test_in_a_process_a_disk_needs_memory_of_its_dtype(place: Path) -> None:
+    from radixkv.engines.tiers_by_dtype import tiers_of
+
     disk = DiskOptions(place / "lossy", 1 << 20, SECRET.encode())
 
     def make(_: TierSettings) -> Any:
@@ -586,6 +595,8 @@ def test_a_half_for_which_there_is_no_space_leaves_no_folder(
 
 
 def test_the_folder_is_given_back_if_a_tier_cannot_be_made(place: Path) -> None:
+    from radixkv.engines.tiers_by_dtype import tiers_of
+
     disk = DiskOptions(place / "lossy", 1 << 20, SECRET.encode())
 
     def make(_: TierSettings) -> Any:

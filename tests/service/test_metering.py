@@ -13,6 +13,7 @@ from radixkv.billing.usage_sums import Sum, UsageSums, total
 from radixkv.clock import ManualClock
 from radixkv.service.metering import KEEP_S, TELL_EVERY_S, TTL_CLASSES, Level, Meter, Payer
 from radixkv.service.usage import TTL_1H, TTL_5M, Promise, RequestUsage, usage_of
+from tests.waiting import ended
 
 NOW = 1_769_850_000.0
 """The beginning of an hour."""
@@ -153,5 +154,5 @@ def test_threads_lose_no_request() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        ended(thread)
     assert total(metered.of("acme")) == Counts(2_000, 2_000)

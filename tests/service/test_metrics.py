@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from radixkv.engines import Generation
-from radixkv.engines.hf import HFEngine
 from tests.service.running import Running
 
 
 def test_preemptions_are_counted_by_tenant_and_reason(live: Running) -> None:
-    engine = live.service.engine
-    assert isinstance(engine, HFEngine) and engine._batch is not None
+    engine: Any = live.service.engine
     assert (
         'radixkv_preemptions_total{reason="unread",tenant="acme"}' not in live.operator.get("/metrics").text
     )

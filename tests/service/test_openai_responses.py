@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.service.running import KEYS, served
+from tests.service.running import KEYS, requested, served
 
 openai = pytest.importorskip("openai")
 
@@ -184,6 +183,6 @@ def test_a_refusal_is_a_bad_request_that_names_the_field(
 )  # fmt: skip
 def test_a_hostile_body_is_refused_in_openais_form(url: str, body: bytes) -> None:
     headers = {"Authorization": "Bearer demo-acme", "Content-Type": "application/json"}
-    answer = httpx.post(f"{url}/v1/responses", content=body, headers=headers, trust_env=False, timeout=60)
+    answer = requested("POST", f"{url}/v1/responses", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

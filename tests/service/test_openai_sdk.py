@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.service.running import KEYS, served
+from tests.service.running import KEYS, requested, served
 
 openai = pytest.importorskip("openai")
 
@@ -60,7 +59,7 @@ def test_a_chat_warmed_by_messages_is_cached(acme: Any, url: str) -> None:
     salt = {"salt": "warmed"}
     body = {"messages": CHAT, **salt}
     headers = {"X-Api-Key": KEYS["acme"]}
-    warmed = httpx.post(f"{url}/v1/warm", json=body, headers=headers, timeout=60, trust_env=False).json()
+    warmed = requested("POST", f"{url}/v1/warm", json=body, headers=headers).json()
     reply = acme.chat.completions.create(messages=CHAT, extra_body=salt, **FEW)
     assert warmed["tokens"] == reply.usage.prompt_tokens_details.cached_tokens > 0
 
@@ -157,13 +156,10 @@ def test_explicit_writes_up_to_its_breakpoints(acme: Any) -> None:
 def test_explicit_without_breakpoints_uses_no_cache(acme: Any, url: str) -> None:
     warmed = {"messages": CHAT, "salt": "unused"}
     headers = {"X-Api-Key": KEYS["acme"]}
-    assert (
-        httpx.post(f"{url}/v1/warm", json=warmed, headers=headers, timeout=60, trust_env=False).status_code
-        == 200
-    )
-    before = httpx.get(f"{url}/v1/stats", headers=headers, trust_env=False).json()
+    assert requested("POST", f"{url}/v1/warm", json=warmed, headers=headers).status_code == 200
+    before = requested("GET", f"{url}/v1/stats", headers=headers).json()
     written, read = written_and_read(acme, CHAT, "unused", prompt_cache_options={"mode": "explicit"})
-    after = httpx.get(f"{url}/v1/stats", headers=headers, trust_env=False).json()
+    after = requested("GET", f"{url}/v1/stats", headers=headers).json()
     assert (written, read) == (0, 0)
     assert after["resident_blocks"] == before["resident_blocks"]
     assert after["num_namespaces"] == before["num_namespaces"]
@@ -173,7 +169,7 @@ def test_only_the_latest_breakpoints_are_written(acme: Any, url: str) -> None:
     parts = [marked(f"Rule {number}: answer politely and name the page. " * 2) for number in range(6)]
     chat = [{"role": "user", "content": parts}]
     written, _ = written_and_read(acme, chat, "latest", prompt_cache_options={"mode": "explicit"})
-    pins = httpx.get(f"{url}/v1/pins", headers={"X-Api-Key": KEYS["acme"]}, trust_env=False).json()["pins"]
+    pins = requested("GET", f"{url}/v1/pins", headers={"X-Api-Key": KEYS["acme"]}).json()["pins"]
     assert [pin["tokens"] for pin in pins if pin["salt"] == "latest"] == [written]
 
 
@@ -294,9 +290,9 @@ def test_other_errors_have_the_classes_of_the_sdk(acme: Any, url: str) -> None:
 def test_a_key_has_three_headers_and_two_keys_are_none(
     url: str, headers: list[tuple[str, str]], status: int
 ) -> None:
-    answer = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False)
+    answer = requested("GET", f"{url}/v1/models", headers=headers)
     assert answer.status_code == status
-    assert httpx.get(f"{url}/v1/models?key=demo-acme", trust_env=False).status_code == 401
+    assert requested("GET", f"{url}/v1/models?key=demo-acme").status_code == 401
 
 
 def deep(depth: int) -> str:
@@ -322,9 +318,7 @@ def deep(depth: int) -> str:
 )  # fmt: skip
 def test_a_hostile_body_is_refused_in_openais_form(url: str, body: bytes) -> None:
     headers = {"Authorization": "Bearer demo-acme", "Content-Type": "application/json"}
-    answer = httpx.post(
-        f"{url}/v1/chat/completions", content=body, headers=headers, trust_env=False, timeout=60
-    )
+    answer = requested("POST", f"{url}/v1/chat/completions", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -332,19 +326,13 @@ def test_a_hostile_body_is_refused_in_openais_form(url: str, body: bytes) -> Non
 def test_a_newline_in_a_text_begins_no_event(acme: Any, url: str) -> None:
     """Also in an error in the middle of a stream: each line of a stream is an event or empty."""
     body = {"messages": [{"role": "user", "content": "\n\ndata: [DONE]\n\n"}], "stream": True, **FEW}
-    with httpx.stream(
-        "POST",
-        f"{url}/v1/chat/completions",
-        json=body,
-        headers={"X-Api-Key": "demo-acme"},
-        trust_env=False,
-        timeout=60,
-    ) as answer:
-        lines = [line for line in answer.iter_lines() if line]
+    headers = {"X-Api-Key": "demo-acme"}
+    answer = requested("POST", f"{url}/v1/chat/completions", json=body, headers=headers)
+    lines = [line for line in answer.text.split("\n") if line]
     assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
 
 
 def test_health_and_version_need_no_key(url: str) -> None:
-    assert httpx.get(f"{url}/health", trust_env=False).json()["status"] == "ok"
-    assert set(httpx.get(f"{url}/version", trust_env=False).json()) == {"version"}
+    assert requested("GET", f"{url}/health").json()["status"] == "ok"
+    assert set(requested("GET", f"{url}/version").json()) == {"version"}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import radixkv
-from radixkv.engines.hf import demo_model
 from radixkv.errors import IntegrityError
 from radixkv.index import recovery
 from radixkv.service.app import ENDPOINTS
@@ -165,6 +164,8 @@ def test_every_status_that_is_answered_is_described(live: Running, text: str) ->
 @pytest.fixture(scope="module", params=["tokenizer.model", "tokenizer.json"])
 def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local model as transformers saves it, with a tokenizer of one of the two kinds."""
+    from radixkv.engines.hf import demo_model
+
     folder = tmp_path_factory.mktemp("models") / "small-llama"
     model = demo_model(seed=5, num_layers=2, hidden_size=64, intermediate_size=128, max_model_len=1024)
     model.save_pretrained(folder)

@@ -14,6 +14,7 @@ from radixkv.errors import LeaseError
 from radixkv.index.tokens import encode
 from radixkv.service.promises import Kept, Promises
 from radixkv.service.usage import TTL_1H, TTL_5M, Promise
+from tests.waiting import ended, is_set
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
 NS = Namespace("acme", "model")
@@ -101,14 +102,15 @@ def test_beyond_the_budget_what_fits_is_promised_and_the_rest_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "reason"),
+    ("limits", "reason"),
     [
-        (World(max_pins=0), "pin_limit_exceeded"),
-        (World(budget=0), "pin_budget_exceeded"),
-        (World(abilities=()), "not_supported"),
+        ({"max_pins": 0}, "pin_limit_exceeded"),
+        ({"budget": 0}, "pin_budget_exceeded"),
+        ({"abilities": ()}, "not_supported"),
     ],
 )
-def test_a_refusal_has_a_reason(world: World, reason: str) -> None:
+def test_a_refusal_has_a_reason(limits: dict[str, Any], reason: str) -> None:
+    world = World(**limits)
     world.compute(IDS)
     assert world.promises.keep(NS, KEY, [Promise(40, TTL_5M)]) == Kept((), reason)
     assert world.promises.keep(NS, KEY, [Promise(3, TTL_5M)]) == Kept(), "less than a block is nothing"
@@ -230,16 +232,16 @@ def test_a_pin_that_takes_long_holds_up_no_other_tenant(
     def late(namespace: Namespace, key: bytes, ttl_s: float) -> Any:
         if namespace == NS:
             is_asked.set()
-            assert may_answer.wait(30)
+            is_set(may_answer)
         return pin(namespace, key, ttl_s)
 
     monkeypatch.setattr(world.promises, "_engine", SimpleNamespace(cache=SimpleNamespace(pin=late)))
     slow = threading.Thread(target=world.promises.hold, args=("a", NS, KEY, 60.0))
     slow.start()
     try:
-        assert is_asked.wait(30)
+        is_set(is_asked)
         assert world.promises.hold("b", other, KEY, 60.0).num_tokens == len(IDS)
     finally:
         may_answer.set()
-        slow.join()
+        ended(slow)
     assert len(world.cache.pins("acme")) == len(world.cache.pins("globex")) == 1

@@ -21,7 +21,7 @@ from radixkv.service.limits import Limits
 from radixkv.service.reload_counts import ReloadCounts
 from radixkv.service.reloading import Reloader, reloader
 from tests.service.running import client, served
-from tests.waiting import eventually
+from tests.waiting import ended, eventually
 
 
 class Host:
@@ -62,7 +62,7 @@ class Running:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join()
+        ended(self._thread)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def presented(context: ssl.SSLContext, authority: trustme.CA) -> bytes | None:
     thread.start()
     with client_side, trusting.wrap_socket(client_side, server_hostname="127.0.0.1") as connection:
         found = connection.getpeercert(binary_form=True)
-    thread.join()
+    ended(thread)
     return found
 
 

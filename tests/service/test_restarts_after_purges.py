@@ -17,7 +17,6 @@ import redis
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.service.test_tiers_served import PROMPT, ask, metric, tier_options
-from tests.tiers.support import patience as patience
 from tests.waiting import eventually
 
 OTHER = PROMPT[::-1]
@@ -28,7 +27,7 @@ class Replica:
 
     def __init__(self, redis_server: RedisServer, folder: Path) -> None:
         self.redis, self.folder = redis_server, folder / "kv"
-        self.fleet = {"redis": redis_server.url, "lease-s": "4"}
+        self.fleet = {"redis": redis_server.url}
         self.options = {**tier_options(folder), **self.fleet, "replica": "b"}
 
     @contextmanager

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from radixkv.engines import prefetch
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.cache import PrefixCache
 from tests.service.running import Running, service_in_thread
 from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.engines.prefetch import Prefetch
 
 IDS = list(range(5, 5 + 16 * 20))
 SIZE = 16
@@ -41,12 +43,15 @@ def live(service: Running) -> Running:
 
 
 def tiers(live: Running) -> LowerTiers:
+    from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.engines.tiered_cache import TieredCache
+
     cache = live.service.engine.cache
     assert isinstance(cache, TieredCache) and isinstance(cache.lower, LowerTiers)
     return cache.lower
 
 
-def asked(live: Running) -> prefetch.Prefetch:
+def asked(live: Running) -> Prefetch:
     found = tiers(live)._prefetch
     assert found is not None
     return found
@@ -131,13 +136,15 @@ def test_the_answer_waits_for_no_step_and_a_purge_ends_it(live: Running) -> None
 
 def test_a_flood_of_one_tenant_delays_no_other(live: Running) -> None:
     """It keeps a few prompts, and its host memory stays its own."""
+    from radixkv.engines.prefetch import MAX_ASKED
+
     with tiers(live).gate:
         for at in range(100):
             assert route(live.acme, [*IDS[: SIZE + at], 7]).status_code == 200
             if at == 5:
                 assert route(live.globex).status_code == 200
         assert {name: len(line) for name, line in asked(live)._asked.items()} == {
-            "acme": prefetch.MAX_ASKED,
+            "acme": MAX_ASKED,
             "globex": 1,
         }
     eventually(lambda: in_host(live, "globex") == len(IDS))

@@ -23,7 +23,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.options import ROUTE_DEFAULTS, RouteSettings
 from tests.forked import Forked
 from tests.redis_server import RedisServer, free_port
-from tests.service.running import Running, client, model_held, sent, served, service_in_thread
+from tests.service.running import LEASE_S, Running, client, model_held, sent, served, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
 SECRET = b"a secret of this test's fleet"
@@ -203,7 +203,7 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
     ).json()
     assert text["prompt_tokens"] > 9 and text["candidates"][0]["why"].startswith("random")
     for someone in (router, one.acme):
-        eventually(lambda someone=someone: entry_of(someone, "two")["staleness_s"] < 5, "the replica reports")
+        eventually(lambda someone=someone: entry_of(someone, "two")["staleness_s"] is not None, "it reports")
         row = entry_of(someone, "two", "demo-acme")
         for other in ("load", "lag_entries", "lag_s", "last_seq"):
             assert row[other] is None, "these values would show other tenants' traffic"
@@ -233,9 +233,7 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
 def test_a_lost_store_makes_a_router_route_by_load(
     join: Join, router: httpx.Client, redis_server: RedisServer
 ) -> None:
-    one = join(
-        "one", **{"lease-s": "12"}
-    )  # A short lease: the replica's beats then soon find the restarted store.
+    one = join("one", **{"lease-s": "3"})  # the router waits for its end
     one.acme.post("/v1/warm", json={"token_ids": IDS})
     eventually(lambda: ranked(router) and ranked(router)[0]["matched_tokens"]["device"] == 512)
     redis_server.kill()
@@ -262,7 +260,7 @@ def test_a_gateway_follows_the_router_and_falls_back(
     join("one")
     url = f"http://127.0.0.1:{free_port()}"
     command = [str(EXAMPLES / "gateway.py"), str(router.base_url).rstrip("/"), url.rpartition(":")[2]]
-    fleet = ["--redis", redis_server.url, "--fleet-secret", str(secret), "--lease-s", "15"]
+    fleet = ["--redis", redis_server.url, "--fleet-secret", str(secret)]
     with (
         served(
             tmp_path / "two.log",
@@ -329,7 +327,7 @@ def test_a_gateway_avoids_a_hung_replica_and_ends_abandoned_requests(
         )
         hung = connect(
             redis_server.url, replica_id="hung", fleet_secret=SECRET, fingerprint=row["model"], block_size=16,
-            address=f"http://127.0.0.1:{mute.getsockname()[1]}",
+            address=f"http://127.0.0.1:{mute.getsockname()[1]}", lease_s=float(LEASE_S),
         )  # fmt: skip
         with closing(hung):
             hung.register()

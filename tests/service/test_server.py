@@ -23,6 +23,7 @@ from radixkv.service.endpoint import Host
 from radixkv.service.intake import Intake
 from radixkv.service.options import ServeSettings
 from radixkv.service.server import ACCEPTS_A_TURN, WAITING_CONNECTIONS, Listener
+from tests.waiting import LIMIT_S, eventually_async, finished
 
 _NUM_CONNECTIONS = 40
 _MAX_WAITING_AT = 28
@@ -42,8 +43,7 @@ def test_each_turn_of_the_loop_accepts_one_connection_of_a_flood() -> None:
     async def accepted_by_turn(listening: socket.socket) -> list[int]:
         server = Listener(Starlette(), cast(Host, _Host()))
         serving = asyncio.create_task(server.serve([listening]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: server.started)
         with ExitStack() as stack:
             for _ in range(_NUM_CONNECTIONS):  # the loop is blocked meanwhile
                 stack.enter_context(socket.create_connection(listening.getsockname()))
@@ -57,7 +57,7 @@ def test_each_turn_of_the_loop_accepts_one_connection_of_a_flood() -> None:
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        found = asyncio.run(asyncio.wait_for(accepted_by_turn(listening), 60))
+        found = asyncio.run(finished(accepted_by_turn(listening)))
     assert max(b - a for a, b in pairwise(found)) == ACCEPTS_A_TURN
 
 
@@ -65,8 +65,7 @@ def test_many_connections_may_wait() -> None:
     async def most_waiting(listening: socket.socket) -> int:
         server = Listener(Starlette(), cast(Host, _Host()))
         serving = asyncio.create_task(server.serve([listening]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: server.started)
         info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         server.should_exit = True
         await serving
@@ -74,7 +73,7 @@ def test_many_connections_may_wait() -> None:
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        found = asyncio.run(asyncio.wait_for(most_waiting(listening), 60))
+        found = asyncio.run(finished(most_waiting(listening)))
     assert found == min(WAITING_CONNECTIONS, int(Path("/proc/sys/net/core/somaxconn").read_text()))
 
 
@@ -86,7 +85,7 @@ from radixkv.service.server import TURN_S, keep_latency_low
 keep_latency_low()
 print(gc.get_freeze_count() > 10_000, abs(sys.getswitchinterval() - TURN_S) < 1e-6)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 from radixkv import audit
 from radixkv.service.core import Limits
 from tests.service.running import KEYS, Running, client, service_in_thread
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, ended, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def act(http: httpx.Client, draw: random.Random) -> tuple[str, int]:
         if kind == "warm":
             body["wait"] = draw.random() < 0.7
         path = {"complete": "/v1/completions"}.get(kind, f"/v1/{kind}")
-        return kind, http.post(path, json=body, timeout=draw.choice((0.05, 30.0))).status_code
+        return kind, http.post(path, json=body, timeout=draw.choice((0.05, LIMIT_S))).status_code
     except httpx.TimeoutException:
         return kind, 0
 
@@ -69,7 +69,7 @@ def test_random_requests_leave_nothing_behind(seed: int) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            ended(thread)
         assert len(seen) == 150, "a thread ended early"
         assert {each for each in seen if each[1] and each[1] not in ALLOWED[each[0]]} == set()
         settle(live)
@@ -86,11 +86,11 @@ def settle(live: Running) -> None:
 
 def test_a_warm_that_is_cleared_midway_is_done_or_in_conflict() -> None:
     with service_in_thread() as live:
-        job = live.acme.post("/v1/warm", json={"token_ids": [7] * 8000, "wait": False}).json()["job"]
+        job = live.acme.post("/v1/warm", json={"token_ids": [7] * 4000, "wait": False}).json()["job"]
         eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["progress"]["computed"])
         live.acme.delete("/v1/cache")
         eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] in ("done", "failed"))
         ended = live.acme.get(f"/v1/warm/{job}").json()
-        found = live.acme.post("/v1/lookup", json={"token_ids": [7] * 8000}).json()["matched_tokens"]
+        found = live.acme.post("/v1/lookup", json={"token_ids": [7] * 4000}).json()["matched_tokens"]
         assert found == 0 and (ended["state"] == "done" or ended["error"]["type"] == "conflict")
         settle(live)

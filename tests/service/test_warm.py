@@ -17,7 +17,7 @@ from radixkv.index.tokens import encode
 from radixkv.service.core import Limits
 from radixkv.service.fleet.job_table import Job
 from tests.service.running import Running, model_held, sent, service_in_thread
-from tests.waiting import LIMIT_S, eventually
+from tests.waiting import ended, eventually, is_set
 
 MESSAGES = [
     {"role": "system", "content": "Answer politely. " * 12},
@@ -133,7 +133,7 @@ def test_warms_of_the_same_prefix_share_one_computation(live: Running, salt: str
         eventually(lambda: num_waiting(live) == 5)
         assert live.service.warmer.num_under_way == 1
     for thread in threads:
-        thread.join()
+        ended(thread)
     eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
     tokens = replies[0].json()["tokens"]
     assert {(each.json()["tokens"], each.json()["computed"]) for each in replies} == {(tokens, tokens)}
@@ -153,7 +153,7 @@ def test_a_client_that_hangs_up_does_not_cancel_a_shared_warm(live: Running, sal
         with sent(live, "acme", "/v1/warm", body):
             eventually(lambda: num_waiting(live) == 2)
         eventually(lambda: num_waiting(live) == 1)
-    thread.join()
+    ended(thread)
     assert replies[0].status_code == 200 and replies[0].json()["tokens"] > 0
     assert eventually(lambda: live.service.worker.num_unfinished == 0)
 
@@ -197,7 +197,7 @@ def prefill_held(live: Running) -> Iterator[threading.Event]:
     def held(*arguments: Any, on_chunk: Callable[[int, int], object], **named: Any) -> Any:
         def stop(num_ready: int, total: int) -> None:
             arrived.set()
-            go_on.wait(LIMIT_S)
+            is_set(go_on)
             on_chunk(num_ready, total)
 
         return prefill(*arguments, on_chunk=stop, **named)
@@ -217,12 +217,12 @@ def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:
         thread = threading.Thread(target=lambda: answers.append(live.acme.post("/v1/warm", json=body)))
         thread.start()
         job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
-        assert arrived.wait(LIMIT_S)
+        is_set(arrived)
         purged = live.operator.post("/v1/tenants/acme/purge").json()
         assert purged["complete"] and purged["generation"] >= 1
         assert live.operator.get("/v1/tenants/acme/purge").json()["generation"] == purged["generation"]
         assert live.service.warmer.num_under_way == 0, "no request can join it any more"
-    thread.join()
+    ended(thread)
     assert (answers[0].status_code, answers[0].json()["error"]["type"]) == (409, "conflict")
     assert answers[0].headers["Retry-After"] == "1"
     gone, never = live.acme.get(f"/v1/warm/{job}"), live.acme.get(f"/v1/warm/{'0' * 32}")
@@ -255,7 +255,7 @@ def test_a_completion_that_is_purged_midway_may_be_asked_again(live: Running, sa
     thread.start()
     eventually(lambda: live.service.cache.stats().num_sequences, "it runs")
     assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
-    thread.join()
+    ended(thread)
     assert (answers[0].status_code, answers[0].headers["Retry-After"]) == (409, "1")
     described = live.nobody.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["responses"]
     assert "Retry-After" in described["409"]["headers"]

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 from radixkv import audit
 from tests.service.running import Running, model_held, service_in_thread
@@ -39,6 +38,8 @@ def live(shared: Running) -> Iterator[Running]:
 
 def update(live: Running) -> int:
     """Change the weights in place, and tell the engine."""
+    import torch
+
     with torch.no_grad():
         for weight in live.service.engine.model.parameters():
             weight += 0.3 * weight.std() * torch.randn(weight.shape)

@@ -9,6 +9,7 @@ import pytest
 
 from radixkv.errors import CapacityError, QuotaExceeded
 from radixkv.service.worker import Busy, Cancelled, Closed, ModelWorker, Stalled, Work
+from tests.tiers.support import PATIENT_S
 from tests.waiting import LIMIT_S, eventually
 
 
@@ -288,7 +289,7 @@ def test_an_engine_that_batches_gets_all_of_a_tenants_work_up_to_its_bound() -> 
     try:
         works = [worker.submit("a", run) for _ in range(40)]
         other = worker.submit("b", run)
-        assert sum(each.future.result(20) for each in (*works, other)) == 41
+        assert sum(each.future.result(LIMIT_S) for each in (*works, other)) == 41
         assert most in (16, 17)
     finally:
         worker.close()
@@ -305,7 +306,7 @@ def test_a_batching_engine_serves_a_small_tenant_beside_a_flood() -> None:
     try:
         works = [worker.submit("flood", run) for _ in range(32)] + [worker.submit("calm", run)]
         for each in works:
-            each.future.result(20)
+            each.future.result(LIMIT_S)
     finally:
         worker.close()
     calm = [at for at, tenant in enumerate(order) if tenant == "calm"]
@@ -323,10 +324,10 @@ def test_patient_work_lets_its_tenants_other_work_go_first_for_its_time() -> Non
 
     try:
         open_work = worker.submit("a", lambda work: run(work, "open"))
-        patient = worker.submit("a", lambda work: run(work, "patient"), patience_s=60.0)
+        patient = worker.submit("a", lambda work: run(work, "patient"), patience_s=PATIENT_S)
         short = worker.submit("a", lambda work: run(work, "short"), patience_s=0.2)
         later = worker.submit("a", lambda work: run(work, "later"))
-        other = worker.submit("b", lambda work: run(work, "other"), patience_s=60.0)
+        other = worker.submit("b", lambda work: run(work, "other"), patience_s=PATIENT_S)
         eventually(lambda: len(order) == 4)
         assert set(order) == {"open", "later", "other", "short"} and not patient.future.running()
         held.set()
@@ -341,7 +342,7 @@ def test_work_that_is_to_hurry_begins_at_once() -> None:
     worker = ModelWorker(num_together=16)
     release = hold(worker, "a")
     try:
-        patient = worker.submit("a", lambda _: 5, patience_s=60.0)
+        patient = worker.submit("a", lambda _: 5, patience_s=PATIENT_S)
         turning = worker.submit("a", lambda work: [work.turn() for _ in range(3)])
         patient.hurry()
         release.set()

@@ -144,17 +144,21 @@ def providers(ask: Ask, greedy: dict[str, Any]) -> None:
 
 
 def disturb(live: Running, number: int) -> None:
-    """Send requests of many kinds for other tenants, also with acme's prompts.
+    """Send requests of some kind for other tenants, also with acme's prompts.
 
-    The amount grows with ``number``. The operator's requests concern other tenants only.
+    The kind and the amount change with ``number``. The operator's requests concern other tenants only.
     """
     globex, operator = live.globex, live.operator
     body = {"max_tokens": 2, "ignore_eos": True, "n": 1 + number % 3}
-    globex.post("/v1/warm", json={"prompt": TEXT, "salt": ("", "s")[number % 2], "adapter": "theirs"})
-    globex.post("/v1/warm", json={"token_ids": IDS[number % 30 :], "wait": False})
-    globex.post("/v1/completions", json={**body, "prompt": [*IDS, number], "salt": str(number)})
-    globex.post("/v1/completions", json={"prompt": "x", "bad": number})
-    globex.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2, "n": 1 + number % 3})
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/warm", {"prompt": TEXT, "salt": ("", "s")[number % 2], "adapter": "theirs"}),
+        ("/v1/completions", {**body, "prompt": [*IDS, number], "salt": str(number)}),
+        ("/v1/completions", {"prompt": "x", "bad": number}),
+        ("/v1/warm", {"token_ids": IDS[number % 30 :], "wait": False}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 2, "n": 1 + number % 3}),
+    ]
+    path, asked = kinds[number % len(kinds)]
+    globex.post(path, json=asked)
     if number % 7 == 6:
         globex.delete("/v1/cache", params={"salt": str(number)})
     if number % 9 == 8:

@@ -14,6 +14,7 @@ import radixkv.tokenizer
 from radixkv.errors import ConfigError
 from radixkv.tokenizer import load_tokenizer
 from tests.tokenizer.kinds import real_text, train_byte_level
+from tests.waiting import LIMIT_S
 
 SHIPPED = Path(radixkv.tokenizer.__file__).with_name("radixkv-8k.model")
 TEXT = real_text()[:2000]
@@ -41,7 +42,7 @@ def configure(place: Path, **config: object) -> None:
 
 def run_python(code: str) -> str:
     command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 
 
 def test_importing_the_package_imports_no_library() -> None:

@@ -17,6 +17,7 @@ from radixkv.tokenizer import load_tokenizer
 from radixkv.tokenizer.protocol import END_PIECE, ROLE_PIECES
 from radixkv.tokenizer.train import train
 from tests.tokenizer.kinds import ODDITIES, real_text, tokenizer_of
+from tests.waiting import LIMIT_S
 
 PACKAGE = Path(radixkv.tokenizer.__file__).parent
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -100,12 +101,12 @@ def test_training_the_same_text_gives_the_same_bytes() -> None:
     assert train(sentences, vocab_size=1000) == train(list(sentences), vocab_size=1000)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_script_trains_a_model_like_the_shipped_one(tmp_path: Path) -> None:
     """The script reads the documentation of this Python, which may differ from the text of the shipped model."""
     made = tmp_path / "made.model"
     command = [sys.executable, "-W", "error", "-m", "radixkv.tokenizer.train", "--out", str(made)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert printed.stderr == "" and "sha256" in printed.stdout
     tokenizer, shipped = load_tokenizer(str(made)), load_tokenizer()
     assert tokenizer.vocab_size == shipped.vocab_size

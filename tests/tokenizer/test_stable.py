@@ -18,7 +18,7 @@ from tests.tokenizer.kinds import (
     train_sentencepiece,
 )
 
-NUM_CUTS = 2_000
+NUM_CUTS = 500
 
 # Characters that tokenizers treat specially, and enough plain ones to make words.
 ALPHABET = st.sampled_from(sorted(set("aeist10.,'(_-\"#\n\r\t  \u00a0\u3000" + ODDITIES)))
