@@ -21,6 +21,7 @@ from radixkv.index.cache import PrefixCache
 from radixkv.service.worker import ModelWorker, Work
 from radixkv_policies import LRU, RequestHints
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
+from tests.waiting import LIMIT_S
 
 
 def resident_kv(engine: HFEngine, ns: Namespace, ids: list[int]) -> torch.Tensor:
@@ -41,8 +42,7 @@ def stock_kv(engine: HFEngine, ids: list[int]) -> torch.Tensor:
 # --- prefill
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("chunk_tokens", [1, 10, 512])
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(1, 512), (3, 10), (16, 1)])
 def test_prefill_makes_the_prefix_resident(block_size: int, chunk_tokens: int) -> None:
     prompt = prompt_of(45)
     with engine_over(model_of(), block_size=block_size, chunk_tokens=chunk_tokens) as engine:
@@ -324,10 +324,10 @@ def test_requests_that_are_interleaved_step_by_step_get_their_own_tokens() -> No
 
             return engine.generate(ns, ids, 12, eos_token_id=-1, stop=stop, **mode).token_ids
 
-        worker.submit("z", lambda _: held.wait(60))
+        worker.submit("z", lambda _: held.wait(LIMIT_S))
         works = [worker.submit(f"t{n}", partial(generate, n)) for n in range(len(requests))]
         held.set()
-        assert [work.future.result(120) for work in works] == alone
+        assert [work.future.result(LIMIT_S) for work in works] == alone
         worker.close()
         assert order[:10] == [0, 1, 2, 3, 4] * 2, "the requests were interleaved"
         assert torch.random.get_rng_state().equal(before)

@@ -307,7 +307,7 @@ def timed(read: Callable[[str], object], first: list[str], last: list[str]) -> s
     return statistics.auc(*arms)
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_time_does_not_say_how_much_of_a_mac_is_right() -> None:
     reader, valid = SaltReader(KEYS), [raw(make_salt(KEYS, f"t{at}")) for at in range(20_000)]
     first = [text_of(each[:55] + bytes([each[55] ^ 1]) + each[56:]) for each in valid]

@@ -29,6 +29,8 @@ from tests.waiting import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=1800)]
 
+START_S = 900.0
+
 EXAMPLE = ROOT / "examples" / "sglang_server"
 NUM_NEW = 24
 API_KEY = "of the gateway alone"
@@ -70,7 +72,9 @@ def started(command: list[str], variables: dict[str, str], log: Path, url: str) 
 
         assert guard.stdin is not None
         try:
-            eventually(is_ready, "the server is ready")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("tests.waiting.LIMIT_S", START_S)
+                eventually(is_ready, "the server is ready")
             yield url
         finally:
             guard.stdin.close()
@@ -145,7 +149,7 @@ class Asking:
 
     def flush(self) -> None:
         """Have SGLang forget everything. It counts its pages first, and ends if one is missing."""
-        eventually(lambda: self._client.post("/flush_cache").status_code == 200, "the cache is flushed", 60.0)
+        eventually(lambda: self._client.post("/flush_cache").status_code == 200, "the cache is flushed")
 
     def tree(self, num_prompts: int) -> list[list[int]]:
         """Prompts that continue each other at random, some of one repeated token."""

@@ -184,5 +184,5 @@ def test_a_killed_vllm_is_started_again_and_a_killed_service_leaves_no_process(
     keys = Path(f"/proc/{_processes(folder)[0]}/cwd").resolve() / "engine.keys"
     assert keys.exists()
     served.kill()
-    eventually(lambda: not _processes(folder), "no process is left", 30)
-    eventually(lambda: not keys.parent.exists(), "the keys are gone", 30)
+    eventually(lambda: not _processes(folder), "no process is left")
+    eventually(lambda: not keys.parent.exists(), "the keys are gone")
