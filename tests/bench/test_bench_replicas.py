@@ -64,14 +64,14 @@ def test_the_command_prints_json() -> None:
     assert "×" in {each["unit"] for each in json.loads(done.stdout)["figures"]} and done.stderr == ""
 
 
-def simulated(cost: str, requests: int = 700) -> fleet.Outcome:
+def simulated(cost: str, requests: int = 400) -> fleet.Outcome:
     return fleet.Simulation(4, 2_000, cost=cost, seed=1).run(fleet.trace_like(1, requests, requests_s=0.7))
 
 
 @pytest.mark.slow
 def test_linear_routing_hits_more_than_turns_and_keeps_the_balance() -> None:
     linear, turns = simulated("linear"), simulated("round_robin")
-    assert linear.num_requests == turns.num_requests == 700
+    assert linear.num_requests == turns.num_requests == 400
     assert linear.hit_rate > 1.5 * turns.hit_rate
     assert linear.imbalance < 1.3
 

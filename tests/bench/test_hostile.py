@@ -65,7 +65,7 @@ def test_an_unknown_attack_is_refused_by_name() -> None:
         hostile.run(names=["rain"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_attacks_stay_within_the_limit_of_bodies() -> None:
     for attack in attacks.attacks("127.0.0.1:1", "key"):
         for request in attack.requests:
