@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,8 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from radixkv.service.server import bind
-from radixkv.service.worker import Work
-from tests.service.running import Process, client, served, service_in_thread
+from tests.service.running import Process, Running, client, model_held, served, service_in_thread
 from tests.waiting import LIMIT_S, ended, eventually
 
 # Each process imports torch.
@@ -97,61 +97,69 @@ class RunningCompletion(threading.Thread):
         return str(json.loads(self.lines[-1].removeprefix("data: "))["error"]["code"])
 
 
-def num_unfinished(url: str) -> float:
-    """The pieces of work for the model that wait or run."""
-    with client(url, "demo-operator") as operator:
-        lines = operator.get("/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("radixkv_model_work_unfinished ")))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_running_requests_and_a_second_one_ends_them_with_code_0(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    # Memory for one of the completions, so that the others wait: their answers haven't begun.
-    with (
-        served(tmp_path / "log", "--num-blocks", "800", environment={"RADIXKV_DRAIN_S": "3600"}) as process,
-        client(process.url, "demo-globex") as globex,
-    ):
+def test_a_second_signal_ends_it_with_code_0(tmp_path: Path, number: signal.Signals) -> None:
+    with served(tmp_path / "log", environment={"RADIXKV_DRAIN_S": "3600"}) as process:
         banner = process.output
         stream = RunningCompletion(process.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
-        waiting = [RunningCompletion(process.url, "demo-acme", stream=each) for each in (False, True)]
-        whole = RunningCompletion(process.url, "demo-globex")
-        eventually(lambda: num_unfinished(process.url) == 4)
-        process.process.send_signal(number)
-        ready = eventually(lambda: (answer := globex.get("/readyz")).status_code == 503 and answer)
-        assert "stopping" in ready.json()["reasons"]
-        refused = globex.post("/v1/lookup", json={"token_ids": [1]})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "shutting_down")
-        num_lines = len(stream.lines)
-        eventually(lambda: len(stream.lines) > num_lines, "running requests continue")
-        process.process.send_signal(number)
+        for _ in range(2):
+            process.process.send_signal(number)
         assert process.process.wait() == 0
-        assert stream.error() == "shutting_down" and stream.status == 200
-        assert [(each.error(), each.status) for each in (*waiting, whole)] == [("shutting_down", 503)] * 3
+        ended(stream)
     assert process.output == banner, "there is neither a traceback nor an error"
 
 
-def test_requests_that_end_within_the_drain_time_end_normally() -> None:
-    with service_in_thread(**{"drain-s": "3600"}) as live:
-        drain = live.service.drain
-
-        def hold(_: Work[None]) -> None:
-            eventually(lambda: drain.is_stopping)
-
-        live.service.worker.submit("globex", hold)
-        stream = RunningCompletion(live.url, "demo-acme", stream=True, max_tokens=20)
-        eventually(lambda: live.service.worker.num_unfinished == 2)
-    ended(stream)
-    assert stream.status == 200 and stream.lines[-1] == "data: [DONE]"
+@contextmanager
+def ending(live: Running, stack: ExitStack) -> Iterator[None]:
+    """Let a service end, which ``stack`` has entered, while the ``with`` block runs."""
+    closing = threading.Thread(target=stack.close)
+    closing.start()
+    try:
+        eventually(lambda: live.service.drain.is_stopping)
+        yield
+    finally:
+        ended(closing)
 
 
-def test_requests_that_go_on_after_the_drain_time_are_ended() -> None:
+def test_a_service_that_drains_goes_on_with_its_requests_and_takes_no_more() -> None:
+    with ExitStack() as stack:
+        live = stack.enter_context(service_in_thread(**{"drain-s": "3600"}))
+        with client(live.url, "demo-globex") as globex, ExitStack() as held:
+            held.enter_context(model_held(live.service, "globex"))
+            asked = [
+                RunningCompletion(live.url, "demo-acme", stream=each, max_tokens=5) for each in (False, True)
+            ]
+            eventually(lambda: live.service.worker.num_unfinished == 3)
+            with ending(live, stack):
+                ready, refused = globex.get("/readyz"), globex.post("/v1/lookup", json={"token_ids": [1]})
+                held.close()
+    assert ready.status_code == 503 and "stopping" in ready.json()["reasons"]
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "shutting_down")
+    for each in asked:
+        ended(each)
+    assert [each.status for each in asked] == [200, 200] and asked[1].lines[-1] == "data: [DONE]"
+
+
+def test_requests_that_go_on_after_the_drain_time_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with service_in_thread(**{"drain-s": "0.1"}) as live:
+
+        def endless(ns: object, prompts: object, most: int, *, on_step: Any, **_: object) -> None:
+            while True:
+                on_step([[9]])
+
+        monkeypatch.setattr(live.service.engine, "generate", endless)
         stream = RunningCompletion(live.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
     assert stream.error() == "shutting_down" and stream.status == 200
+
+
+def test_requests_that_still_wait_after_the_drain_time_are_refused() -> None:
+    with ExitStack() as held, service_in_thread(**{"drain-s": "0.1"}) as live:
+        held.enter_context(model_held(live.service, "globex"))  # until the service has ended
+        asked = [RunningCompletion(live.url, "demo-acme", stream=each) for each in (False, True)]
+        eventually(lambda: live.service.worker.num_unfinished == 3)
+    assert [(each.error(), each.status) for each in asked] == [("shutting_down", 503)] * 2
 
 
 def test_an_unread_stream_does_not_delay_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
