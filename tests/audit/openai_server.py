@@ -97,7 +97,9 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 1}
             if behaviour.tells_cached:
                 usage["prompt_tokens_details"] = {"cached_tokens": tokens if cached else 0}
-            name = f"cmpl-{number}" if behaviour.counts_in_ids else f"cmpl-{hash((number, prompt)):x}"
+            name = (
+                f"cmpl-{number}" if behaviour.counts_in_ids else f"cmpl-{behaviour.noise.randbytes(8).hex()}"
+            )
             choice = {"delta": {"content": "x"}} if behaviour.chat_only else {"text": "x"}
             document = {"id": name, "choices": [choice], "usage": usage}
             if stream:

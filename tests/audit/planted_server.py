@@ -7,7 +7,7 @@ tenant, salt and adapter. ``leak`` names the bug; ``None`` is a sound server.
 from __future__ import annotations
 
 import json
-import secrets
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -70,6 +70,7 @@ class PlantedServer:
         self.bases: dict[str, tuple[Ids, list[str]]] = {}
         self.requests: dict[str, int] = {}
         self.last_prompt = ""
+        self.dice = random.Random(0)
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         """Answer a request."""
@@ -259,7 +260,11 @@ class PlantedServer:
             text = f"x{sum(self.requests.values()) - self.requests[tenant]}"
         if body.get("echo"):
             text = f"{body['prompt']}{text}"
-        document = {"id": f"cmpl-{secrets.token_hex(12)}", "choices": [{"text": text}], "usage": usage}
+        document = {
+            "id": f"cmpl-{self.dice.randbytes(12).hex()}",
+            "choices": [{"text": text}],
+            "usage": usage,
+        }
         headers = {}
         if self.leak == "a header":
             is_hit = any(self._longest(known, prompts[0]) for known in self.known.values()) and cached == 0
@@ -290,7 +295,7 @@ class PlantedServer:
         result = {"tokens": len(ids), "cached_before": before}
         if body.get("wait", True):
             return httpx.Response(200, json=result)
-        name = secrets.token_hex(16)
+        name = self.dice.randbytes(16).hex()
         self.jobs[name] = (tenant, {"job": name, "state": "done", "result": result})
         if key is not None:
             self.by_key[place] = (name, ids)

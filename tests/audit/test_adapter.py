@@ -11,6 +11,7 @@ from examples import audit_your_engine
 from radixkv import ArgumentError, CacheConfig, PrefixCache
 from radixkv.audit import properties
 from radixkv.audit.properties import CacheAdapter
+from radixkv.clock import ManualClock
 
 
 class DictEngine:
@@ -85,10 +86,10 @@ class DictEngine:
 )
 def test_an_engine_behind_an_adapter(bug: dict[str, bool], said: str | None) -> None:
     engine = type("Engine", (DictEngine,), bug)
-    report = properties.run_adapter(engine, 100, 40, shrink=False)
+    report = properties.run_adapter(engine, 30, 40, shrink=False)
     if said is None:
         assert report.ok, report.failure
-        assert report.examples >= 100 and report.steps > 1000
+        assert report.examples >= 30 and report.steps > 500
     else:
         assert report.failure is not None
         assert any(each in report.failure for each in said.split("|")), report.failure
@@ -105,7 +106,7 @@ def test_four_calls_are_enough() -> None:
                 engine.match, engine.open, engine.commit, engine.release,
             )  # fmt: skip
 
-    report = properties.run_adapter(Bare, 50, 30)
+    report = properties.run_adapter(Bare, 15, 30)
     assert report.ok, report.failure
 
 
@@ -115,11 +116,11 @@ def test_radixkv_behind_its_adapter_in_a_large_and_in_a_small_pool() -> None:
         return CacheAdapter(PrefixCache(CacheConfig(num_blocks=512, block_size=4)))
 
     def tiny() -> CacheAdapter:
-        return CacheAdapter(PrefixCache(CacheConfig(num_blocks=12, block_size=4)))
+        return CacheAdapter(PrefixCache(CacheConfig(num_blocks=12, block_size=4), clock=ManualClock()))
 
-    assert properties.run_adapter(roomy, 60, 40).ok
-    assert properties.run_adapter(tiny, 60, 40, contents_only=True).ok
-    report = properties.run_adapter(tiny, 200, 50, shrink=False)
+    assert properties.run_adapter(roomy, 15, 40).ok
+    assert properties.run_adapter(tiny, 15, 40, contents_only=True).ok
+    report = properties.run_adapter(tiny, 40, 50, shrink=False)
     assert report.failure is not None, "in a full pool of burst tenants, one tenant can see how full it is"
 
 
@@ -134,14 +135,14 @@ def test_a_refusal_is_observed_and_any_other_error_is_a_finding() -> None:
     class Declared(Full):
         refusals = (BufferError,)
 
-    assert properties.run_adapter(Declared, 50, 30).ok
-    failure = properties.run_adapter(Full, 50, 30, shrink=False).failure
+    assert properties.run_adapter(Declared, 15, 30).ok
+    failure = properties.run_adapter(Full, 40, 30, shrink=False).failure
     assert failure is not None and "BufferError: no room" in failure
 
 
 @pytest.mark.slow
 def test_the_ten_lines_of_the_example() -> None:
-    assert audit_your_engine.audit(examples=50).ok
+    assert audit_your_engine.audit(examples=15).ok
 
 
 @pytest.mark.parametrize(

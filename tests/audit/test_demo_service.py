@@ -1,67 +1,80 @@
 """The audit of radixkv's own service: as it is, and with the tenant left out of the lookup.
 
-The service runs in this process. Times are the process's CPU times, because wall-clock times on a busy machine are too
-noisy for so few samples.
+The service runs in this process. Its time is what the model computes, in tokens, with some noise: real times on a busy
+machine would be too noisy for a test.
 """
 
 from __future__ import annotations
 
-import json
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from radixkv import PrefixCache
-from radixkv.audit import remote, statistics
+from radixkv.audit import remote, scrapes, statistics
 from radixkv.audit import target as target_module
 from radixkv.audit.probe_prompts import Prompts
 from radixkv.audit.scrapes import Scrapes
 from radixkv.audit.target import Target
 from radixkv.audit.timing import STOP_CONFIDENCE, TimingAudit, TimingPlan
 from radixkv.audit.verdict import Verdict
+from radixkv.clock import ManualClock
 from radixkv.service.endpoints import prefixes
 from tests.forked import small_demo_model
 from tests.service.running import KEYS, Running, service_in_thread
 
 # Several hundred requests, one after another.
 pytestmark = [pytest.mark.slow]
-PLAN = TimingPlan(samples=48, control=40, prompt_words=40)
+PLAN = TimingPlan(samples=24, control=24, prompt_words=40)
 PAIR = (KEYS["acme"], KEYS["globex"])
-
-
-@pytest.fixture(autouse=True)
-def _by_computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep)
-    monkeypatch.setattr(target_module, "time", clock)
+READ = ("/v1/stats", "/v1/usage", *scrapes.OPERATORS)
+"""What a check of counts has to read."""
+TOKEN_S, NOISE_S = 1e-3, 0.02
 
 
 @contextmanager
 def service(hidden_size: int) -> Iterator[Running]:
+    """A service whose model has one layer: it shows a hit in the time as plainly as two."""
     with small_demo_model(num_layers=1, hidden_size=hidden_size), service_in_thread() as running:
-        for name in ("acme", "globex"):
-            running.operator.put(f"/v1/tenants/{name}", json={"max_pinned_blocks": 100})
+        _set(running)
         yield running
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Running]:
-    """One layer shows a hit in the time as plainly as two. A layer of a quarter of the size doesn't."""
-    with service(hidden_size=256) as running:
+def shared() -> Iterator[Running]:
+    with service(hidden_size=64) as running:
         yield running
 
 
-def test_no_content_shows_another_tenants_prompts() -> None:
+@pytest.fixture
+def live(shared: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """The service, with nothing cached. The audit takes its times from what the model computes."""
+    for client in (shared.acme, shared.globex):
+        assert client.delete("/v1/cache").is_success
+    clock, noise = ManualClock(), random.Random(0)
+    model: Any = shared.service.engine.model
+
+    def computes(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named["input_ids"] if "input_ids" in named else args[0]
+        clock.advance(TOKEN_S * ids.numel() + noise.expovariate(1 / NOISE_S))
+
+    hook = model.register_forward_pre_hook(computes, with_kwargs=True)
+    monkeypatch.setattr(target_module, "time", SimpleNamespace(perf_counter=clock, sleep=clock.advance))
+    yield shared
+    hook.remove()
+
+
+def test_no_content_shows_another_tenants_prompts(live: Running) -> None:
     options = remote.Options(operator_key=KEYS["operator"], tenant_names=("acme", "globex"))
-    with service(hidden_size=64) as live:
-        report = remote.run(live.url, PAIR, PLAN, probes=2, timing=False, options=options)
-        assert not any(live.service.cache.namespaces(name) for name in ("acme", "globex")), (
-            "the audit clears what it cached"
-        )
+    report = remote.run(live.url, PAIR, PLAN, probes=2, timing=False, options=options)
+    assert not any(live.service.cache.namespaces(name) for name in ("acme", "globex")), (
+        "the audit clears what it cached"
+    )
     for check in report.checks:
         is_sound = check.verdict is Verdict.ISOLATED or check.number in (9, 10, 12)
         assert is_sound, f"{check.detail}: {check.figures}"
@@ -70,59 +83,73 @@ def test_no_content_shows_another_tenants_prompts() -> None:
 
 
 def test_no_time_shows_another_tenants_prompts(live: Running) -> None:
-    with Target(live.url, PAIR[0]) as a, Target(live.url, PAIR[1]) as b:
-        timed = TimingAudit(a, b, PLAN, lambda done: None)
+    _shows_nothing(live, PLAN)
+
+
+@pytest.mark.timing
+def test_no_real_time_shows_another_tenants_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU times of the process: wall-clock times are too noisy for so few samples."""
+    clock = SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep)
+    monkeypatch.setattr(target_module, "time", clock)
+    with service(hidden_size=256) as running:  # a smaller one doesn't show a hit in the time
+        _shows_nothing(running, TimingPlan(samples=48, control=40, prompt_words=40))
+
+
+def _shows_nothing(running: Running, plan: TimingPlan) -> None:
+    with Target(running.url, PAIR[0]) as a, Target(running.url, PAIR[1]) as b:
+        timed = TimingAudit(a, b, plan, lambda done: None)
         control, arms, _ = timed.run()
     assert control.verdict is None, "own hits are faster than own misses"
-    assert arms.figures["num_cross"] == PLAN.samples and not arms.figures["stopped_early"]
+    assert arms.figures["num_cross"] == plan.samples and not arms.figures["stopped_early"]
     # With so few samples, one audit in 16 of a sound service would report a leak at the audit's own confidence.
     interval = statistics.auc(timed.samples.cross, timed.samples.miss, STOP_CONFIDENCE)
-    assert statistics.judged(interval, PLAN.margin) is not Verdict.LEAKS
+    assert statistics.judged(interval, plan.margin) is not Verdict.LEAKS
 
 
 @pytest.mark.parametrize(("mode", "verdict"), [("burst", Verdict.ISOLATED), ("strict", Verdict.LEAKS)])
 def test_a_strict_tenants_counts_must_not_change_at_all(
-    mode: str, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: Running, mode: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A burst tenant's own counts may show evictions by others. A strict tenant's counts may show nothing of others."""
-    entries = {
-        name: {"keys": [KEYS[name]], "mode": mode, "guaranteed_blocks": 256} for name in ("acme", "globex")
-    }
-    (tmp_path / "keys.json").write_text(json.dumps({"operator": KEYS["operator"], "tenants": entries}))
-    told = prefixes._tenant_stats
+    monkeypatch.setattr(scrapes, "READ", READ)
+    names, told = ("acme", "globex"), prefixes._tenant_stats
 
     def moved(keyring: Any, cache: Any, tenant: str) -> Any:
-        others = sum(cache.tenant_stats(name).requests for name in entries if name != tenant)
+        others = sum(cache.tenant_stats(name).requests for name in names if name != tenant)
         own = told(keyring, cache, tenant)
         return own.model_copy(update={"evicted_blocks": own.evicted_blocks + others})
 
     monkeypatch.setattr(prefixes, "_tenant_stats", moved)
-    with (
-        small_demo_model(),
-        service_in_thread(keys=str(tmp_path / "keys.json")) as live,
-        Target(live.url, PAIR[0]) as a,
-        Target(live.url, PAIR[1]) as b,
-    ):
-        check = Scrapes(a, b, Prompts(8), "text", []).check()
+    _set(live, mode=mode, guaranteed_blocks=256)
+    try:
+        with Target(live.url, PAIR[0]) as a, Target(live.url, PAIR[1]) as b:
+            check = Scrapes(a, b, Prompts(8), "text", []).check()
+    finally:
+        _set(live)
     assert check.verdict is verdict, check
 
 
-def test_evictions_of_a_burst_tenants_blocks_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def _set(running: Running, **settings: Any) -> None:
+    """Set both tenants. They may pin more than they are guaranteed."""
+    for name in ("acme", "globex"):
+        answer = running.operator.put(f"/v1/tenants/{name}", json={"max_pinned_blocks": 100, **settings})
+        assert answer.is_success, answer.text
+
+
+def test_evictions_of_a_burst_tenants_blocks_are_no_leak(
+    live: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another tenant's requests fill the pool: what the first one had is gone, which burst mode allows."""
+    monkeypatch.setattr(scrapes, "READ", READ)
     act, num_evicted = Scrapes._act, list[int]()
-    with (
-        small_demo_model(),
-        service_in_thread() as live,
-        Target(live.url, PAIR[0]) as a,
-        Target(live.url, PAIR[1]) as b,
-    ):
 
-        def act_and_fill(scrapes: Scrapes, target: Target) -> None:
-            act(scrapes, target)
-            if target is b:
-                num_evicted.append(live.service.cache.evict(live.service.cache.stats().evictable_blocks))
+    def act_and_fill(audit: Scrapes, target: Target) -> None:
+        act(audit, target)
+        if target is b:
+            num_evicted.append(live.service.cache.evict(live.service.cache.stats().evictable_blocks))
 
-        monkeypatch.setattr(Scrapes, "_act", act_and_fill)
+    monkeypatch.setattr(Scrapes, "_act", act_and_fill)
+    with Target(live.url, PAIR[0]) as a, Target(live.url, PAIR[1]) as b:
         check = Scrapes(a, b, Prompts(40), "text", []).check()
     assert check.verdict is Verdict.ISOLATED, check.figures["changed"]
     assert min(num_evicted) > 10

@@ -6,6 +6,7 @@ The bugs are made from outside, in the cache's public calls.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,28 @@ from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vec
 Check = Callable[[InProcess], inprocess.Found]
 
 
-def audit_of(factory: Any, lives: int = 30) -> InProcess:
-    return InProcess(factory, lives, 30, 0, lambda phase, done, of: None, shrink=False)
+def audit_of(factory: Any, lives: int = 30, seed: int = 0) -> InProcess:
+    return InProcess(factory, lives, 30, seed, lambda phase, done, of: None, shrink=False)
+
+
+@pytest.fixture(autouse=True)
+def _others_log_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check compares logs: threads that other tests left behind must not add to them."""
+    others, handle = set(threading.enumerate()) - {threading.current_thread()}, logging.Logger.handle
+
+    def handle_its(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.current_thread() not in others:
+            handle(logger, record)
+
+    monkeypatch.setattr(logging.Logger, "handle", handle_its)
+
+
+@pytest.fixture
+def _one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one policy, with fewer repetitions."""
+    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
+    monkeypatch.setattr(inprocess, "HAND_OVERS", 60)
+    monkeypatch.setattr(inprocess, "TRIALS", 20)
 
 
 class Unscrubbed(PrefixCache):
@@ -196,21 +217,22 @@ class ExactAlone(PrefixCache):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.usefixtures("_one_policy")
 def test_each_check_separates_a_sound_cache_from_one_with_its_bug(
     factory: Any, check: Check, verdict: Verdict
 ) -> None:
-    lives = 600 if verdict is Verdict.LEAKS else 30  # the run ends with the first life that finds it
+    lives = 600 if verdict is Verdict.LEAKS else 5  # the run ends with the first life that finds it
     found, detail, figures = inprocess.found_by(lambda: check(audit_of(factory, lives)))
     assert found is verdict, (detail, figures)
     assert detail and (figures or verdict in (Verdict.NOT_CHECKED, Verdict.BLIND))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("plant", LOSSY_BUGS, ids=lambda plant: plant.__name__)
 def test_the_check_of_lossy_memory_finds_its_bugs(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the lives that `radixkv audit run` plays by itself."""
+    """With the lives that `radixkv audit run` plays by itself. The machine alone finds them in tests/isolation."""
     plant(monkeypatch)
     audit = InProcess(PrefixCache, 200, 50, 0, lambda phase, done, of: None, shrink=False)
     verdict, detail, figures = inprocess.found_by(audit.lossy_memory)
@@ -218,12 +240,12 @@ def test_the_check_of_lossy_memory_finds_its_bugs(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_policy")
 def test_a_bug_of_lossy_memory_is_the_verdict_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without shrinking the life that finds it, which takes minutes."""
+    """Without shrinking the life that finds it, which takes minutes. The second life from this seed does."""
     scales_of_another_vector(monkeypatch)
     monkeypatch.setattr(inprocess, "InProcess", partial(InProcess, shrink=False))
-    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
-    report = inprocess.run(PrefixCache, examples=60, steps=50)
+    report = inprocess.run(PrefixCache, examples=3, steps=50, seed=1)
     assert report.verdict is Verdict.LEAKS and report.exit_code == 1
     leaks = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
     assert leaks == {"laws and contents, lossy host memory below"}
@@ -238,16 +260,17 @@ class Refusing(PrefixCache):
         super().__init__(config, **named)
 
 
+@pytest.mark.usefixtures("_one_policy")
 def test_slots_that_a_strict_tenant_shares_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LowerTiers, "_set_own_slots", lambda self, tenant, num_slots: None)
     monkeypatch.setattr(HostIndex, "_pool_number", lambda self, tenant: 0)
-    verdict, detail, figures = inprocess.found_by(audit_of(PrefixCache, 300).two_strict_runs_below)
+    verdict, detail, figures = inprocess.found_by(audit_of(PrefixCache, 60, seed=2).two_strict_runs_below)
     assert verdict is Verdict.LEAKS, (detail, figures)
 
 
-def test_a_cache_that_refuses_host_memory_has_no_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_one_policy")
+def test_a_cache_that_refuses_host_memory_has_no_check_of_it() -> None:
     assert has_loading(PrefixCache) and not has_loading(Refusing) and not has_lossy(Refusing)
-    monkeypatch.setattr(inprocess, "policy_names", lambda: ("lru",))
     report = inprocess.run(Refusing, examples=1, steps=2)
     assert report.checks and not [check.name for check in report.checks if "host memory" in check.name]
 
@@ -267,12 +290,11 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 @pytest.mark.slow
 def test_a_full_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
-    report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
+    report = inprocess.run(PrefixCache, examples=1, steps=10, progress=lambda *each: told.append(each))
     assert [check.number for check in report.checks] == [1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert told and all(0 < done <= of + 1 for _, done, of in told)
     assert all(check.detail and check.seconds >= 0 for check in report.checks)
-    failed = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
-    assert failed <= {"errors, counts and logs"}
+    assert not [check for check in report.checks if check.verdict is Verdict.LEAKS]
 
 
 def test_a_check_of_a_failing_cache_is_inconclusive() -> None:
@@ -292,6 +314,7 @@ def test_checks_that_need_strict_tenants_say_so() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_policy")
 def test_a_run_without_strict_tenants_names_the_omitted_checks() -> None:
     report = inprocess.run(
         lambda config, **named: Untenanted(PrefixCache(config, **named)), examples=1, steps=2

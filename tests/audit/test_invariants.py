@@ -373,4 +373,4 @@ def test_the_audit_is_cheap_to_import() -> None:
         "found = {'torch', 'triton', 'redis', 'starlette', 'transformers'} & set(sys.modules)\n"
         "assert not found, found\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=150)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -21,11 +21,12 @@ from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.errors import ArgumentError, CapacityError, LeaseError
 from radixkv.tiers.slots import FREE
 from tests.engines.test_cache_tiers import PROMPT, Owner
-from tests.engines.test_loading_from_disk import DiskOwner, eventually
+from tests.engines.test_loading_from_disk import DiskOwner
 from tests.engines.test_lossy_disk import LossyDiskOwner
 from tests.engines.test_tier_dtype import LossyOwner
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.waiting import ended, eventually, is_set
 
 
 def _parts(tiers: LowerTiers) -> SimpleNamespace:
@@ -149,8 +150,8 @@ def on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ti
         owner, name = LossyDiskOwner(tmp_path, "int8"), "_int8"
     _served(owner)
     *_, tiers = _tiers_of(owner.cache)
-    assert eventually(lambda: owner.cache.tier_counts()[f"disk{name}"]["resident_blocks"] >= 20)
-    assert eventually(lambda: not tiers.disk.num_running)  # type: ignore[union-attr]
+    eventually(lambda: owner.cache.tier_counts()[f"disk{name}"]["resident_blocks"] >= 20)
+    eventually(lambda: not tiers.disk.num_running)  # type: ignore[union-attr]
     try:
         yield owner.cache, tiers, name
     finally:
@@ -183,7 +184,7 @@ def test_a_broken_law_is_named_without_a_disk(name: str) -> None:
     damage(_parts(owner.below))
     assert law in {each.law for each in audit.inspect(owner.cache).violations}
     with audit.Watch(owner.cache, budget=1) as watch:
-        assert eventually(lambda: watch.report is not None)
+        eventually(lambda: watch.report)
     with pytest.raises(IntegrityError, match=law):
         watch.check()
 
@@ -217,10 +218,10 @@ def test_an_audit_waits_for_no_disk_that_is_being_closed(
     monkeypatch.setattr(owner.disk, "close", lambda give_all: (begun.set(), go_on.wait(), close(give_all)))
     closing = threading.Thread(target=owner.cache.close)
     closing.start()
-    assert begun.wait(60)
+    is_set(begun, "the close")
     assert audit.check(owner.cache).ok
     go_on.set()
-    closing.join()
+    ended(closing)
 
 
 def test_an_audit_waits_for_no_disk_that_hangs(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_sound_tiers_under_load_break_no_law(kind: str, tmp_path: Path) -> None:
     while any(each.is_alive() for each in lives):
         reports.append(audit.inspect(owner.cache))
     for each in lives:
-        each.join()
+        ended(each)
     reports.append(audit.inspect(owner.cache))
     owner.cache.close()
     assert [str(report) for report in reports if not report.ok] == []
