@@ -6,6 +6,7 @@ older version or another prompt shows, whatever path it took.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from itertools import chain
@@ -32,13 +33,14 @@ from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import LIMIT_S, eventually, is_set
 
+LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 100, 2)
 SECRET = b"a secret of the fleet"
 SLOTS = 510
 """Of the disk."""
 
 
 class DiskEngine(Engine):
-    """An engine over ``folder``. ``salts``: tenants come from them. The disk is waited for by a clock that stands still."""
+    """An engine over ``folder``, which is waited for by a clock that stands still. ``salts``: tenants come from them."""
 
     def __init__(
         self,
@@ -471,7 +473,7 @@ def test_what_leaves_for_a_disk_that_is_slow_twice_is_lost_and_counted(tmp_path:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(LIVES))
 def test_random_traffic_over_restarts_never_gets_wrong_kv(tmp_path: Path, seed: int, late: bool) -> None:
     dice = random.Random(seed)
     num_loaded = num_promoted = 0

@@ -6,6 +6,7 @@ block that comes from another request's past, another tenant or an older version
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections import deque
@@ -27,6 +28,7 @@ from radixkv.errors import ConfigError
 from radixkv.index.tokens import encode
 from radixkv.signing import KeySet
 
+LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 33, 6)
 SIZE = 4
 PLAIN = RequestFacts()
 KEYS = KeySet.derive([b"a secret of the fleet"])
@@ -610,7 +612,7 @@ def test_host_memory_is_a_number_of_blocks() -> None:
         SecondLevelSettings.read({"host_memory": "1KiB"}).num_slots(1 << 20)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(LIVES))
 def test_random_lives(seed: int) -> None:
     """Salts, preemptions, aborts, purges, resets, faults of loads and saves, a small pool: every load is right."""
     dice = random.Random(seed)

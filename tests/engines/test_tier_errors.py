@@ -161,7 +161,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_random_lives_with_errors_commit_only_their_own_kv() -> None:
-    loaded, errors = error_lives(25)
+    loaded, errors = error_lives(18)
     assert loaded > 500 and errors > 100
 
 
@@ -180,7 +180,7 @@ def test_random_lives_with_errors_over_a_disk(tmp_path: Path) -> None:
 def life_with_errors(owner: DiskOwner, seed: int) -> int:
     """Live a random life over a disk. Afterwards nothing is held. Returns the number of errors."""
     with pytest.MonkeyPatch.context() as within:
-        failing_sometimes(within, seed, 0.02)
+        failing_sometimes(within, seed, 0.04)
         life = SlowLife(owner, seed)
         life.check = lambda: None  # type: ignore[method-assign]
         life.run(250)
