@@ -209,7 +209,7 @@ def test_the_command_writes_text_json_and_a_report(tmp_path: Path) -> None:
     base += ["--scheduler", "cache-first", "--warm-up", "5m", "--measure", "10m"]
     done = CliRunner().invoke(commands, [*base, "--html", str(page)], catch_exceptions=False)
     assert done.exit_code == 0 and "cache-first  lru" in done.output
-    html = page.read_text()
+    html = page.read_text("utf-8")
     assert "Requests an hour" in html and "<td>cache-first</td>" in html and "default-src 'none'" in html
     done = CliRunner().invoke(commands, [*base, "--json"], catch_exceptions=False)
     rows = json.loads(done.output)["results"]
