@@ -40,7 +40,7 @@ SLOTS = 510
 
 
 class DiskEngine(Engine):
-    """An engine over ``folder``, which is waited for by a clock that stands still. ``salts``: tenants come from them."""
+    """An engine over ``folder``, which it waits for by a clock that stands still. ``salts``: tenants come from them."""
 
     def __init__(
         self,
