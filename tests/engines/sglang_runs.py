@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.hf import demo_model
 from radixkv.signing import KeySet
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_folder(folder: Path) -> Path:
     """Put a small model there whose tokens depend on the whole context, keys, and radixkv's entry points."""
+    from radixkv.engines.hf import demo_model
+
     model = demo_model(vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096)
     model.save_pretrained(folder / "model")
     KeySet.derive([b"the fleet's own secret"]).write(folder / "engine.keys")

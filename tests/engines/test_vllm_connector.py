@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.hf import demo_model
 from radixkv.signing import KeySet
 
 pytestmark = [pytest.mark.engines]
@@ -26,6 +25,8 @@ SCRIPT = Path(__file__).with_name("vllm_connected.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model whose tokens depend on the whole context."""
+    from radixkv.engines.hf import demo_model
+
     folder = tmp_path_factory.mktemp("connected")
     demo_model(vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096).save_pretrained(folder)
     return str(folder)

@@ -133,9 +133,11 @@ def test_what_vllm_fails_at_is_a_purge_or_its_own_fault(
         engine_of(served, answering(b"", answer, go_on=purged)).generate(ACME, [IDS], 2, stop=purging)
 
 
-def test_a_tenant_that_may_never_use_so_much_is_told_before_vllm_is_asked(served: Served) -> None:
+def test_a_tenant_that_may_never_use_so_much_is_told_before_vllm_is_asked(
+    served: Served, short_folder: Path
+) -> None:
     served.cache.add_tenant(Tenant("acme", max_blocks=3))
-    engine = engine_of(served, served.folder / "none")
+    engine = engine_of(served, short_folder / "none")
     for ask in (lambda: engine.generate(ACME, [IDS], 3), lambda: engine.prefill(ACME, list(range(12)))):
         with pytest.raises(QuotaExceeded) as found:
             ask()

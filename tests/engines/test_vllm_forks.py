@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.hf import demo_model
 from radixkv.signing import KeySet
 
 pytestmark = [pytest.mark.engines]
@@ -24,6 +23,8 @@ SCRIPT = Path(__file__).with_name("vllm_forks.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model, the fleet's keys, and radixkv's entry points as an installation would have them."""
+    from radixkv.engines.hf import demo_model
+
     folder = tmp_path_factory.mktemp("vllm")
     demo_model(vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096).save_pretrained(
         folder / "model"

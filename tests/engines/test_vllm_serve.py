@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 import radixkv
-from radixkv.engines.hf import demo_model
 from radixkv.tokenizer import load_tokenizer
 from tests.engines.test_vllm import ROOT
 from tests.service.running import KEYS, Process, client
@@ -27,6 +26,8 @@ PROMPT = [17 + at * 7 % 900 for at in range(400)]
 
 def write_model(folder: Path, *, num_layers: int = 2, hidden_size: int = 256) -> Path:
     """Write a small model with the tokenizer that ships with radixkv. Returns the folder."""
+    from radixkv.engines.hf import demo_model
+
     size = load_tokenizer().vocab_size
     model = demo_model(vocab_size=size, num_layers=num_layers, hidden_size=hidden_size, max_model_len=2048)
     model.save_pretrained(folder)

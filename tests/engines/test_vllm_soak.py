@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.hf import demo_model
 from radixkv.signing import KeySet
 
 SECONDS = float(os.environ.get("RADIXKV_SOAK_S", "15"))
@@ -30,6 +29,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.limit(wall_s=600 + 10 * SECONDS)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a small model whose tokens depend on the whole context, with keys beside it."""
+    from radixkv.engines.hf import demo_model
+
     folder = tmp_path_factory.mktemp("soaked")
     demo_model(vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096).save_pretrained(folder)
     KeySet.derive([b"the fleet's own secret"]).write(folder / "engine.keys")

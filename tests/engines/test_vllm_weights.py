@@ -15,7 +15,6 @@ from radixkv import audit
 from radixkv.config import Namespace
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_cache import ControlCache
-from radixkv.engines.hf import demo_model
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
@@ -131,6 +130,8 @@ def test_the_control_channel_reaches_what_the_new_weights_computed(tmp_path: Pat
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two models that differ in their weights alone."""
+    from radixkv.engines.hf import demo_model
+
     folders = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(2)]
     for seed, folder in enumerate(folders):
         model = demo_model(seed, vocab_size=2048, num_layers=2, hidden_size=256, max_model_len=4096)
