@@ -93,14 +93,13 @@ class DiskEngine(Engine):
             job.poll(0.01)
 
     def _jobs(self) -> list[Job]:
-        """What the disk does for promotions, stores, and tenants whose purges it learns."""
-        lanes, learning = self.disk.lanes, self.disk.debts._learning.values()
+        """What the disk does for promotions, stores, a reset, and tenants whose purges it learns."""
+        lanes, debts = self.disk.lanes, self.disk.debts
         promotions = chain.from_iterable(lane.promotions._promotions.values() for lane in lanes)
         stores = chain.from_iterable(lane.stores._stores for lane in lanes)
-        return [
-            *(job for each in chain(promotions, stores) for job in each.jobs),
-            *(each.job for each in learning),
-        ]
+        jobs = [job for each in chain(promotions, stores) for job in each.jobs]
+        resetting = [] if debts._resetting is None else [debts._resetting]
+        return [*jobs, *(each.job for each in debts._learning.values()), *resetting]
 
     def run(self, max_steps: int = 60_000) -> None:
         """Run until all is done, the stores too."""

@@ -229,7 +229,7 @@ def test_threads_get_their_own_kv() -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join()
+        ended(each)
     assert not errors
     owner.below.level.index.check()
     owner.check()

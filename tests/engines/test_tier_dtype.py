@@ -20,6 +20,7 @@ from radixkv.index.tokens import encode
 from radixkv.storage.device import BlockStorage, DeviceStorage
 from radixkv_kernels import Pool
 from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Owner, loading_of, sent_below
+from tests.waiting import ended
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 WITHIN = 2.0**-14
@@ -297,7 +298,7 @@ def test_changes_while_requests_run() -> None:
                 owner.cache.evict(64)
     finally:
         stop.set()
-        thread.join()
+        ended(thread)
     assert not wrong
     owner.cache.add_tenant(Tenant("a"))
     for seed in range(5):

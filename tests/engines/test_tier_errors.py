@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers
 from radixkv.engines.disk_promotions import DiskPromotions
 from radixkv.engines.disk_stores import DiskStores
@@ -22,8 +22,10 @@ from radixkv.engines.record_reader import RecordReader
 from radixkv.engines.second_level import SecondLevel
 from tests.engines.test_cache_tiers import NS, PROMPT, Life, Owner
 from tests.engines.test_loading_from_disk import DiskOwner, SlowLife
-from tests.tiers.support import patience as patience
+from tests.tiers.support import clock, patience
 from tests.waiting import eventually
+
+__all__ = ["clock", "patience"]  # fixtures
 
 CALLS: list[tuple[Any, str]] = [
     (HostBlocks, "load"),
@@ -103,10 +105,10 @@ def test_one_error_costs_one_operation(name: str, monkeypatch: pytest.MonkeyPatc
     checked(owner)
 
 
-def test_after_several_errors_the_tiers_rest_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_several_errors_the_tiers_rest_and_come_back(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = Owner()
-    now = [time.monotonic()]
-    monkeypatch.setattr(owner.below, "_clock", lambda: now[0])
     owner.evicted(PROMPT)
     out_of_memory(monkeypatch, "stage", MOST_ERRORS)
     for _ in range(MOST_ERRORS):
@@ -116,21 +118,19 @@ def test_after_several_errors_the_tiers_rest_and_come_back(monkeypatch: pytest.M
     assert owner.below.counts()["host"]["open"] == 0
     assert owner.ask(PROMPT) == (0, 41), "they rest"
     owner.evict()
-    now[0] += lower_tiers.REST_S
+    clock.advance(lower_tiers.REST_S)
     assert owner.below.counts()["host"]["open"] == 1
     assert owner.ask(PROMPT) == (40, 1)
     checked(owner)
 
 
-def test_rare_errors_are_no_reason_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_errors_are_no_reason_to_rest(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Owner()
-    now = [time.monotonic()]
-    monkeypatch.setattr(owner.below, "_clock", lambda: now[0])
     owner.evicted(PROMPT)
     out_of_memory(monkeypatch, "stage", 2 * MOST_ERRORS)
     for _ in range(2 * MOST_ERRORS):
         owner.evicted(PROMPT)
-        now[0] += lower_tiers.ERRORS_S / 3
+        clock.advance(lower_tiers.ERRORS_S / 3)
     assert owner.ask(PROMPT) == (40, 1)
 
 
