@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
+from radixkv.engines import Generation
 from radixkv.service.server import bind
 from tests.service.running import Process, Running, client, model_held, served, service_in_thread
 from tests.waiting import LIMIT_S, ended, eventually
@@ -97,14 +99,24 @@ class RunningCompletion(threading.Thread):
         return str(json.loads(self.lines[-1].removeprefix("data: "))["error"]["code"])
 
 
+def is_stopping(url: str) -> bool:
+    """Whether a service has begun to end, or has ended."""
+    with client(url, None) as anonymous:
+        try:
+            return anonymous.get("/readyz").status_code == 503
+        except httpx.TransportError:
+            return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_with_code_0(tmp_path: Path, number: signal.Signals) -> None:
     with served(tmp_path / "log", environment={"RADIXKV_DRAIN_S": "3600"}) as process:
         banner = process.output
         stream = RunningCompletion(process.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
-        for _ in range(2):
-            process.process.send_signal(number)
+        process.process.send_signal(number)
+        eventually(lambda: is_stopping(process.url), "it has noticed the first one")
+        process.process.send_signal(number)
         assert process.process.wait() == 0
         ended(stream)
     assert process.output == banner, "there is neither a traceback nor an error"
@@ -144,9 +156,14 @@ def test_a_service_that_drains_goes_on_with_its_requests_and_takes_no_more() -> 
 def test_requests_that_go_on_after_the_drain_time_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with service_in_thread(**{"drain-s": "0.1"}) as live:
 
-        def endless(ns: object, prompts: object, most: int, *, on_step: Any, **_: object) -> None:
-            while True:
+        def endless(
+            ns: object, prompts: object, most: int, *, on_step: Any, stop: Any, **_: object
+        ) -> Generation:
+            row: list[int] = []
+            while not stop():
+                row.append(9)
                 on_step([[9]])
+            return Generation([row], [2], [0], ["stop"], 0.0, 0.0)
 
         monkeypatch.setattr(live.service.engine, "generate", endless)
         stream = RunningCompletion(live.url, "demo-acme", stream=True)
