@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -154,20 +155,19 @@ def held_reads(folder: Path) -> Iterator[tuple[DiskOwner, Reads]]:
 
 
 @cache
-def _filled(made: Path) -> Path:
-    with on_disk(made / "disk") as owner:
+def _filled(base: Path) -> Path:
+    made = Path(mkdtemp(dir=base)) / "disk"
+    with on_disk(made) as owner:
         for namespace in (NS, OTHER):
             assert owner.ask(PROMPT, namespace) == (0, 41)
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 20)
-    return made / "disk"
+    return made
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the KV of the prompt, of two tenants. It is filled once, and copied for each test."""
-    shared = tmp_path_factory.getbasetemp() / "filled"
-    shared.mkdir(exist_ok=True)
-    return Path(shutil.copytree(_filled(shared), tmp_path / "disk"))
+    return Path(shutil.copytree(_filled(tmp_path_factory.getbasetemp()), tmp_path / "disk"))
 
 
 def arrived(loading: Loading, num: int) -> bool:

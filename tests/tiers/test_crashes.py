@@ -1,7 +1,7 @@
 """Crashes: SIGKILL at every step of the write path, and power failures that drop and reorder unsynced writes.
 
 After each, the folder opens again, no record is wrong, none that was sealed and synced is lost, and a purge holds.
-RADIXKV_KILLS and RADIXKV_CRASHES say how many are tried.
+RADIXKV_KILLS and RADIXKV_CRASHES say how many are tried. Many need ``--wall-limit-s`` and ``--cpu-limit-s``.
 """
 
 from __future__ import annotations
