@@ -13,6 +13,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, ReentrantCall, Sequence, Tenant, audit
 from radixkv.clock import ManualClock
+from tests.index.support import collect_leftovers
 from tests.waiting import ended, is_set
 
 NS = Namespace("a", "m")
@@ -204,7 +205,7 @@ def generator(held: Any) -> Iterator[None]:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Garbage is collected only where a test does it."""
-    gc.collect()
+    collect_leftovers()
     gc.disable()
     yield
     gc.enable()

@@ -34,7 +34,7 @@ from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
 from radixkv.index.engine_blocks import own_room
 from tests.index.stepper import ALL, NEVER, Interrupted, Place, Stepper, Survey
-from tests.index.support import Declining
+from tests.index.support import Declining, collect_leftovers
 from tests.index.test_changes import EXAMPLES, JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
 
@@ -990,7 +990,7 @@ def no_collector() -> Iterator[None]:
 
     An exception inside its callbacks (Hypothesis has one) or in a finaliser never reaches the test.
     """
-    gc.collect()
+    collect_leftovers()
     gc.disable()
     yield
     gc.enable()

@@ -5,22 +5,18 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import warnings
 
 import pytest
 
 from radixkv import LeaseError, Namespace, StaleGeneration, audit
-from tests.index.support import NS, make_cache
+from tests.index.support import NS, collect_leftovers, make_cache
 
 SECRET = 31_337
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> None:
-    """Collect what other tests left, as their warnings would count here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    collect_leftovers()
 
 
 def test_a_forgotten_sequence_warns_and_is_released() -> None:
