@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +195,17 @@ def test_a_connector_that_no_purge_would_reach_is_refused(
     monkeypatch.setenv("RADIXKV_VLLM_ARGS", arguments)
     with pytest.raises(ConfigError, match=r"RADIXKV_VLLM_ARGS=.*purges .* would not reach .* leave it out"):
         VllmProcess([], {}, KEYS)
+
+
+def test_a_folder_that_is_too_deep_for_a_socket_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError, match=r"^TMPDIR needs a shorter path: .* has \d+ bytes, .* 107 at most"):
+        VllmProcess([], {}, KEYS).start()
+    assert not list(deep.iterdir())
 
 
 def test_tiers_of_the_service_are_refused(tmp_path: Path) -> None:
