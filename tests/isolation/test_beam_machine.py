@@ -45,7 +45,7 @@ class Reached(properties.BeamMachine):
 @pytest.mark.slow
 def test_random_lives_with_beams_find_nothing() -> None:
     """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
-    reach_all(Reached, 8 * SEED + 3, with_storage=[True])
+    reach_all(Reached, (3,), with_storage=[True])
 
 
 @pytest.mark.slow
