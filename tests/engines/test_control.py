@@ -765,13 +765,14 @@ def test_drops_of_a_message_do_not_move_its_deadline(
     clock = ManualClock()
     monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(wire, "HANDSHAKE_S", 60.0)
-    with connected(control) as connection:
-        with suppress(BrokenPipeError, ConnectionResetError):
-            for byte in hello():
-                connection.sendall(bytes([byte]))
-                eventually(lambda: not num_unread(connection), "the byte is read")
-                clock.advance(1.0)
-        assert read_all(connection) == b"", "the whole handshake was read"
+    num_sent = 0
+    with connected(control) as connection, suppress(BrokenPipeError, ConnectionResetError):
+        for byte in hello():
+            connection.sendall(bytes([byte]))
+            num_sent += 1
+            eventually(lambda: not num_unread(connection), "the byte is read, or the connection closed")
+            clock.advance(1.0)
+    assert num_sent < 65, "the server goes on to read"
 
 
 def is_admitted(control: ControlServer) -> bool:
