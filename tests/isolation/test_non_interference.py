@@ -64,7 +64,9 @@ def test_two_runs_make_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CacheAdapter, name, _counted(name, getattr(CacheAdapter, name), seen))
     modes = ["burst", "strict"]
     wanted = CALLS | {"OutOfBlocks", "StaleGeneration"}
-    for seed in range(MOST_RUNS):  # until all of it has occurred, as some of it is rare
+    for seed in range(
+        6, 6 + MOST_RUNS
+    ):  # until all of it has occurred: some of it is rare, and not from seed 6
         report = properties.run(PrefixCache, 40, 50, seed=seed, machine=properties.TwoRuns, modes=modes)
         assert report.ok, report.failure
         if wanted <= seen.keys():
