@@ -26,7 +26,7 @@ from radixkv import (
     audit,
 )
 from radixkv.clock import ManualClock
-from tests.index.support import NS, compute, same
+from tests.index.support import NS, Declining, compute, same
 
 OTHER = Namespace("b", "m")
 
@@ -262,6 +262,18 @@ def test_an_announcement_protects_nothing() -> None:
     assert waits.resident_tokens == 16 and cache.evictable_blocks == 4
     compute(cache, range(100, 116), OTHER)
     assert waits.resident_tokens == 0 and waits.is_open
+
+
+def test_blocks_that_a_policy_declines_are_missing() -> None:
+    """The policy gives up every third leaf as soon as it is unused."""
+    cache = make(default_tenant=Tenant("any", policy=Declining))
+    prompts = [[first] * 8 for first in range(6)]
+    waiting = [cache.announce(NS, prompt) for prompt in prompts]
+    for prompt in prompts:
+        compute(cache, prompt)
+        assert resident(*waiting) == [cache.match(NS, each).num_tokens for each in prompts]
+    assert resident(*waiting).count(0) == 2
+    audit.check(cache)
 
 
 def test_dropping_it_keeps_the_claim_but_not_the_cache() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import (
@@ -142,6 +142,7 @@ families = st.fixed_dictionaries({"prompts": st.lists(_prompts(st.integers(0, 1)
 
 
 @pytest.mark.slow
+@settings(max_examples=150)
 @given(family=families, block_size=st.sampled_from([1, 2, 3, 4]), num_steps=st.integers(0, 9), data=st.data())
 def test_device_steps_equal_reorder_and_append(
     family: dict[str, Any], block_size: int, num_steps: int, data: st.DataObject
