@@ -5,9 +5,9 @@ its garbage. CPU time is what finds an endless loop; time only finds what waits 
 machine needs it. ``--cpu-limit-s`` and ``--wall-limit-s`` set other limits, and a test its own:
 ``@pytest.mark.limit(cpu_s=…, wall_s=…)``.
 
-1. At a limit a signal raises ``LimitReached`` in the main thread, and again every 30 s if that was swallowed. It is a
-   BaseException: neither the test's code nor Hypothesis takes it for a failing example. The stacks of all threads go
-   to stderr, and the next test runs.
+1. A signal looks every 5 s, and at a limit raises ``LimitReached`` in the main thread, again every 30 s if that was
+   swallowed. It is a BaseException: neither the test's code nor Hypothesis takes it for a failing example. The stacks of
+   all threads go to stderr, and the next test runs.
 2. A process that can't even be interrupted (a lock of C code, a compiled loop) prints its stacks and exits 120 s after
    the limit. pytest-xdist then names the test and starts another worker.
 3. When the last test is over, threads are waited for that would keep the process alive. One that doesn't end fails
@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Generator
 from concurrent.futures import thread as _pools
+from math import inf
 from types import FrameType
 from typing import TextIO
 
@@ -35,6 +36,7 @@ WALL_LIMIT_S = 900.0
 GRACE_S = 120.0
 """How long a process lives on that doesn't react to its limit, or doesn't end after its last test."""
 _AGAIN_S = 30.0
+_LOOK_S = 5.0
 
 
 class LimitReached(BaseException):
@@ -66,6 +68,7 @@ class Limits:
         self._test = "the start of the run"
         self._reached: str | None = None
         self._may_interrupt = False
+        self._cpu_until = self._until = inf
         self._exits_at: float | None = None
         self._started_by: dict[threading.Thread, str] = {}
         self._exit_unless_over_in(self._wall_s + self._grace_s)
@@ -84,15 +87,16 @@ class Limits:
         given = mark.kwargs if mark else {}
         cpu_s, wall_s = given.get("cpu_s", self._cpu_s), given.get("wall_s", self._wall_s)
         self._test, self._reached = item.nodeid, None
-        for number in (signal.SIGPROF, signal.SIGALRM):
-            signal.signal(number, self._interrupt)
+        self._cpu_until, self._until = time.process_time() + cpu_s, time.monotonic() + wall_s
+        signal.signal(signal.SIGALRM, self._look)
         self._exit_unless_over_in(wall_s + self._grace_s)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s, _AGAIN_S)
-        signal.setitimer(signal.ITIMER_REAL, wall_s, _AGAIN_S)
+        # A timer of CPU time would make `time.process_time` as coarse as the kernel's ticks.
+        interval_s = min(_LOOK_S, cpu_s, wall_s)
+        signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
         try:
             return (yield)
         finally:
-            self._stop_timers()
+            self._stop_looking()
             self._never_exit()  # a worker of pytest-xdist may wait for its next test
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -157,19 +161,25 @@ class Limits:
         gc.freeze()
         self._raise_if_reached()
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt the test if it has reached a limit."""
+        if time.process_time() >= self._cpu_until:
+            used = "CPU time"
+        elif time.monotonic() >= self._until:
+            used = "time"
+        else:
+            return
         if self._reached is None:
-            used = "CPU time" if number == signal.SIGPROF else "time"
             self._reached = f"{self._test} used up its {used}"
             print(f"\n{self._reached}. The stacks of all threads:", file=self._stderr, flush=True)
             faulthandler.dump_traceback(self._stderr)
             self._exit_unless_over_in(self._grace_s)
+        self._cpu_until, self._until = inf, time.monotonic() + _AGAIN_S  # fixtures can be torn down meanwhile
         if self._may_interrupt:  # otherwise pytest itself runs: the next phase raises
             raise LimitReached(self._reached)
 
-    def _stop_timers(self) -> None:
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
-            signal.setitimer(timer, 0.0)
+    def _stop_looking(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _raise_if_reached(self) -> None:
         """Fail a test that swallowed its interruption, as a finaliser does."""
@@ -182,7 +192,7 @@ class Limits:
         self._started_by = {each: self._started_by.get(each, self._test) for each in alive}
 
     def _wait_for_threads(self) -> None:
-        self._stop_timers()
+        self._stop_looking()
         self._exit_unless_over_in(2 * self._grace_s)
         until = time.monotonic() + self._grace_s
         for thread in self._started_by:
