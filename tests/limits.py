@@ -6,8 +6,8 @@ machine needs it. ``--cpu-limit-s`` and ``--wall-limit-s`` set other limits, and
 ``@pytest.mark.limit(cpu_s=…, wall_s=…)``.
 
 1. A signal looks every 5 s, and at a limit raises ``LimitReached`` in the main thread, again every 30 s if that was
-   swallowed. It is a BaseException: neither the test's code nor Hypothesis takes it for a failing example. The stacks of
-   all threads go to stderr, and the next test runs.
+   swallowed. It is a BaseException: neither the test's code nor Hypothesis takes it for a failing example. The stacks
+   of all threads go to stderr, and the next test runs.
 2. A process that can't even be interrupted (a lock of C code, a compiled loop) prints its stacks and exits 120 s after
    the limit. pytest-xdist then names the test and starts another worker.
 3. When the last test is over, threads are waited for that would keep the process alive. One that doesn't end fails
