@@ -80,7 +80,9 @@ quick: lint
 test: compile
 	@$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test test-release test-vary test-pure lives docs test-browser faults
+test-all: test test-release test-vary
+	@$(MAKE) test-pure INTERRUPT_ALL=1
+	@$(MAKE) lives docs test-browser faults
 
 test-release: compile
 	@$(VENV)/bin/python -m pytest $(SPREAD) -m release $(PYTEST)
@@ -108,7 +110,8 @@ test-pure: compile
 # Random lives of the whole cache, of two systems side by side, of store outages, and of snapshots during changes.
 lives: compile
 	@RADIXKV_EXAMPLES=$(LIVES) RADIXKV_SEED=$(LIVES_SEED) $(VENV)/bin/python -m pytest $(SPREAD) \
-	  --cpu-limit-s 36000 --wall-limit-s 72000 tests/isolation tests/index/test_snapshot.py $(PYTEST)
+	  --cpu-limit-s 36000 --wall-limit-s 72000 tests/isolation tests/index/test_snapshot.py \
+	  tests/index/test_changes.py tests/index/test_recovery.py $(PYTEST)
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py
