@@ -302,21 +302,26 @@ def test_a_job_survives_the_death_of_the_replica_that_manages_it(fleet: Fleet) -
 
 def test_a_job_for_one_replica_survives_the_death_of_that_replica(started: Fleet) -> None:
     """``b`` accepts the job for itself alone. ``c`` reads its record, and does the job when ``b`` dies."""
-    fleet = started
+    for number in range(10):
+        salt, parts = f"alone-{number}", dies_with_a_job(started, f"alone-{number}")
+        if len(parts) == 2:
+            break  # a busy machine may let it finish the job first
+    failed, done = sorted(parts, key=lambda each: str(each["state"]), reverse=True)
+    assert failed["replica"] == "b" and failed["error"] in ("left", "unreachable")
+    assert done["state"] == "done" and started.matched(done["replica"], salt=salt) == len(IDS)
+
+
+def dies_with_a_job(fleet: Fleet, salt: str) -> list[dict[str, Any]]:
+    """Let ``b`` die with a job that it has accepted for itself alone. Returns the parts of the job once it is done."""
     fleet.whole("bc")
-    fleet.warm("b", salt="alone", token_ids=IDS[:512])
-    eventually(lambda: hinted_best(fleet, "b", "alone") == "b")
+    fleet.warm("b", salt=salt, token_ids=IDS[:512])
+    eventually(lambda: hinted_best(fleet, "b", salt) == "b")
     with fleet.busy("b"):
-        job = fleet.warm("b", replicas=1, salt="alone", wait=False)["job"]
-        before = fleet.job("c", job)
-        assert names(before, "queued") == ["b"], before
+        job = fleet.warm("b", replicas=1, salt=salt, wait=False)["job"]
+        assert [each["replica"] for each in fleet.job("c", job)["replicas"]] == ["b"]
         fleet.kill("b")
     eventually(lambda: fleet.job("c", job)["state"] == "done", "another replica did it")
-    (failed, done) = sorted(
-        fleet.job("c", job)["replicas"], key=lambda each: str(each["state"]), reverse=True
-    )
-    assert failed["replica"] == "b" and failed["error"] in ("left", "unreachable")
-    assert done["state"] == "done" and fleet.matched(done["replica"], salt="alone") == len(IDS)
+    return list(fleet.job("c", job)["replicas"])
 
 
 def states(pin: dict[str, Any]) -> dict[str, str]:
