@@ -135,8 +135,11 @@ class Limits:
         self._exit_unless_over_in(self._grace_s)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self) -> None:
-        self._exit_unless_over_in(self._grace_s)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        if hasattr(config, "workerinput"):
+            self._never_exit()  # pytest-xdist ends its workers when the last one is ready
+        else:
+            self._exit_unless_over_in(self._grace_s)
 
     def _phase(self) -> Generator[None, object, object]:
         self._may_interrupt = True
