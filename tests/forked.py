@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,6 +139,8 @@ def _start_mother(name: str) -> None:
     if _mother is None or _mother.poll() is not None:
         command = [sys.executable, "-m", "tests.forked", name]
         _mother = subprocess.Popen(command, cwd=Path(__file__).parents[1], start_new_session=True)
+        # She may outlive this process, for others.
+        atexit.register(warnings.filterwarnings, "ignore", "subprocess .* is still running", ResourceWarning)
 
 
 _template: Template | None = None
