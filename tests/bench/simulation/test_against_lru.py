@@ -15,16 +15,16 @@ _BELOW = 0.003
 """As a share of all prompt tokens."""
 
 WORKLOADS = {
-    "a flood of scans": ["chat=1.5", "scan=4@3m-4.5m"],
+    "a flood of scans": ["chat=1.5", "scan=4@6m-9m"],
     "a loop larger than the cache": ["chat=1", "loop=1"],
-    "another mix all at once": ["chat=2@0m-3.5m", "agent=2@3.5m-7m"],
+    "another mix all at once": ["chat=2@0m-7m", "agent=2@7m-14m"],
     "jobs and documents": ["rag=1.5,batch=1"],
 }
 
 
 def workload(mix: list[str], seed: int) -> Trace:
-    """Seven minutes. Odd seeds have the labels that a service knows."""
-    parts = parse_mix(mix, 7 * _MINUTE_S, lambda text: _MINUTE_S * float(text.rstrip("m")))
+    """A quarter of an hour. Odd seeds have the labels that a service knows."""
+    parts = parse_mix(mix, 14 * _MINUTE_S, lambda text: _MINUTE_S * float(text.rstrip("m")))
     return build(
         (
             Request(
@@ -50,6 +50,7 @@ def rate(trace: Trace, policy: str, capacity: int) -> float:
     return float(hits.sum() / scorer.prompt_tokens.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mix, seed",
     [

@@ -70,9 +70,10 @@ def test_equals_exhaustive_search_with_leases(capacity: int) -> None:
         assert int(found.hit_blocks.sum()) == exhaustive(trace, capacity, bypass=False), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
 def test_equals_exhaustive_search_with_bypass(capacity: int) -> None:
-    for seed in range(50):
+    for seed in range(100):
         trace = small(seed, requests=10, lasting=False)
         found = optimum(trace, capacity, bypass=True)
         assert int(found.hit_blocks.sum()) == exhaustive(trace, capacity, bypass=True), seed
@@ -86,9 +87,10 @@ def bests(seed: int) -> tuple[Trace, dict[int, Outcome]]:
     return trace, {capacity: optimum(trace, capacity) for capacity in (2, 5, 9)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_no_policy_beats_it(policy: str) -> None:
-    for seed in range(3 if policy in FITTED else 15):
+    for seed in range(8 if policy in FITTED else 30):
         trace, by_capacity = bests(seed)
         for capacity, best in by_capacity.items():
             ours = replay(trace, policy, capacity)

@@ -66,9 +66,10 @@ def live(trace: Trace, policy: str, capacity: int, size: int = 2) -> list[int]:
     return hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_hits_as_a_live_cache(policy: str) -> None:
-    for seed in range(2 if policy in FITTED else 10):
+    for seed in range(5 if policy in FITTED else 20):
         trace = small(seed, requests=50)
         for capacity in (3, 6, 12):
             assert replay(trace, policy, capacity).hit_blocks.tolist() == live(trace, policy, capacity), seed
@@ -76,16 +77,17 @@ def test_the_same_hits_as_a_live_cache(policy: str) -> None:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    """Two minutes of requests of two tenants."""
-    parts = [Part("acme", "chat", 1.0, 0.0, 120.0), Part("globex", "rag", 1.0, 0.0, 120.0)]
+    """Five minutes of requests of two tenants."""
+    parts = [Part("acme", "chat", 1.0, 0.0, 300.0), Part("globex", "rag", 1.0, 0.0, 300.0)]
     path = tmp_path_factory.mktemp("generated") / "trace.jsonl"
     path.write_text("\n".join(line(call, 512, tokens_per_s=50) for call in generate(parts)))
     return read([path])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_hits_on_a_generated_workload(policy: str, generated: Trace) -> None:
-    assert replay(generated, policy, 400).hit_blocks.tolist() == live(generated, policy, 400)
+    assert replay(generated, policy, 700).hit_blocks.tolist() == live(generated, policy, 700)
 
 
 def test_lru_equals_an_ordered_dict() -> None:
