@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixkv.errors import ConfigError
+from radixkv.events.event_settings import too_long
 
 HOST = "127.0.0.1"
 SERVICE = "radixkv-bench"
-_START_S = 30.0
+_START_S = 180.0
 _PORTS = range(20_000, 30_000)
 """Below the kernel's range for client ports, so no client takes the port of a server that is down."""
 
@@ -37,7 +38,7 @@ class Group(NamedTuple):
 @contextmanager
 def single() -> Iterator[tuple[str, Process]]:
     """The URL of a server on a socket, and its process. Raises ConfigError."""
-    with tempfile.TemporaryDirectory() as folder, _processes() as start:
+    with tempfile.TemporaryDirectory(dir=_socket_folder()) as folder, _processes() as start:
         place = Path(folder, "redis.sock")
         server = start(folder, "--port", "0", "--unixsocket", str(place), "--save", "")
         _until(lambda: place.exists() or server.poll() is not None)
@@ -82,6 +83,12 @@ def sentinel(down_after_s: float) -> Iterator[Group]:
 def accepts_writes(port: int) -> bool:
     """Whether the server on a port is a master now."""
     return _said(port, "SET radixkv-bench 1").startswith("+OK")
+
+
+def _socket_folder() -> str:
+    """Return the folder of temporary files, or ``/tmp`` if the path of a socket there is too long for the kernel."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if too_long(Path(usual, "radixkv-folder", "redis.sock")) else usual
 
 
 def _binary() -> str:

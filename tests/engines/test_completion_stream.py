@@ -37,11 +37,13 @@ def choice(ids: Any, reason: Any = None, index: Any = 0) -> bytes:
 def answering(short_folder: Path) -> Iterator[Callable[..., Path]]:
     """Make a real server on a Unix socket, which answers a connection with these bytes.
 
-    ``go_on``: it waits for this event after each piece.
+    ``asked``: it sets this event when it has a request. ``go_on``: it waits for this one after each piece.
     """
     listeners: list[socket.socket] = []
 
-    def serve(*pieces: bytes, go_on: threading.Event | None = None) -> Path:
+    def serve(
+        *pieces: bytes, asked: threading.Event | None = None, go_on: threading.Event | None = None
+    ) -> Path:
         path = short_folder / f"{len(listeners)}.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
@@ -53,6 +55,8 @@ def answering(short_folder: Path) -> Iterator[Callable[..., Path]]:
                 connection, _ = listener.accept()
                 with connection:
                     connection.recv(65_536)
+                    if asked is not None:
+                        asked.set()
                     for each in pieces:
                         connection.sendall(each)
                         if go_on is not None:

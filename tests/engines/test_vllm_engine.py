@@ -123,15 +123,17 @@ def test_what_vllm_fails_at_is_a_purge_or_its_own_fault(
     with pytest.raises(ControlError, match=r"refuses a request: (500|404)"):
         engine_of(served, answering(answer)).generate(ACME, [IDS], 2)
 
-    purged = threading.Event()
+    asked, purged = threading.Event(), threading.Event()
 
     def purging() -> bool:
-        served.cache.purge("acme")
-        purged.set()
+        if asked.is_set():
+            served.cache.purge("acme")
+            purged.set()
         return False
 
+    engine = engine_of(served, answering(b"", answer, asked=asked, go_on=purged))
     with pytest.raises(StaleGeneration, match="purged before vLLM began"):
-        engine_of(served, answering(b"", answer, go_on=purged)).generate(ACME, [IDS], 2, stop=purging)
+        engine.generate(ACME, [IDS], 2, stop=purging)
 
 
 def test_a_tenant_that_may_never_use_so_much_is_told_before_vllm_is_asked(
