@@ -28,9 +28,8 @@ def run(*suites: str, **environment: str) -> None:
         capture_output=True,
         text=True,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    assert "skipped" not in output and "deselected" not in output, output
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout and "deselected" not in done.stdout, done.stdout
 
 
 @pytest.mark.slow
