@@ -165,6 +165,7 @@ class BatchRequest:
     - ``chooser``: chooses the tokens; None to compute the prompts only.
     - ``fanout``: output rows of each prompt. ``max_new_tokens``: of each row. ``eos_token_ids`` end a row.
     - ``can_wait``: whether the caller takes ``NoRoom`` as a reason to wait.
+    - ``as_of``: see ``PrefixCache.open``.
     - ``is_driven``: whether the caller chooses by itself, such as a beam search: it sets ``asked``, and gets logits.
     """
 
@@ -180,6 +181,7 @@ class BatchRequest:
         eos_token_ids: frozenset[int] = frozenset(),
         can_wait: bool = False,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
         is_driven: bool = False,
     ) -> None:
         self.is_driven = is_driven
@@ -187,7 +189,7 @@ class BatchRequest:
         """The tokens that a driven request computes in the next step; their places exist."""
         self.namespace, self.prompts, self.open_row = namespace, prompts, open_row
         self.chooser, self.fanout, self.max_new_tokens = chooser, fanout, max_new_tokens
-        self.eos_token_ids, self.can_wait, self.hints = eos_token_ids, can_wait, hints
+        self.eos_token_ids, self.can_wait, self.hints, self.as_of = eos_token_ids, can_wait, hints, as_of
         self.rows = [Row(prompt, []) for prompt in prompts]
         self.num_cached: list[int] = []
         """Tokens of each prompt that were found when it was opened first, with those from the tiers below."""

@@ -4,11 +4,15 @@ Tenants have the fleet's names here, and namespaces the clients' salts. The engi
 ``make_salt`` makes of them, and knows digests alone. So this side keeps the namespaces that it has named: at most
 MAX_NAMESPACES; the one that was used longest ago is cleared in the engine when there are more.
 
+A request that the engine hasn't begun publishes under its salt later. So a cleared namespace gets another salt: what
+such a request leaves is never matched.
+
 After a restart the engine has nothing: ``restore`` sets the tenants again. Generations go on, in the salts.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +38,7 @@ from radixkv.errors import (
     StaleGeneration,
 )
 from radixkv.index.bases import BaseInfo
+from radixkv.index.endings import Endings
 from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
@@ -81,23 +86,25 @@ class ControlCache:
         self._tenants: dict[str, Tenant] = {}
         self._generations: dict[str, int] = {}
         self._named: OrderedDict[Namespace, str] = OrderedDict()
+        self._endings = Endings()
         self._naming = threading.Lock()
 
-    def cache_salt(self, namespace: Namespace) -> str:
-        """Return the salt of a namespace's requests, and remember the namespace."""
+    def cache_salt(self, namespace: Namespace, as_of: int | None = None) -> str:
+        """Return the salt of a namespace's requests, and remember the namespace. ``as_of``: see ``PrefixCache.open``."""
         with self._naming:
-            salt = make_salt(
-                self._keys,
-                namespace.tenant,
-                self._generations.get(namespace.tenant, 0),
-                client_salt=namespace.salt,
-            )
+            if as_of is not None:
+                self._endings.require_current(namespace, as_of)
+            salt = self._named.get(namespace) or self._new_salt(namespace, namespace.salt)
             self._named[namespace] = salt
             self._named.move_to_end(namespace)
             oldest = self._named.popitem(last=False) if len(self._named) > MAX_NAMESPACES else None
         if oldest is not None:
             self._long("clear", {"model": self._model, "cache_salt": oldest[1]})
         return salt
+
+    def _new_salt(self, namespace: Namespace, client_salt: str) -> str:
+        generation = self._generations.get(namespace.tenant, 0)
+        return make_salt(self._keys, namespace.tenant, generation, client_salt=client_salt)
 
     def restore(self) -> None:
         """Set all tenants again, in an engine that has just started."""
@@ -136,8 +143,12 @@ class ControlCache:
             return 0
 
     def clear(self, namespace: Namespace, /) -> int:
-        """Forget a namespace."""
-        return _count(self._long("clear", self._where(namespace)), "blocks")
+        """Forget a namespace. Its requests have another salt from now on."""
+        where = self._where(namespace)
+        with self._naming:
+            self._endings.end_namespace(namespace)
+            self._named[namespace] = self._new_salt(namespace, secrets.token_hex(16))
+        return _count(self._long("clear", where), "blocks")
 
     def namespaces(self, tenant: str | None = None, /) -> list[Namespace]:
         """Return the namespaces that hold something."""
@@ -152,11 +163,29 @@ class ControlCache:
                 after = None if page.get("next") is None else _count(page, "next")
         return [each for each, salt in named if digest_of(self._there(salt)) in held]
 
+    # --- requests that have waited
+
+    @property
+    def num_endings(self) -> int:
+        """How often something was forgotten through this side."""
+        return self._endings.num
+
+    def require_current(self, namespace: Namespace, as_of: int, /) -> None:
+        """Raise StaleGeneration if a request that came at ``as_of`` may not begin."""
+        with self._naming:
+            self._endings.require_current(namespace, as_of)
+
+    def end_requests(self, tenant: str, /, *, salt: str | None = None, adapter: str | None = None) -> None:
+        """Refuse requests that came before and haven't begun."""
+        with self._naming:
+            self._endings.end(tenant, salt, adapter)
+
     # --- pins
 
-    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /) -> Pin:
+    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /, *, as_of: int | None = None) -> Pin:
         """Keep a resident prefix for some seconds."""
-        answer = self._short("pin", {**self._where(namespace), "ttl_s": ttl_s}, ids)
+        where = {"model": self._model, "cache_salt": self.cache_salt(namespace, as_of)}
+        answer = self._short("pin", {**where, "ttl_s": ttl_s}, ids)
         return _pin(answer, namespace)
 
     def unpin(self, pin: Pin, /) -> None:
@@ -194,16 +223,18 @@ class ControlCache:
         self._tenants[tenant.id] = tenant
 
     def remove_tenant(self, tenant: str, /) -> None:
-        """Forget a tenant and its settings."""
+        """Forget a tenant and its settings. Its older salts are refused, also if it is added again."""
+        self.purge(tenant)
         self._long("remove_tenant", {"tenant": tenant})
         self._tenants.pop(tenant, None)
-        self._forget(tenant)
 
     def purge(self, tenant: str, /) -> int:
         """Forget a tenant, and raise its generation: older salts are refused."""
         with self._naming:
+            self._endings.end(tenant, None, None)
             generation = self._generations[tenant] = self._generations.get(tenant, 0) + 1
-        self._forget(tenant)
+            for each in [each for each in self._named if each.tenant == tenant]:
+                del self._named[each]
         return _count(self._long("purge", {"tenant": tenant, "generation": generation}), "blocks")
 
     def generation(self, tenant: str, /) -> int:
@@ -261,11 +292,6 @@ class ControlCache:
 
     def _tenant_there(self, tenant: str) -> str:
         return self._reader.tenant_ids(tenant)[0]
-
-    def _forget(self, tenant: str) -> None:
-        with self._naming:
-            for each in [each for each in self._named if each.tenant == tenant]:
-                del self._named[each]
 
     def _set(self, tenant: Tenant) -> None:
         if tenant.policy is not None and not isinstance(tenant.policy, str):

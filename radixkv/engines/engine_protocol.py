@@ -31,10 +31,11 @@ from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
 from radixkv.tiers.durations import Durations
 
-Ability: TypeAlias = Literal["beams", "pins", "prefill", "publish", "samples"]
-"""What an engine may lack: beam search, pins, prefill without generation, bases, several samples of one prompt."""
+Ability: TypeAlias = Literal["as_of", "beams", "pins", "prefill", "publish", "samples"]
+"""What an engine may lack: the argument ``as_of``, beam search, pins, prefill without generation, bases, several samples
+of one prompt."""
 
-ABILITIES: Final[frozenset[Ability]] = frozenset(("beams", "pins", "prefill", "publish", "samples"))
+ABILITIES: Final[frozenset[Ability]] = frozenset(("as_of", "beams", "pins", "prefill", "publish", "samples"))
 """All abilities."""
 
 Preemption: TypeAlias = Literal["tenant", "pool", "unread"]
@@ -142,8 +143,22 @@ class EngineCache(Protocol):
     def touch(self, namespace: Namespace, ids: TokenIds, /) -> int:
         """Count a use of what is resident. Returns its tokens."""
 
-    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /) -> Pin:
-        """Keep a resident prefix for some seconds."""
+    @property
+    def num_endings(self) -> int:
+        """How often something was purged, cleared or removed. Must not wait.
+
+        A request notes it when its caller is known, and gives it as ``as_of``, so that it is refused if what it belongs to
+        was forgotten while it waited.
+        """
+
+    def require_current(self, namespace: Namespace, as_of: int, /) -> None:
+        """Raise StaleGeneration if a request that came at ``as_of`` may not begin in a namespace. Must not wait."""
+
+    def end_requests(self, tenant: str, /, *, salt: str | None = None, adapter: str | None = None) -> None:
+        """Refuse all requests of a tenant that came before, or those with this salt or adapter. Must not wait."""
+
+    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /, *, as_of: int | None = None) -> Pin:
+        """Keep a resident prefix for some seconds. Raises StaleGeneration, as ``require_current``."""
 
     def unpin(self, pin: Pin, /) -> None:
         """End a pin."""
@@ -239,8 +254,12 @@ class Engine(Protocol):
         stop: Callable[[], bool] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Generation:
         """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
+
+        ``as_of``: ``EngineCache.num_endings`` when the request came. Raises StaleGeneration, at the latest when it begins,
+        if what it belongs to was forgotten since.
 
         See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.
         """
@@ -253,8 +272,9 @@ class Engine(Protocol):
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
-        """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``."""
+        """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``. ``as_of``: see ``generate``."""
 
     def publish(
         self,
@@ -265,8 +285,9 @@ class Engine(Protocol):
         *,
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
-        """Compute a base, and make it readable. Needs ``publish``."""
+        """Compute a base, and make it readable. Needs ``publish``. ``as_of``: see ``generate``."""
 
     def health(self) -> list[str]:
         """Return the reasons to replace the process; empty if it is healthy. Repairs what it can first. O(1).

@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, SupportsIndex
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
@@ -164,9 +165,11 @@ class SteppedCache(PrefixCache):
         """See PrefixCache."""
         return int(self._between.change("touch", super().touch, namespace, ids))
 
-    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: Any) -> Pin:
+    def pin(
+        self, namespace: Namespace, ids: TokenIds, ttl_s: Any, *, as_of: SupportsIndex | None = None
+    ) -> Pin:
         """See PrefixCache."""
-        found: Pin = self._between.change("pin", super().pin, namespace, ids, ttl_s)
+        found: Pin = self._between.change("pin", partial(super().pin, as_of=as_of), namespace, ids, ttl_s)
         return found
 
     def unpin(self, pin: Any) -> None:

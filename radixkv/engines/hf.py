@@ -255,12 +255,13 @@ class HFEngine(StockLoop):
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
         """Compute the KV of all tokens of ``ids`` that aren't cached, and commit it chunk by chunk.
 
         - ``on_chunk(done, total)`` is called after each chunk with the tokens that are done.
         - ``on_no_room(error)`` is called if there are too few blocks; True tries again.
-        - ``hints``: see ``PrefixCache.open``.
+        - ``hints``, ``as_of``: see ``PrefixCache.open``.
 
         Raises TokenError and ArgumentError for ids that the model can't process, and CapacityError for too few blocks.
         Nothing stays open.
@@ -268,7 +269,11 @@ class HFEngine(StockLoop):
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         return self._compute_prompt(
-            ns, prompt, on_chunk, on_no_room, lambda: self.cache.open(self._now(ns), prompt.key, hints=hints)
+            ns,
+            prompt,
+            on_chunk,
+            on_no_room,
+            lambda: self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of),
         )
 
     def publish(
@@ -280,6 +285,7 @@ class HFEngine(StockLoop):
         *,
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
         """Compute the whole blocks of ``ids``, and publish them for other tenants: see ``PrefixCache.publish``.
 
@@ -297,7 +303,7 @@ class HFEngine(StockLoop):
             prompt,
             on_chunk,
             on_no_room,
-            lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers),
+            lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of),
         )
 
     def _compute_prompt(
@@ -355,6 +361,7 @@ class HFEngine(StockLoop):
         stop: Callable[[], bool] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
 
@@ -370,10 +377,11 @@ class HFEngine(StockLoop):
         - ``on_no_room``: called with the error when a step finds too few blocks. True tries the step again.
         - ``hints``: what eviction policies may use of these requests, the same for all: see ``PrefixCache.open``. With
           ``expected_gap_s``, a disk brings what it has of prompt and answer near before that time: ``TieredCache``.
+        - ``as_of``: see ``PrefixCache.open``. It also holds if the request gives its room up and starts again.
 
         Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
-        ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, also in the middle. In
-        any case nothing stays open, and what was committed stays matchable.
+        ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration after
+        a purge, also in the middle. In any case nothing stays open, and what was committed stays matchable.
         """
         started = self._clock()
         request = self._check_request(
@@ -392,6 +400,7 @@ class HFEngine(StockLoop):
             stop=stop,
             on_no_room=on_no_room,
             hints=hints,
+            as_of=as_of,
         )
         made = self._generated(request, started)
         self._bring_back(request, made)
@@ -409,6 +418,8 @@ class HFEngine(StockLoop):
         pause_s = None if request.hints is None else request.hints.pause_s
         if pause_s is not None and isinstance(self.cache, TieredCache):
             namespace, num_rows = self._now(request.namespace), len(made.token_ids) // len(request.prompts)
+            if request.as_of is not None:
+                self.cache.require_current(namespace, request.as_of)
             for prompt, answer in zip(request.prompts, made.token_ids[::num_rows], strict=True):
                 self.cache.prefetch(namespace, prompt.key + tokens.encode(answer), in_s=pause_s)
 
@@ -466,6 +477,7 @@ class HFEngine(StockLoop):
             max_new_tokens=request.max_new_tokens,
             can_wait=request.on_no_room is not None,
             hints=request.hints,
+            as_of=request.as_of,
             is_driven=True,
         )
         opened = self._with_opened_calls(request)
@@ -554,10 +566,12 @@ class HFEngine(StockLoop):
             eos_token_ids=request.eos_token_ids,
             can_wait=request.on_no_room is not None,
             hints=request.hints,
+            as_of=request.as_of,
         )
 
     def _open_row(self, request: BatchRequest, row: Row) -> Sequence:
-        return self.cache.open(self._now(request.namespace), row.cache_key, hints=request.hints)
+        namespace = self._now(request.namespace)
+        return self.cache.open(namespace, row.cache_key, hints=request.hints, as_of=request.as_of)
 
     def _run_commands(self) -> None:
         if self._control is not None:

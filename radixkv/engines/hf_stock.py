@@ -85,6 +85,7 @@ class Request:
     stop: Callable[[], bool] | None
     on_no_room: WaitForRoom | None
     hints: RequestHints | None
+    as_of: int | None
 
     @property
     def fanout(self) -> int:
@@ -189,7 +190,8 @@ class StockLoop:
         return pages
 
     def _open(self, request: Request, prompt: Prompt) -> Sequence:
-        return self.cache.open(self._now(request.namespace), prompt.key, hints=request.hints)
+        namespace = self._now(request.namespace)
+        return self.cache.open(namespace, prompt.key, hints=request.hints, as_of=request.as_of)
 
     def _now(self, ns: Namespace) -> Namespace:
         """Return a request's namespace with the present version: the weights may have changed while it waited."""

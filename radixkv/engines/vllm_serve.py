@@ -112,7 +112,7 @@ class VllmModel:
 class VllmEngine:
     """See ``Engine``."""
 
-    abilities: Collection[Ability] = frozenset(("pins", "prefill", "samples"))
+    abilities: Collection[Ability] = frozenset(("as_of", "pins", "prefill", "samples"))
     weights_version = 0
 
     def __init__(
@@ -145,6 +145,7 @@ class VllmEngine:
         stop: Callable[[], bool] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Generation:
         """Continue prompts: see ``Engine``. ``hints`` have no effect; vLLM itself waits for room.
 
@@ -167,7 +168,7 @@ class VllmEngine:
         self.cache.require_fit(ns.tenant, -(-(max(sizes) + max_new_tokens) // self.limits.block_size))
         found, is_stopped = self._resident(ns, keys, stop)
         streams: list[CompletionStream] = []
-        with self._explained(ns) as salt, ExitStack() as stack:
+        with self._explained(ns, as_of) as salt, ExitStack() as stack:
             for key in keys:
                 streams.append(self._stream(salt, key, max_new_tokens, n, sampling))
                 stack.callback(streams[-1].close)
@@ -198,13 +199,14 @@ class VllmEngine:
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
         """Compute a prompt, with one further token. ``on_chunk`` is called while it waits. Raises ControlError."""
         began_at, key = monotonic(), encode(ids)
         total = len(key) // TOKEN_BYTES
         self.cache.require_fit(ns.tenant, -(-(total + 1) // self.limits.block_size))
         with (
-            self._explained(ns) as salt,
+            self._explained(ns, as_of) as salt,
             closing(self._stream(salt, key, 1, 1, {"temperature": 0.0})) as stream,
         ):
             while not stream.is_over:
@@ -225,6 +227,7 @@ class VllmEngine:
         *,
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
+        as_of: int | None = None,
     ) -> Prefill:
         """Never called without the ability ``publish``."""
         raise ArgumentError("base_id", base_id, "no base: this engine has none")
@@ -254,9 +257,9 @@ class VllmEngine:
         return [each.result().num_tokens for each in asked], False
 
     @contextmanager
-    def _explained(self, ns: Namespace) -> Iterator[str]:
+    def _explained(self, ns: Namespace, as_of: int | None) -> Iterator[str]:
         """Yield the salt of a request. What vLLM refuses is raised as what it means."""
-        salt = self.cache.cache_salt(ns)
+        salt = self.cache.cache_salt(ns, as_of)
         try:
             yield salt
         except CompletionRefused as error:

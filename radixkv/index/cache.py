@@ -260,6 +260,7 @@ class PrefixCache(CacheState):
         on_pending: Removed = None,
         timeout_s: Removed = None,
         announcement: Announced = None,
+        as_of: SupportsIndex | None = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
@@ -273,6 +274,9 @@ class PrefixCache(CacheState):
 
         ``ahead``: True also shares whole blocks that a running step computes (``Sequence.computing``). They count in
         ``num_ahead_tokens``, not in ``num_cached_tokens``. It replaces ``on_pending`` and ``timeout_s``.
+
+        ``as_of``: ``num_endings`` when the request came, for a request that has waited since. Raises StaleGeneration if
+        its tenant was purged or removed, or its namespace cleared, after that.
 
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
         on the path + blocks evicted).
@@ -288,7 +292,8 @@ class PrefixCache(CacheState):
             raise ArgumentError("on_pending", on_pending, "ahead=True", problem=problem)
         if type(lookup) is not bool or type(ahead) is not bool:
             require_flags(lookup=lookup, ahead=ahead)
-        return open_handle(self, namespace, encode(ids), hints, None, lookup, ahead, announcement)
+        came = None if as_of is None else require_between("as_of", as_of, 0, None)
+        return open_handle(self, namespace, encode(ids), hints, None, lookup, ahead, announcement, None, came)
 
     def step_done(self, step: SupportsIndex) -> int:
         """Commit what step ``step`` computed (``Sequence.computing``), also for the sequences that lean on it.
@@ -446,11 +451,14 @@ class PrefixCache(CacheState):
 
     # --- pins
 
-    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: Any) -> Pin:
+    def pin(
+        self, namespace: Namespace, ids: TokenIds, ttl_s: Any, *, as_of: SupportsIndex | None = None
+    ) -> Pin:
         """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted. Pinning it again restarts the time.
 
         All whole blocks of ``ids`` must be resident. They count as in use, and once against the tenant's
-        ``pin_budget``. A tenant has at most ``Tenant.max_pins`` pins. A clear or a purge ends the pin.
+        ``pin_budget``. A tenant has at most ``Tenant.max_pins`` pins. A clear or a purge ends the pin. ``as_of``: see
+        ``open``.
 
         Raises TokenError, ArgumentError, NotResident, PinLimitExceeded, PinBudgetExceeded. Raises OutOfBlocks if the
         blocks are borrowed and other tenants couldn't get their guarantees. After an error nothing has changed. O(nodes
@@ -460,7 +468,8 @@ class PrefixCache(CacheState):
         ttl_s, key = require_ttl(ttl_s), whole_blocks(encode(ids), self._block_size)
         if self._clock is monotonic:
             self._maintenance.start()
-        return take_pin(self, namespace, key, ttl_s)
+        came = None if as_of is None else require_between("as_of", as_of, 0, None)
+        return take_pin(self, namespace, key, ttl_s, came)
 
     def unpin(self, pin: Any) -> None:
         """End a pin before its time. Raises LeaseError for a pin that has ended."""
@@ -570,10 +579,44 @@ class PrefixCache(CacheState):
             state = self._tenants.get(tenant)
             return 0 if state is None else state.generation
 
+    # --- requests that have waited
+
+    @property
+    def num_endings(self) -> int:
+        """How often something was forgotten here: purges, clears and removals. O(1), no lock.
+
+        Note it when a request comes, and give it to ``open`` as ``as_of``, however long the request has waited by then.
+        """
+        return self._endings.num
+
+    def require_current(self, namespace: Namespace, as_of: SupportsIndex) -> None:
+        """Raise StaleGeneration if ``open`` would refuse a request that came at ``as_of``. O(1)."""
+        require_namespace(namespace)
+        came = require_between("as_of", as_of, 0, None)
+        if came != self._endings.num:
+            with self._lock:
+                self._endings.require_current(namespace, came)
+
+    def end_requests(self, tenant: TenantId, *, salt: str | None = None, adapter: str | None = None) -> None:
+        """Refuse all requests of a tenant that came before and haven't opened yet, or those with this salt or adapter.
+
+        ``purge``, ``remove_tenant`` and ``clear`` do the same for what they forget. Call it before clearing several
+        namespaces: a request may wait in one that holds nothing yet. O(1).
+        """
+        require_tenant_id(tenant)
+        with self._lock:
+            self._endings.end(tenant, salt, adapter)
+
     # --- bases
 
     def publish(
-        self, base_id: BaseId, namespace: Namespace, ids: TokenIds, readers: Iterable[str]
+        self,
+        base_id: BaseId,
+        namespace: Namespace,
+        ids: TokenIds,
+        readers: Iterable[str],
+        *,
+        as_of: SupportsIndex | None = None,
     ) -> Sequence:
         """Publish the whole blocks of ``ids`` for other tenants to read. Returns a sequence for the engine to compute.
 
@@ -588,7 +631,8 @@ class PrefixCache(CacheState):
         require_namespace(namespace)
         key = whole_blocks(encode(ids), self._block_size)
         base = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
-        return open_base(self, namespace, key, base)
+        came = None if as_of is None else require_between("as_of", as_of, 0, None)
+        return open_base(self, namespace, key, base, came)
 
     def unpublish(self, base_id: BaseId) -> None:
         """Withdraw a base: no tenant reads it from now on. A base that is still being computed won't be published.

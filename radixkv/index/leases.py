@@ -137,11 +137,15 @@ def take_lease(cache: CacheState, namespace: Namespace, key: bytes) -> Lease:
             raise
 
 
-def take_pin(cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float) -> Pin:
+def take_pin(
+    cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float, as_of: int | None
+) -> Pin:
     """See PrefixCache.pin. ``key`` has whole blocks."""
     lease: LeaseState | None = None
     with cache._lock:
         try:
+            if as_of is not None:
+                cache._endings.require_current(namespace, as_of)
             cache._pins.end_due(namespace.tenant)
             match = requests.find(cache, namespace, key)
             budget = cache._registry.pin_budget(namespace.tenant)

@@ -30,6 +30,7 @@ def open_handle(
     may_lean: bool = False,
     announcement: Announcement | None = None,
     user: SoleUser | None = None,
+    as_of: int | None = None,
 ) -> Sequence:
     """See PrefixCache.open, PrefixCache.publish and Session.open."""
     if cache._pool.is_engines:
@@ -37,9 +38,13 @@ def open_handle(
     if announcement is not None and hints is None:
         hints = cast("Hints", announcement.hints)
     if cache._below is None:
-        return _open_any(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
+        return _open_any(
+            cache, namespace, key, hints, publication, lookup, may_lean, announcement, user, as_of
+        )
     with cache._below.moving():
-        return _open_any(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
+        return _open_any(
+            cache, namespace, key, hints, publication, lookup, may_lean, announcement, user, as_of
+        )
 
 
 def _open_any(
@@ -52,10 +57,13 @@ def _open_any(
     may_lean: bool,
     announcement: Announcement | None,
     user: SoleUser | None,
+    as_of: int | None,
 ) -> Sequence:
     if requests.takes_slices(cache, len(key)):
-        return _open_long(cache, namespace, key, hints, publication, lookup, may_lean, announcement, user)
-    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement, user)
+        return _open_long(
+            cache, namespace, key, hints, publication, lookup, may_lean, announcement, user, as_of
+        )
+    return _open(cache, namespace, key, hints, None, publication, lookup, may_lean, announcement, user, as_of)
 
 
 def _open(
@@ -69,10 +77,13 @@ def _open(
     may_lean: bool,
     announcement: Announcement | None,
     user: SoleUser | None,
+    as_of: int | None,
 ) -> Sequence:
     sequence: SequenceState | None = None
     with cache._lock:
         try:
+            if as_of is not None:
+                cache._endings.require_current(namespace, as_of)
             if user is not None and not user.num_open:
                 user = None  # the session was closed meanwhile
             if may_lean and lookup:
@@ -104,6 +115,7 @@ def _open_long(
     may_lean: bool,
     announcement: Announcement | None,
     user: SoleUser | None,
+    as_of: int | None,
 ) -> Sequence:
     """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
 
@@ -126,7 +138,17 @@ def _open_long(
             requests.make_room(cache, needed, tenant)
             above = lease._node if lookup else None
             sequence = _open(
-                cache, namespace, key, hints, above, publication, lookup, may_lean, announcement, user
+                cache,
+                namespace,
+                key,
+                hints,
+                above,
+                publication,
+                lookup,
+                may_lean,
+                announcement,
+                user,
+                as_of,
             )
         return sequence
     except BaseException as error:
@@ -136,10 +158,12 @@ def _open_long(
         raise
 
 
-def open_base(cache: CacheState, namespace: Namespace, key: bytes, publication: Publication) -> Sequence:
+def open_base(
+    cache: CacheState, namespace: Namespace, key: bytes, publication: Publication, as_of: int | None
+) -> Sequence:
     """See PrefixCache.publish."""
     try:
-        return open_handle(cache, namespace, key, None, publication, True)
+        return open_handle(cache, namespace, key, None, publication, True, as_of=as_of)
     except FlushRequired:
         raise
     except OutOfBlocks:

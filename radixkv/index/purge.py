@@ -42,6 +42,7 @@ def clear(cache: CacheState, namespace: Namespace) -> int:
     """See PrefixCache.clear."""
 
     def begin() -> Forgotten:
+        cache._endings.end_namespace(namespace)
         state = cache._tenants.get(namespace.tenant)
         if state is None:
             return [], 0
@@ -59,6 +60,7 @@ def purge(cache: CacheState, tenant: str) -> int:
     """See PrefixCache.purge."""
 
     def begin() -> Forgotten:
+        cache._endings.end(tenant, None, None)
         state = cache._tenants.get(tenant)
         if state is None:
             return [], 0

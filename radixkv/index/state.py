@@ -21,6 +21,7 @@ from radixkv.index.bases import BaseInfo, Bases
 from radixkv.index.blocks import BlockPool
 from radixkv.index.cachelock import CacheLock
 from radixkv.index.changes import Journal, Recorder
+from radixkv.index.endings import Endings
 from radixkv.index.eviction import Evictor
 from radixkv.index.holders import LeaseState, Lending, SequenceState
 from radixkv.index.locking import Held, SourceLock
@@ -106,6 +107,7 @@ class CacheState:
         self._recorder = Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
         self._claims = Claims(clock)
+        self._endings = Endings()
         self._maintenance = Maintenance(self._lock, self._tenants, self._pins, self._claims)
         self._registry = Registry(
             config,

@@ -111,6 +111,7 @@ class Keyring:
     ) -> None:
         self.keys, self.settings = tuple(keys), dict(settings)
         _refuse_shared_keys(self.keys, place)
+        self.key_ids = frozenset(key.id for key in self.keys)
 
     @classmethod
     def demo(cls) -> Keyring:

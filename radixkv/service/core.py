@@ -31,8 +31,9 @@ from radixkv.service.fleet.warm_jobs import WarmJobs
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.metering import OPERATOR, Level, Meter, usage_levels
+from radixkv.service.metering import OPERATOR, Level, Meter, Payer, usage_levels
 from radixkv.service.metrics import Metrics
+from radixkv.service.owner import Owner
 from radixkv.service.problems import generation_unconfirmed, not_supported
 from radixkv.service.promises import Promises
 from radixkv.service.prompts import PromptRules
@@ -124,7 +125,6 @@ class Service:
             self.threads,
             tenant_sync,
             self.gate,
-            self.warmer,
             self.warm_jobs.table,
             self.fleet_pins,
             clock,
@@ -140,6 +140,20 @@ class Service:
     def keyring(self) -> Keyring:
         """The keyring in force now."""
         return self.keys.ring
+
+    @property
+    def num_endings(self) -> int:
+        """How often something was purged, cleared or removed here."""
+        return self.cache.num_endings
+
+    def owner(self, tenant: str | None, key_id: str, as_of: int) -> Owner:
+        """Return who a request belongs to that came at ``as_of``; a tenant of None is the operator.
+
+        A key that isn't known here, such as that of another replica's request, can't be revoked here.
+        """
+        payer = Payer(OPERATOR, key_id) if tenant is None else self.meter.payer(tenant, key_id)
+        is_known = key_id in self.keyring.key_ids
+        return Owner(payer, as_of, self.engine, (lambda: self.keyring.key_ids) if is_known else None)
 
     def set_limits(self, limits: Limits) -> None:
         """Replace the bounds on requests; those of jobs stay. Requests in progress and queues are not cut."""

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.metrics import RequestMetrics
+    from radixkv.service.owner import Owner
     from radixkv.service.prompts import PromptRules
     from radixkv.service.reading import Reading
     from radixkv.service.reload_counts import ReloadCounts
@@ -111,6 +112,13 @@ class Host(Protocol):
         """Verifies requests of other replicas; None if there are no endpoints for them."""
 
     @property
+    def num_endings(self) -> int:
+        """How often something was purged, cleared or removed here."""
+
+    def owner(self, tenant: str | None, key_id: str, as_of: int) -> Owner | None:
+        """Return who a request belongs to that came at ``as_of``; a tenant of None is the operator."""
+
+    @property
     def reloads(self) -> ReloadCounts:
         """Counts of reloads of the configuration."""
 
@@ -158,9 +166,11 @@ class Call(Generic[H_co]):
     request: Request
     endpoint: Endpoint[H_co]
     started_at: float
+    as_of: int = 0
+    """``Host.num_endings`` when it came, before its key was checked."""
     principal: Principal | None = None
-    key_id: str = ""
-    """Id of the key that the caller presented."""
+    caller: Owner | None = None
+    """Who it belongs to, once its key was checked; None in a router."""
     signed: SignedHead | None = None
     body: bytes = b""
     receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -173,6 +183,12 @@ class Call(Generic[H_co]):
         """The calling tenant; only in endpoints for tenants."""
         assert self.principal is not None and self.principal.tenant is not None
         return self.principal.tenant
+
+    @property
+    def owner(self) -> Owner:
+        """Who it belongs to; only in a replica's endpoints for tenants and the operator."""
+        assert self.caller is not None
+        return self.caller
 
     @property
     def signed_tenant(self) -> str:
@@ -270,7 +286,7 @@ class Endpoint(Generic[H_contra]):
 
 async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     """Answer one request; every error becomes an answer, except a bug in radixkv."""
-    call = Call(host, request, endpoint, host.clock())
+    call = Call(host, request, endpoint, host.clock(), host.num_endings)
     response: Response | None = None
     try:
         with host.drain.under_way():
@@ -296,14 +312,18 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
 async def _answer(call: Call[Host]) -> Response:
     if call.endpoint.who in ("tenant", "operator", "either"):
         key = _authenticated(call)
-        call.principal, call.key_id = key.principal, key.id
+        call.principal = key.principal
+        call.caller = call.host.owner(key.principal.tenant, key.id, call.as_of)
     if call.endpoint.who == "replica":
         return await _answer_replica(call)
     with _admitted(call) as max_body_bytes:
         async with call.receiving:
             if call.endpoint.body is not None:
                 call.body = await _received(call, call.endpoint.body, max_body_bytes)
-            return await _in_time(call)
+            response = await _in_time(call)
+    if call.caller is not None and call.principal is not None and call.principal.tenant is not None:
+        call.caller.require_key()
+    return response
 
 
 async def _answer_replica(call: Call[Host]) -> Response:

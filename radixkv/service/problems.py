@@ -237,6 +237,17 @@ def cleared() -> ApiError:
     return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
 
 
+def revoked() -> ApiError:
+    """401: the request's key was revoked while it waited or ran."""
+    return ApiError(
+        401,
+        "unauthorized",
+        "the key of this request was revoked before the answer ended; send it again with a valid key",
+        field="authorization",
+        headers={"WWW-Authenticate": 'Bearer realm="radixkv"'},
+    )
+
+
 def stalled() -> ApiError:
     """503: the answer wasn't read, and other requests needed its place."""
     message = "the client didn't read this stream, and other requests needed its place; try again"

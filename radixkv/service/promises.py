@@ -84,7 +84,13 @@ class Promises:
         self._engine, self._clock = engine, clock
         self._tenants: dict[str, _Tenant] = {}
 
-    def keep(self, namespace: Namespace, prompt_key: bytes, asked: Iterable[Promise]) -> Kept:
+    def keep(
+        self,
+        namespace: Namespace,
+        prompt_key: bytes,
+        asked: Iterable[Promise],
+        as_of: int | None = None,
+    ) -> Kept:
         """Promise what the budget allows. The prefixes must be resident. Raises nothing for a refusal.
 
         Each TTL is a holder of its own, so that a short one never ends a long one.
@@ -101,24 +107,30 @@ class Promises:
                 continue
             try:
                 prefix = prompt_key[: each.num_tokens * TOKEN_BYTES]
-                self.hold(f"promise-{each.ttl_s}", namespace, prefix, each.ttl_s)
+                self.hold(f"promise-{each.ttl_s}", namespace, prefix, each.ttl_s, as_of)
             except (CapacityError, LeaseError, ControlError) as error:
                 refusal = refusal or of_library(error).type
             else:
                 granted.append(each)
         return Kept(tuple(granted), refusal)
 
-    def hold(self, holder: str, namespace: Namespace, prompt_key: bytes, ttl_s: float) -> Pin:
-        """Pin a resident prefix for a holder, or renew the holder's time. Raises as ``EngineCache.pin``."""
+    def hold(
+        self, holder: str, namespace: Namespace, prompt_key: bytes, ttl_s: float, as_of: int | None = None
+    ) -> Pin:
+        """Pin a resident prefix for a holder, or renew the holder's time. Raises as ``EngineCache.pin``.
+
+        ``as_of``: of the request: see ``Owner``.
+        """
         place, cache = _place(namespace, prompt_key), self._engine.cache
         tenant = self._tenant(namespace)
         with tenant.lock:
             now = self._clock()
             share = tenant.shares.get(place)
             others = {} if share is None else _standing(share.ends, holder, now)
-            pin = cache.pin(namespace, prompt_key, max(now + ttl_s, *others.values(), 0.0) - now)
+            until = max(now + ttl_s, *others.values(), 0.0)
+            pin = cache.pin(namespace, prompt_key, until - now, as_of=as_of)
             if share is not None and others and pin.id != share.pin_id:
-                others, pin = {}, cache.pin(namespace, prompt_key, ttl_s)
+                others, pin = {}, cache.pin(namespace, prompt_key, ttl_s, as_of=as_of)
             tenant.shares[place] = _Share(pin.id, {**others, holder: now + ttl_s})
             tenant.sweep(now)
             return pin

@@ -91,10 +91,10 @@ class TenantSync:
         gone = [Tenant(name) for name in self._told if name not in wanted]
         self._tell([*gone, *(each for each in wanted.values() if self._told.get(each.id) != each)])
         for each in gone:
-            self._strike(each.id)
-            self._cache.remove_tenant(each.id)
             self._removals[each.id] = self.num_removals(each.id) + 1
             self._unpurged.add(each.id)
+            self._strike(each.id)
+            self._cache.remove_tenant(each.id)
         self._told, self._settings = wanted, dict(ring.settings)
         self._coordinator.purges.meet(wanted)
 

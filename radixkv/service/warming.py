@@ -15,9 +15,9 @@ before, the last one pays for what was computed until then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -27,7 +27,8 @@ from radixkv.config import Namespace
 from radixkv.errors import LeaseError
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.service.metering import Meter, Payer
+from radixkv.service.metering import Meter
+from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
 from radixkv.service.usage import Promise, RequestUsage, usage_of
 from radixkv.service.worker import Cancelled, ModelWorker, Work, finished
@@ -35,6 +36,7 @@ from radixkv.service.worker import Cancelled, ModelWorker, Work, finished
 if TYPE_CHECKING:
     from radixkv.engines import Engine
     from radixkv.engines.engine_protocol import Loaded
+    from radixkv.service.owner import Owner
 
 
 class ClearedMeanwhile(LeaseError):
@@ -67,11 +69,12 @@ class Warming:
     """A prefix in progress. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``.
 
     - ``num_cached``: tokens that were resident when it began.
+    - ``first``: the owner of the request that began it.
     - ``shares``: of the requests that wait, in the order in which they came. ``last``: the last that left.
     """
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, owner: Owner) -> None:
+        self.num_tokens, self.first = num_tokens, owner
         self.num_ready = self.num_cached = 0
         self.shares: list[Share] = []
         self.last: Share | None = None
@@ -83,6 +86,20 @@ class Warming:
     def num_shares(self) -> int:
         """Number of requests that wait for it."""
         return len(self.shares)
+
+    def is_current(self, namespace: Namespace) -> bool:
+        """Whether a request that comes now may join it: nothing has ended it since it began."""
+        with suppress(LeaseError):
+            self.first.engine.cache.require_current(namespace, self.first.as_of)
+            return True
+        return False
+
+    def require_wanted(self) -> None:
+        """Raise ApiError 401 if the keys of all requests that wait for it were revoked. From any thread."""
+        for share in list(self.shares):
+            with suppress(ApiError):
+                return share.owner.require_key()
+        self.first.require_key()
 
     def pay(self) -> bool:
         """Return True to the first caller, which bills what was computed. From any thread."""
@@ -97,10 +114,10 @@ class Warming:
 
 
 class Share:
-    """What one request has of a warming. It is billed once, to ``payer``, as a request of ``kind``."""
+    """What one request has of a warming. It is billed once, to its owner, as a request of ``kind``."""
 
-    def __init__(self, warming: Warming, meter: Meter, payer: Payer, kind: WarmKind) -> None:
-        self.warming, self._meter, self._payer, self._kind = warming, meter, payer, kind
+    def __init__(self, warming: Warming, meter: Meter, owner: Owner, kind: WarmKind) -> None:
+        self.warming, self.owner, self._meter, self._kind = warming, owner, meter, kind
 
     async def result(self) -> Warmed:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
@@ -127,7 +144,7 @@ class Share:
 
     def bill(self, usage: RequestUsage) -> Written | None:
         """Bill the request. From any thread."""
-        return self._meter.bill(self._kind, self._payer, usage)
+        return self._meter.bill(self._kind, self.owner.payer, usage)
 
     def leave(self) -> None:
         """Stop waiting. What was computed is billed, if nobody else will."""
@@ -151,34 +168,37 @@ class Warmer:
 
     @property
     def num_under_way(self) -> int:
-        """Number of prefixes that wait or are computed."""
-        return len(self._under_way)
+        """Number of prefixes that wait or are computed, and that a request may join."""
+        return len(self.under_way())
 
     def under_way(self) -> list[Warming]:
-        """Return the prefixes that wait or are computed."""
-        return list(self._under_way.values())
+        """Return the prefixes that wait or are computed, and that a request may join."""
+        found = list(self._under_way.items())
+        return [warming for (namespace, _), warming in found if warming.is_current(namespace)]
 
     @contextmanager
     def join(
         self,
         namespace: Namespace,
         prompt_key: bytes,
-        key_id: str = "",
+        owner: Owner,
         kind: WarmKind = WARM,
         *,
         is_job: bool = False,
     ) -> Iterator[Share]:
         """Take a share in computing a prompt (whole blocks), until the ``with`` ends. Raises Busy or Closed.
 
-        The key of this id pays, for a warm or for a pin. ``is_job``: no client waits for it, so what the tenant's
+        The owner's key pays, for a warm or for a pin. ``is_job``: no client waits for it, so what the tenant's
         clients wait for goes first, for PATIENCE_S.
         """
         key = (namespace, prompt_key)
-        payer = self._meter.payer(namespace.tenant, key_id)
-        warming = self._under_way.get(key) or self._begin(namespace, prompt_key, is_job)
+        owner.require(namespace)
+        warming = self._under_way.get(key)
+        if warming is None or not warming.is_current(namespace):
+            warming = self._begin(namespace, prompt_key, owner, is_job)
         if warming.work is not None and not is_job:
             warming.work.hurry()
-        share = Share(warming, self._meter, payer, kind)
+        share = Share(warming, self._meter, owner, kind)
         warming.shares.append(share)
         if warming.num_shares == 1 and warming.work is not None:
             warming.work.future.add_done_callback(lambda future: _bill_abandoned(warming, future))
@@ -189,18 +209,8 @@ class Warmer:
             if not warming.shares:
                 self._end(key, warming)
 
-    def forget(self, namespaces: Collection[Namespace]) -> None:
-        """Forget cleared namespaces: no request can join their prefixes in progress from now on."""
-        for key in [key for key in self._under_way if key[0] in namespaces]:
-            del self._under_way[key]
-
-    def forget_tenant(self, tenant: str) -> None:
-        """Forget all namespaces of a purged tenant in the same way."""
-        for key in [key for key in self._under_way if key[0].tenant == tenant]:
-            del self._under_way[key]
-
-    def _begin(self, namespace: Namespace, prompt_key: bytes, is_job: bool) -> Warming:
-        warming = Warming(len(prompt_key) // TOKEN_BYTES)
+    def _begin(self, namespace: Namespace, prompt_key: bytes, owner: Owner, is_job: bool) -> Warming:
+        warming = Warming(len(prompt_key) // TOKEN_BYTES, owner)
         if prompt_key:
             warming.work = self._worker.submit(
                 namespace.tenant,
@@ -227,17 +237,25 @@ class Warmer:
             warming.num_ready, work.num_prefill_tokens = num_ready, num_tokens - num_ready
             work.turn()
             work.check()
+            warming.require_wanted()
 
         if namespace.weights != self._engine.weights_version:
             raise ClearedMeanwhile
+        warming.require_wanted()
         cache = self._engine.cache
+        cache.require_current(namespace, warming.first.as_of)
         match = cache.match(namespace, prompt_key)
         num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         loaded: Loaded | None = None
         if match.num_tokens < num_tokens:
             computed = self._engine.prefill(
-                namespace, prompt_key, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
+                namespace,
+                prompt_key,
+                on_chunk=on_chunk,
+                on_no_room=work.wait_for_room,
+                hints=_HINTS,
+                **warming.first.arguments,
             )
             num_cached, loaded = min(computed.num_cached_tokens, num_tokens), computed.loaded
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:

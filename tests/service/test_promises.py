@@ -229,7 +229,7 @@ def test_a_pin_that_takes_long_holds_up_no_other_tenant(
     world.compute(IDS, other)
     is_asked, may_answer = threading.Event(), threading.Event()
 
-    def late(namespace: Namespace, key: bytes, ttl_s: float) -> Any:
+    def late(namespace: Namespace, key: bytes, ttl_s: float, *, as_of: int | None) -> Any:
         if namespace == NS:
             is_asked.set()
             is_set(may_answer)

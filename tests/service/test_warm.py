@@ -336,7 +336,7 @@ def test_a_warm_without_free_blocks_is_503_and_changes_nothing(salt: str) -> Non
 def test_no_replica_replaces_three_that_died_or_continues_after_a_purge(live: Running) -> None:
     """A prompt that kills replicas must not travel through the fleet. The job's records say how each replica ended."""
     namespace = live.service.namespace("acme", "", None)
-    job = Job("0" * 32, namespace, encode(range(5, 21)), 0)
+    job = Job("0" * 32, live.service.owner("acme", "", 0), namespace, encode(range(5, 21)), 0)
 
     def spare(*parts: JobPart) -> int:
         record = WarmJob(job.id, b"", b"", 16, parts, Writer("one", 1, "nonce"), num_wanted=1)

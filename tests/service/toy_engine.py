@@ -39,7 +39,7 @@ class ToyModel:
 class ToyEngine:
     """See ``radixkv.engines.Engine``."""
 
-    abilities: Collection[Ability] = frozenset(("prefill",))
+    abilities: Collection[Ability] = frozenset(("as_of", "prefill"))
 
     def __init__(self, cache: PrefixCache, fingerprint: str, vocab_size: int) -> None:
         self.cache, self.fingerprint = cache, fingerprint
@@ -61,12 +61,13 @@ class ToyEngine:
         stop: Callable[[], bool] | None = None,
         hints: Any = None,
         eos_token_id: Any = None,
+        as_of: int | None = None,
         **others: Any,
     ) -> Generation:
         assert not {each for each, value in others.items() if value not in (None, False, 1)} - {"on_no_room"}
         rows: list[list[int]] = [[] for _ in ids]
         keys, began = [encode(each) for each in ids], monotonic()
-        cached = [self.prefill(ns, key, hints=hints).num_cached_tokens for key in keys]
+        cached = [self.prefill(ns, key, hints=hints, as_of=as_of).num_cached_tokens for key in keys]
         lasts = [int(decode(key)[-1]) for key in keys]
         while len(rows[0]) < max_new_tokens and not (stop is not None and stop()):
             new = [
@@ -89,8 +90,9 @@ class ToyEngine:
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: Any = None,
         hints: Any = None,
+        as_of: int | None = None,
     ) -> Prefill:
-        with self.cache.open(ns, ids, hints=hints) as sequence:
+        with self.cache.open(ns, ids, hints=hints, as_of=as_of) as sequence:
             cached, total = sequence.num_cached_tokens, sequence.num_tokens
             sequence.commit(total)
             if on_chunk is not None:

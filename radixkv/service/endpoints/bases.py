@@ -16,7 +16,6 @@ from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
-from radixkv.service.metering import OPERATOR, Payer
 from radixkv.service.problems import ApiError, invalid, not_found
 from radixkv.service.schemas.bases import (
     BaseReply,
@@ -51,11 +50,13 @@ async def publish(call: Call[Service]) -> Response:
 
     def compute(work: Work[Prefill]) -> Prefill:
         def on_chunk(done: int, total: int) -> None:
+            call.owner.require_key()
             work.num_prefill_tokens = total - done
             if done < total:
                 work.turn()
                 work.check()
 
+        call.owner.require_key()
         done = service.engine.publish(
             body.id,
             service.current(namespace),
@@ -63,9 +64,10 @@ async def publish(call: Call[Service]) -> Response:
             readers,
             on_chunk=on_chunk,
             on_no_room=work.wait_for_room,
+            **call.owner.arguments,
         )
         usage = RequestUsage(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
-        service.meter.bill("base", Payer(OPERATOR, call.key_id), usage)
+        service.meter.bill("base", call.owner.payer, usage)
         return done
 
     work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)

@@ -195,7 +195,8 @@ class Run:
             for _ in range(rows)
         ]
         self.began_at = call.started_at
-        self._payer = self.service.meter.payer(call.tenant, call.key_id)
+        self.owner = call.owner
+        self.namespace = self.service.namespace(call.tenant, body.salt, body.adapter)
         self._bill: Written | None = None
         self.served_in: Namespace | None = None  # set when its turn comes
 
@@ -207,7 +208,9 @@ class Run:
         finally:
             work.cancel()
         await self._settle(generation)
-        return self._told(await self._written(lambda: self._answer(generation)))
+        answer = await self._written(lambda: self._answer(generation))
+        self.owner.require(self.namespace)
+        return self._told(answer)
 
     def _told(self, response: Response) -> Response:
         """Add the header that says why a promise was refused."""
@@ -251,16 +254,20 @@ class Run:
 
     async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
         try:
-            for each in await self._first_events():
+            first = await self._first_events()
+            self.owner.require(self.namespace)
+            for each in first:
                 yield each
             while not work.future.done():
                 progress.taken()
                 work.resume()
                 if pieces := self._pieces():
+                    self.owner.require(self.namespace)
                     yield self._chunk(pieces)
                 await self._next(progress)
             generation = await finished(work)
             await self._settle(generation)
+            self.owner.require(self.namespace)
             for each in self._last_events(generation):
                 yield each
         except Exception as error:  # noqa: BLE001 too late for a status: the stream reports it
@@ -294,7 +301,7 @@ class Run:
         return [*events, b"data: [DONE]\n\n"]
 
     def _submit(self) -> Work[Generation]:
-        namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
+        namespace = self.namespace
         lacking = sum(each.num_tokens for each in self.prompts)
         if not self.service.engine.limits.cache_waits:
             lacking -= sum(self.service.cache.match(namespace, each.key).num_tokens for each in self.prompts)
@@ -329,11 +336,13 @@ class Run:
                 progress.made()
 
         def is_over() -> bool:
+            self.owner.require_key()
             if not all(text.stopped for text in self.texts):
                 work.turn(None if progress is None else progress.is_full)
                 return work.stopping
             return True
 
+        self.owner.require(namespace)
         self._look(namespace)
         generation = self.service.engine.generate(
             namespace,
@@ -344,12 +353,14 @@ class Run:
             on_no_room=work.wait_for_room,
             hints=self.hints,
             **self._sampling(),
+            **self.owner.arguments,
         )
+        self.owner.require(namespace)
         self._keep(namespace, is_last=True)
         try:
             self._complete(generation, work)
         finally:  # a cancelled request pays too
-            self._bill = self.service.meter.bill(COMPLETION, self._payer, self.request_usage(generation))
+            self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, self.request_usage(generation))
         if self.service.recorder is not None:
             self._record(self.service.recorder, namespace, generation)
         return generation
@@ -365,7 +376,7 @@ class Run:
         is_early = self.kept is not None and self.kept.refusal == "not_resident"
         if self.kept is None or (is_early and is_last):
             prompt = self.prompts[0]
-            self.kept = self.service.promises.keep(namespace, prompt.key, prompt.asked)
+            self.kept = self.service.promises.keep(namespace, prompt.key, prompt.asked, self.owner.as_of)
 
     def request_usage(self, generation: Generation) -> RequestUsage:
         """Return what the request read, wrote under promises, computed and generated."""

@@ -89,7 +89,7 @@ async def create_cached_content(call: Call[Service]) -> Response:
     about = {"displayName": body.displayName or "", "created": created}
     content = PinContent(secrets.token_hex(16), json.dumps(about), prompt.text)
     namespace = service.namespace(call.tenant, body.salt, None)
-    pin_id = await service.fleet_pins.start(namespace, key, ttl_s, "all", content, call.key_id)
+    pin_id = await service.fleet_pins.start(call.owner, namespace, key, ttl_s, "all", content)
     num_tokens = service.rules.whole_blocks(prompt.key, 0).num_tokens
     await _settled(call, pin_id)
     return reply(_described(service, pin_id, content, num_tokens, created, ttl_s))
@@ -155,7 +155,7 @@ async def update_cached_content(call: Call[Service]) -> Response:
     fact, mine = await _held(call, call.path_text("content"))
     assert mine.prompt_key is not None and mine.content is not None
     key, content = mine.prompt_key, mine.content
-    await call.host.fleet_pins.start(mine.namespace, key, ttl_s, "all", content, call.key_id)
+    await call.host.fleet_pins.start(call.owner, mine.namespace, key, ttl_s, "all", content)
     await _settled(call, fact.id)
     created = json.loads(mine.content.about)["created"]
     return reply(_described(call.host, fact.id, mine.content, fact.num_tokens, created, ttl_s))

@@ -76,7 +76,11 @@ async def computed_ahead(
     service = call.host
     service.require("prefill")
     namespace, keep = service.namespace(call.tenant, salt, adapter), service.promises.keep
-    with service.warmer.join(namespace, service.rules.whole_blocks(prompt.key, 0).key, call.key_id) as share:
+    with service.warmer.join(namespace, service.rules.whole_blocks(prompt.key, 0).key, call.owner) as share:
         await until_disconnect(call.request, share.result())
-        kept = await service.threads.ask_cache(call.tenant, keep, namespace, prompt.key, prompt.asked)
-        return await share.settled(kept.granted, num_tokens=prompt.num_tokens), kept
+        kept = await service.threads.ask_cache(
+            call.tenant, keep, namespace, prompt.key, prompt.asked, call.owner.as_of
+        )
+        usage = await share.settled(kept.granted, num_tokens=prompt.num_tokens)
+    call.owner.require(namespace)
+    return usage, kept

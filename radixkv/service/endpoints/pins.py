@@ -46,14 +46,16 @@ async def pin(call: Call[Service]) -> Response:
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
-        hold, payer = service.promises.hold, service.meter.payer(call.tenant, call.key_id)
-        found = await service.threads.ask_cache(call.tenant, hold, OWN_PIN, namespace, prompt.key, body.ttl_s)
-        bill = service.meter.bill("pin", payer, usage_of(found.num_tokens, found.num_tokens))
+        hold = service.promises.hold
+        found = await service.threads.ask_cache(
+            call.tenant, hold, OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of
+        )
+        bill = service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
         await service.meter.settled(bill)
         return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
-    pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas, key_id=call.key_id)
+    pin_id = await fleet_pins.start(call.owner, namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
         settled = await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
         return reply(_shown_fleet(block_size, *settled), 201)
@@ -66,10 +68,10 @@ async def pin(call: Call[Service]) -> Response:
 async def pin_for_replica(call: Call[Service]) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks no further replicas."""
     call.host.require("pins")
-    body, namespace, prompt_key = await ordered(call, PinOrder)
+    body, owner, namespace, prompt_key = await ordered(call, PinOrder)
     given = body.content
     content = None if given is None else PinContent(given.nonce, given.about, given.chat)
-    await call.host.fleet_pins.receive(namespace, prompt_key, body.pin, content, body.key_id)
+    await call.host.fleet_pins.receive(owner, namespace, prompt_key, body.pin, content)
     return Response(status_code=202)
 
 

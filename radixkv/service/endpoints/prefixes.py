@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from radixkv.engines import EngineCache
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.owner import Owner
 
 Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -63,11 +64,12 @@ async def warm(call: Call[Service]) -> Response:
     body, prompt = reading.body, reading.prompts[0]
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.wait and body.replicas == "self" and key is None:
-        with service.warmer.join(namespace, prompt.key, call.key_id) as share:
+        with service.warmer.join(namespace, prompt.key, call.owner) as share:
             warmed = await until_disconnect(call.request, share.result())
             await share.settled()
+        call.owner.require(namespace)
         return reply(_warm_reply(warmed, prompt.left_out, service.clock() - call.started_at))
-    order = Order(namespace, prompt.key, prompt.left_out, body.replicas, key, call.key_id)
+    order = Order(call.owner, namespace, prompt.key, prompt.left_out, body.replicas, key)
     job = await service.warm_jobs.start(order)
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
@@ -99,16 +101,18 @@ def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
 
 async def warm_for_replica(call: Call[Service]) -> Response:
     """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
-    body, namespace, prompt_key = await ordered(call, OrderRequest)
+    body, owner, namespace, prompt_key = await ordered(call, OrderRequest)
     try:
-        await call.host.warm_jobs.receive(namespace, prompt_key, body)
+        await call.host.warm_jobs.receive(owner, namespace, prompt_key, body)
     except StoreUnavailable:
         raise store_unavailable("the store of jobs can't be reached") from None
     return reply(JobAccepted(job=body.job), 202)
 
 
-async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Namespace, bytes]:
-    """Read another replica's signed order for a tenant: the body, and its prompt's namespace and key.
+async def ordered(
+    call: Call[Service], schema: type[Ordered]
+) -> tuple[Ordered, Owner, Namespace, bytes]:
+    """Read another replica's signed order for a tenant: the body, who it belongs to, its prompt's namespace and key.
 
     Raises ApiError.
     """
@@ -120,7 +124,7 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
     body, namespace = reading.body, service.namespace(tenant, reading.body.salt, reading.body.adapter)
     if body.weights != namespace.weights:
         raise other_weights()
-    return body, namespace, reading.prompts[0].key
+    return body, service.owner(tenant, body.key_id, call.as_of), namespace, reading.prompts[0].key
 
 
 async def purge_for_replica(call: Call[Service]) -> Response:
@@ -169,12 +173,12 @@ async def clear(call: Call[Service]) -> Response:
     def found() -> list[Namespace]:
         return [each for each in cache.namespaces(tenant) if _is_wanted(each, wanted)]
 
+    cache.end_requests(tenant, **wanted)
     known = await service.threads.ask_cache(tenant, found)
     on_disk = cache.forgotten_on_disk if isinstance(cache, Tiered) and cache.has_disk else None
     if wanted and not known and on_disk is None:
         raise not_found("namespace")
     cleared = set(known)
-    service.warmer.forget(cleared)
     service.fleet_pins.cleared(tenant, cleared)
     num_blocks = 0
     if on_disk is None:

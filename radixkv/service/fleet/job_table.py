@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixkv.clock import Clock
 from radixkv.config import Namespace
@@ -22,6 +22,9 @@ from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.problems import ApiError
 from radixkv.service.warming import Share, Warmed
 from radixkv.service.worker import Busy
+
+if TYPE_CHECKING:
+    from radixkv.service.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Job:
     """A warm in the background.
 
     - ``record``: the last record read from the store; None if the store never had it.
-    - ``key_id``: id of the key that asked for it, here or at another replica.
+    - ``owner``: who asked for it, here or at another replica.
     - ``era``: see ``JobTable``.
     - ``is_mine``: a client asked this process for it.
     - ``is_followed``: other replicas have parts in it, so this process reads its record.
@@ -47,11 +50,13 @@ class Job:
     - ``changed``: set when there is something to write to the store.
     """
 
-    def __init__(self, job_id: str, namespace: Namespace, prompt_key: bytes, num_left_out: int) -> None:
-        self.id, self.namespace, self.num_left_out = job_id, namespace, num_left_out
+    def __init__(
+        self, job_id: str, owner: Owner, namespace: Namespace, prompt_key: bytes, num_left_out: int
+    ) -> None:
+        self.id, self.owner, self.namespace, self.num_left_out = job_id, owner, namespace, num_left_out
         self.prompt_key: bytes | None = prompt_key
         self.num_tokens = len(prompt_key) // TOKEN_BYTES
-        self.request = self.key_id = ""
+        self.request = ""
         self.era: object = None
         self.is_mine = self.is_followed = False
         self.record: WarmJob | None = None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from radixkv.service.fleet.placement import Placement
     from radixkv.service.fleet.quotas import Quotas
     from radixkv.service.key_store import KeyStore
+    from radixkv.service.owner import Owner
     from radixkv.service.promises import Promises
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
@@ -84,9 +85,10 @@ class PinReplica:
     - ``prompt_key``: None if the pin isn't tried again.
     - ``pin``: it has the prefix ``pinned_key``.
     - ``renewed_at``: Unix time of its last request here.
-    - ``key_id``: of the key that asked for it last, here or at another replica. It pays for what is computed.
+    - ``owner``: who asked for it last, here or at another replica. It pays for what is computed.
     """
 
+    owner: Owner
     fact: FleetPin
     namespace: Namespace
     prompt_key: bytes | None
@@ -99,7 +101,6 @@ class PinReplica:
     error: str = ""
     failed_at: float = float("-inf")
     task: asyncio.Task[None] | None = None
-    key_id: str = ""
 
 
 class FleetPins:
@@ -141,22 +142,21 @@ class FleetPins:
 
     async def start(
         self,
+        owner: Owner,
         namespace: Namespace,
         prompt_key: bytes,
         ttl_s: float,
         where: str | int | list[str],
         content: PinContent | None = None,
-        key_id: str = "",
     ) -> str:
         """Pin on several replicas, or renew such a pin. A content makes it another pin than that of the prefix.
-
-        The key of this id pays for what is computed.
 
         Returns the pin's id. Raises ApiError, and the store's errors.
         """
         tenant, names = namespace.tenant, self._asked(namespace, prompt_key, where)
         self._tenant_sync.require_purged(tenant)
         fact = self._fact(namespace, prompt_key, where, content)
+        owner.require(namespace)
         try:
             most = self._max_pins(tenant)
             is_kept = await self._ask_store(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
@@ -167,7 +167,7 @@ class FleetPins:
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
         until = self._clock() + ttl_s
-        mine = PinReplica(fact, namespace, prompt_key, until, content=content, key_id=key_id)
+        mine = PinReplica(owner, fact, namespace, prompt_key, until, content=content)
         if self._name in names:
             self._keep(mine)
         peers = [peer for peer in self._coordinator.peers() if peer.id in names]
@@ -244,19 +244,19 @@ class FleetPins:
 
     async def receive(
         self,
+        owner: Owner,
         namespace: Namespace,
         prompt_key: bytes,
         pin_id: str,
         content: PinContent | None,
-        key_id: str = "",
     ) -> None:
-        """Take part in a pin that is in the store. The key of this id pays. Raises ApiError 404, 503."""
+        """Take part in a pin that is in the store. Raises ApiError 404, 503."""
         fact = {pin.id: pin for pin in await self._stated(namespace.tenant)}.get(pin_id)
         is_it = fact is not None and self._fact(namespace, prompt_key, "all", content).id == pin_id
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
             raise not_found("pin")
         until = self._clock() + fact.remaining_s
-        mine = self._keep(PinReplica(fact, namespace, prompt_key, until, content=content, key_id=key_id))
+        mine = self._keep(PinReplica(owner, fact, namespace, prompt_key, until, content=content))
         try:
             await self._state(mine)
         except CoordinationError:
@@ -299,6 +299,8 @@ class FleetPins:
     async def _compare(self) -> None:
         """Compare the pins of this replica with the facts in the store, and correct differences."""
         for tenant, kept in list(self._tenants.items()):
+            if tenant in self._tenant_sync.unpurged:
+                continue  # what a removed tenant has is dropped when the fleet has purged it
             for mine in [mine for mine in kept.values() if mine.until <= self._clock()]:
                 await self._drop(mine)
             try:
@@ -320,7 +322,7 @@ class FleetPins:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _update(self, mine: PinReplica, fact: FleetPin | None) -> None:
-        tenant, now = mine.namespace.tenant, self._clock()
+        tenant, now, as_of = mine.namespace.tenant, self._clock(), self._cache.num_endings
         if self._is_purged(mine):
             await self._drop(mine)
             await self._ask_store(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)
@@ -331,14 +333,15 @@ class FleetPins:
             await self._drop(mine)
         else:
             mine.fact = fact
-            await self._pin_again(mine, now)
+            await self._pin_again(mine, now, as_of)
             await self._state(mine)
             await self._tell_lacking(mine, fact)
 
-    async def _pin_again(self, mine: PinReplica, now: float) -> None:
+    async def _pin_again(self, mine: PinReplica, now: float, as_of: int) -> None:
         """Pin again if the pin was renewed, if it failed and may work now, or if the cache lost it without a purge.
 
-        The cache loses a pin without a purge if a store lost a generation: see ``coordination.purges``.
+        The cache loses a pin without a purge if a store lost a generation: see ``coordination.purges``. ``as_of``: when
+        the pin was known not to be purged.
         """
         is_gone = mine.state == "done" and not await self._holds(mine.namespace.tenant, mine.pin)
         if mine.task is not None or not self._is_current(mine):
@@ -347,6 +350,7 @@ class FleetPins:
         mine.until = now + mine.fact.remaining_s
         may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
         if mine.prompt_key is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
+            mine.owner = replace(mine.owner, as_of=as_of)
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
 
     # ---- this replica's part
@@ -358,7 +362,7 @@ class FleetPins:
         if known is not None:
             known.fact, known.prompt_key, known.until = mine.fact, mine.prompt_key, mine.until
             known.failed_at, known.renewed_at = float("-inf"), mine.renewed_at
-            known.key_id = mine.key_id or known.key_id
+            known.owner = mine.owner
             mine = known
         kept[mine.fact.id] = mine
         tenant, most = mine.namespace.tenant, self._limits.num_cache_tokens
@@ -379,7 +383,7 @@ class FleetPins:
                 await self._state(mine)
             await self._ask_cache(mine.namespace.tenant, self._require_budget, mine.namespace, prompt_key)
             asked = Promise(len(prompt_key) // TOKEN_BYTES, ceil(max(mine.until - self._clock(), 1.0)))
-            with self._warmer.join(mine.namespace, prompt_key, mine.key_id, kind="pin") as share:
+            with self._warmer.join(mine.namespace, prompt_key, mine.owner, kind="pin") as share:
                 await share.result()
                 left_s = mine.until - self._clock()
                 if self._is_current(mine) and left_s > 0:
@@ -399,7 +403,9 @@ class FleetPins:
     def _pin(self, mine: PinReplica, prompt_key: bytes, left_s: float) -> None:
         """Pin a prefix. In a thread, ``_drop`` may come meanwhile: then one of the two finds the other's work."""
         mine.pinned_key = prompt_key
-        mine.pin = self._promises.hold(mine.fact.id, mine.namespace, prompt_key, left_s)
+        mine.pin = self._promises.hold(
+            mine.fact.id, mine.namespace, prompt_key, left_s, mine.owner.as_of
+        )
         if not self._is_current(mine):
             self._unpin(mine, prompt_key, mine.pin)
 
@@ -483,7 +489,7 @@ class FleetPins:
             "salt": namespace.salt,
             "adapter": namespace.adapter,
             "weights": namespace.weights,
-            "key_id": mine.key_id,
+            "key_id": mine.owner.key_id,
         }
         if mine.content is not None:
             document["content"] = asdict(mine.content)

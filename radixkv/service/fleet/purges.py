@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from radixkv.service.limits import Gate
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
-    from radixkv.service.warming import Warmer
 
 _AGAIN_S = 5.0
 """Seconds until a failed purge of a removed tenant is tried again."""
@@ -44,7 +43,6 @@ class TenantPurges:
         threads: Threads,
         tenant_sync: TenantSync,
         gate: Gate,
-        warmer: Warmer,
         jobs: JobTable,
         fleet_pins: FleetPins,
         clock: Clock,
@@ -52,7 +50,7 @@ class TenantPurges:
         self._fleet, self._coordinator = fleet, fleet.coordinator
         self._cache, self._administer = cache, threads.administer
         self._tenant_sync, self._gate = tenant_sync, gate
-        self._warmer, self._jobs, self._fleet_pins = warmer, jobs, fleet_pins
+        self._jobs, self._fleet_pins = jobs, fleet_pins
         self._clock, self._again_at = clock, float("-inf")
         self._purged_at: dict[str, int] = {}
         """Removed tenants that the fleet has purged, and which removal that was: a disk here owes them."""
@@ -66,7 +64,6 @@ class TenantPurges:
         that could be notified.
         """
         num_blocks = await self._administer(partial(self._forget, tenant))
-        self._warmer.forget_tenant(tenant)
         self._jobs.forget(tenant)
         try:
             pins = await self._administer(partial(self._coordinator.fleet_pins, tenant))
@@ -126,7 +123,6 @@ class TenantPurges:
         ArgumentError for a wrong proof. Raises CoordinationError if the store can't be reached; the tenant is purged
         here nevertheless.
         """
-        self._warmer.forget_tenant(tenant)
         try:
             if raised.generation:
                 await self._administer(partial(self._coordinator.apply_purge, tenant, raised))
@@ -138,7 +134,6 @@ class TenantPurges:
             await self._purge_here(tenant)
             raise
         finally:
-            self._warmer.forget_tenant(tenant)
             self._jobs.sweep()
 
     async def _purge_here(self, tenant: str) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
-from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
+from radixkv.errors import ArgumentError, CoordinationError, LeaseError, StoreUnavailable
 from radixkv.index.tokens import decode
 from radixkv.service.error_types import docs_url
 from radixkv.service.fleet.job_table import Job, JobTable, Stated
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.fleet.placement import Placement
     from radixkv.service.limits import Limits
+    from radixkv.service.owner import Owner
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
     from radixkv.service.warming import Warmer
@@ -61,15 +62,14 @@ class Order:
     """A client's request for a warm.
 
     - ``key``: a repeated request with the same key is the same job, as long as the weights stay.
-    - ``key_id``: id of the bearer key.
     """
 
+    owner: Owner
     namespace: Namespace
     prompt_key: bytes
     num_left_out: int
     where: str | int | list[str]
     key: str | None = None
-    key_id: str = ""
 
 
 class WarmJobs:
@@ -140,6 +140,8 @@ class WarmJobs:
         """Wait for the end of a job, and return its result. Raises ApiError."""
         began_at, era = self._clock(), self._tenant_sync.era(tenant)
         while True:
+            if era != self._tenant_sync.era(tenant):
+                raise cleared()
             reply = await self.reply(tenant, job_id)
             if reply is None:
                 raise not_found("job") if era == self._tenant_sync.era(tenant) else cleared()
@@ -175,6 +177,7 @@ class WarmJobs:
             held = undo.enter_context(self._begin(job)) if self._name in names else None
             wanted = order.where if isinstance(order.where, int) else 0
             record = await self._saved(job, names, wanted)
+            await self._require_current(order, job)
             _require_same(record.request, digest)
             if record.owner != self._me:  # another request with the same key was faster
                 return job_id
@@ -189,6 +192,15 @@ class WarmJobs:
                 async with asyncio.timeout(_KNOWN_WITHIN_S):
                     await job.is_known.wait()
         return job_id
+
+    async def _require_current(self, order: Order, job: Job) -> None:
+        """Raise, and delete the job's record, if the order ended while it was written: it may look like a later one."""
+        try:
+            order.owner.require(order.namespace)
+        except (ApiError, LeaseError):
+            if self.table.get(order.owner.tenant, job.id) in (job, None):
+                await self._forget(job.id)
+            raise
 
     async def _saved(self, job: Job, names: list[str], wanted: int) -> WarmJob:
         try:
@@ -217,9 +229,9 @@ class WarmJobs:
         return job.id
 
     def _new(self, order: Order, job_id: str) -> Job:
-        job = Job(job_id, order.namespace, order.prompt_key, order.num_left_out)
-        job.key_id = order.key_id
+        job = Job(job_id, order.owner, order.namespace, order.prompt_key, order.num_left_out)
         job.request = self._digest(order)
+        order.owner.require(order.namespace)
         self.table.keep(order.namespace.tenant, job)
         return job
 
@@ -233,7 +245,9 @@ class WarmJobs:
 
     # ---- requests of other replicas
 
-    async def receive(self, namespace: Namespace, prompt_key: bytes, body: OrderRequest) -> None:
+    async def receive(
+        self, owner: Owner, namespace: Namespace, prompt_key: bytes, body: OrderRequest
+    ) -> None:
         """Take part in a job, or learn of it, at another replica's request.
 
         Raises ApiError 404, Busy, StoreUnavailable.
@@ -249,9 +263,9 @@ class WarmJobs:
         if known is not None and known.ended_at is None:
             known.changed.set()
             return
-        job = Job(body.job, namespace, prompt_key, body.left_out)
+        owner.require(namespace)
+        job = Job(body.job, owner, namespace, prompt_key, body.left_out)
         job.record, job.request, job.is_followed = record, record.request, True
-        job.key_id = body.key_id
         table.keep(tenant, job)
         table.run(job, self._watch(job))
 
@@ -275,7 +289,7 @@ class WarmJobs:
         assert job.prompt_key is not None
         held = ExitStack()
         job.share = held.enter_context(
-            self._warmer.join(job.namespace, job.prompt_key, job.key_id, is_job=True)
+            self._warmer.join(job.namespace, job.prompt_key, job.owner, is_job=True)
         )
         return held
 
@@ -283,7 +297,7 @@ class WarmJobs:
         """The same for a part that another replica gave to this one."""
         try:
             self._work(job, self._begin(job))
-        except (Busy, Closed) as error:
+        except (ApiError, LeaseError, Busy, Closed) as error:
             job.error = self._failures.answer(error)
             job.changed.set()
 
@@ -443,6 +457,10 @@ class WarmJobs:
             return "other_model"
         if job.prompt_key is None:
             return "left"
+        try:
+            job.owner.require(job.namespace)
+        except (ApiError, LeaseError) as error:
+            return self._failures.answer(error).type
         namespace = job.namespace
         document = {
             "job": job.id,
@@ -451,7 +469,7 @@ class WarmJobs:
             "adapter": namespace.adapter,
             "weights": namespace.weights,
             "left_out": job.num_left_out,
-            "key_id": job.key_id,
+            "key_id": job.owner.key_id,
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 

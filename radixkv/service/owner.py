@@ -1,0 +1,60 @@
+"""Who a request belongs to: one value, from the check of its key to the last byte of its answer.
+
+    key checked ──▶ Owner ──▶ queue ──▶ engine (``as_of``) ──▶ promises, bill, orders to other replicas ──▶ answer
+
+A purge, a clear, a removal or a revocation ends what came before it, wherever that waits. The engine's cache refuses to
+open a request that came before what it belongs to was forgotten. Everything else asks ``require``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from radixkv.service.problems import revoked
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.engines import Engine
+    from radixkv.service.metering import Payer
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The tenant and the key of a request, and the moment when it came.
+
+    - ``payer``: who pays, of all tenants that ever had this name.
+    - ``as_of``: ``EngineCache.num_endings`` when it came, before its key was checked.
+    - ``keys``: returns the ids of the keys in force; None if the request has no key that is known here.
+    """
+
+    payer: Payer
+    as_of: int
+    engine: Engine
+    keys: Callable[[], Collection[str]] | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Its tenant."""
+        return self.payer.tenant
+
+    @property
+    def key_id(self) -> str:
+        """The id of its key; empty without one."""
+        return self.payer.key
+
+    def require_key(self) -> None:
+        """Raise ApiError 401 if its key was revoked meanwhile."""
+        if self.keys is not None and self.payer.key not in self.keys():
+            raise revoked()
+
+    def require(self, namespace: Namespace) -> None:
+        """Raise ApiError 401 if its key was revoked, and StaleGeneration if the namespace was forgotten meanwhile."""
+        self.require_key()
+        self.engine.cache.require_current(namespace, self.as_of)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for a call of the engine. Without its ability "as_of", it may begin what is forgotten just now."""
+        return {"as_of": self.as_of} if "as_of" in self.engine.abilities else {}

@@ -1,0 +1,95 @@
+"""``as_of``: a request that waited is refused if what it belongs to was forgotten meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from radixkv import ArgumentError, CacheConfig, Namespace, PrefixCache, StaleGeneration, Tenant, audit
+from radixkv.index import endings
+
+ACME = Namespace("acme", "m", "lora", "s")
+OTHERS = [
+    Namespace("globex", "m", "lora", "s"),
+    Namespace("acme", "m", None, "t"),
+    Namespace("acme", "n", "adapter", ""),
+]
+IDS = range(40)
+
+
+@pytest.fixture
+def cache() -> Iterator[PrefixCache]:
+    made = PrefixCache(CacheConfig(64, 4))
+    for name in ("acme", "globex"):
+        made.add_tenant(Tenant(name))
+    yield made
+    audit.check(made)
+
+
+Ending = Callable[[PrefixCache], object]
+ENDINGS: list[Ending] = [
+    lambda cache: cache.purge("acme"),
+    lambda cache: cache.clear(ACME),
+    lambda cache: cache.remove_tenant("acme"),
+    lambda cache: cache.end_requests("acme"),
+    lambda cache: cache.end_requests("acme", salt="s"),
+    lambda cache: cache.end_requests("acme", adapter="lora"),
+    lambda cache: cache.end_requests("acme", salt="s", adapter="lora"),
+]
+WHOLE = {0, 2, 3}
+"""Endings of all namespaces of the tenant."""
+
+
+@pytest.mark.parametrize("which", range(len(ENDINGS)))
+def test_a_request_that_came_before_is_refused(cache: PrefixCache, which: int) -> None:
+    as_of = cache.num_endings
+    ENDINGS[which](cache)
+    assert cache.num_endings > as_of
+    for begin in (
+        lambda: cache.open(ACME, IDS, as_of=as_of),
+        lambda: cache.open(ACME, range(40_000), as_of=as_of),
+        lambda: cache.publish("base", ACME, IDS, ["globex"], as_of=as_of),
+        lambda: cache.pin(ACME, IDS, 60, as_of=as_of),
+        lambda: cache.require_current(ACME, as_of),
+    ):
+        with pytest.raises((StaleGeneration, ArgumentError) if which == 2 else StaleGeneration):
+            begin()
+    assert cache.free_blocks == 64 and not cache.bases()
+    for other in OTHERS:
+        if other.tenant == "acme" and which in WHOLE:
+            with pytest.raises(StaleGeneration):
+                cache.require_current(other, as_of)
+        else:
+            cache.open(other, IDS, as_of=as_of).release()
+    cache.open(ACME, IDS, as_of=cache.num_endings).release()
+    cache.open(ACME, IDS).release()
+
+
+def test_the_first_request_of_an_unknown_tenant_is_refused_after_a_purge() -> None:
+    cache, ns = PrefixCache(CacheConfig(16, 4)), Namespace("new", "m")
+    as_of = cache.num_endings
+    cache.purge("new")
+    with pytest.raises(StaleGeneration):
+        cache.open(ns, IDS, as_of=as_of)
+    cache.open(ns, IDS).release()
+
+
+def test_endings_are_bounded_and_what_waited_longer_is_refused(
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "MAX_ENDINGS", 8)
+    if endings.MAX_ENDINGS != 8 or not endings.__file__.endswith(".py"):
+        pytest.skip("compiled: the number is in the code")
+    as_of = cache.num_endings
+    for number in range(9):
+        cache.clear(Namespace("globex", "m", None, f"{number}"))
+    with pytest.raises(StaleGeneration):
+        cache.open(ACME, IDS, as_of=as_of)
+    cache.open(ACME, IDS, as_of=as_of + 1).release()
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "1", True])
+def test_as_of_is_a_count(cache: PrefixCache, value: object) -> None:
+    with pytest.raises(ArgumentError, match="as_of"):
+        cache.open(ACME, IDS, as_of=value)  # type: ignore[arg-type]
