@@ -19,12 +19,12 @@ MAX_ENDINGS: Final = 65_536
 
 
 class Endings:
-    """The last endings of one cache. ``num``: how many there were."""
+    """The last endings of one cache. ``num``: how many there were. ``most``: how many are kept."""
 
-    __slots__ = ("_last", "_oldest", "num")
+    __slots__ = ("_last", "_most", "_oldest", "num")
 
-    def __init__(self) -> None:
-        self.num = 0
+    def __init__(self, most: int = MAX_ENDINGS) -> None:
+        self.num, self._most = 0, most
         self._oldest = 0
         self._last: dict[int, int] = {}
 
@@ -56,5 +56,5 @@ class Endings:
         self.num += 1
         self._last.pop(what, None)
         self._last[what] = self.num
-        if len(self._last) > MAX_ENDINGS:
+        if len(self._last) > self._most:
             self._oldest = self._last.pop(next(iter(self._last)))
