@@ -17,7 +17,7 @@ from starlette.responses import Response
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, UnreadableRecord, refusal
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.key_store import KeyRefused, UnknownKey
+from radixkv.service.key_store import FileBusy, KeyRefused, UnknownKey
 from radixkv.service.problems import (
     OUTAGE_RETRY_AFTER_S,
     ApiError,
@@ -219,6 +219,8 @@ async def _changed(call: Call[Service], change: Callable[[], T], what: str) -> T
         raise invalid(str(error), error.argument, error.value, error.allowed) from None
     except ConfigError as error:
         raise ApiError(409, "conflict", str(error), field=error.setting, allowed=error.allowed) from None
+    except FileBusy as error:
+        raise ApiError(503, "not_saved", str(error), retry_after_s=OUTAGE_RETRY_AFTER_S) from None
     except OSError as error:
         message = f"the keys file can't be written: {error.strerror}"
         raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S) from None
