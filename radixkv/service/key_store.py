@@ -32,7 +32,7 @@ from secrets import token_urlsafe
 
 from radixkv.clock import Clock, monotonic
 from radixkv.configuration.private_files import LockHeld, private_lock, warn_unless_private
-from radixkv.errors import ConfigError, RadixKVError
+from radixkv.errors import ConfigError, RadixKVError, shown
 from radixkv.service.auth import (
     Entry,
     Key,
@@ -90,7 +90,7 @@ class KeyStore:
         self._look_again_at = clock() + LOOK_EVERY_S
         self._seen = self._signature()
         self._must_read = self._is_unwritable = False
-        self._logged: frozenset[str] = frozenset()
+        self._logged: frozenset[tuple[str, str]] = frozenset()
         self._follower: threading.Thread | None = None
         self._is_closed = threading.Event()
 
@@ -149,6 +149,17 @@ class KeyStore:
         """Bring the keyring into force again, for example after ``on_change`` was set. Returns what is refused."""
         with self._lock:
             return self._apply(self._file)
+
+    def warnings(self) -> list[str]:
+        """Return what isn't in force here, without names or reasons: anybody may read it."""
+        found, num_pending = [], len(self.ring.pending)
+        if self.problem is not None:
+            found.append("keys: the keys file can't be read, or not wholly; the log says why")
+        if num_pending:
+            found.append(
+                f"keys: changes of {num_pending} tenants are pending; the log and GET /v1/tenants say why"
+            )
+        return found
 
     def create(self, principal: Principal) -> tuple[str, Key]:
         """Make a new key; return it, and its stored record.
@@ -283,9 +294,12 @@ class KeyStore:
 
     def _report(self) -> None:
         """Log what isn't in force, once each."""
-        found = {f"tenant {name}": reason for name, reason in self._ring.pending.items()}
+        found = {
+            ("tenant", name): f"{reason} (tenant {shown(name)})"
+            for name, reason in self._ring.pending.items()
+        }
         if self.problem is not None:
-            found[self.problem] = self.problem
+            found["file", self.problem] = self.problem
         for what in found.keys() - self._logged:
             log.error("the keys file is not wholly in force: %s", found[what])
         self._logged = frozenset(found)
@@ -401,3 +415,19 @@ def _as_json(document: object) -> bytes:
         return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # text without a UTF-8 form, in a part of the file that can't be read
         return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def key_levels(keys: KeyStore) -> list[tuple[str, str, Callable[[], float]]]:
+    """Return the gauges of keys and tenants."""
+    return [
+        (
+            "tenants_pending",
+            "Tenants of the keys file of which not everything is in force here; the log says why",
+            lambda: len(keys.ring.pending),
+        ),
+        (
+            "keys_file_failing",
+            "1 while the keys file can't be read, or something in it that belongs to no tenant; the log says why",
+            lambda: keys.problem is not None,
+        ),
+    ]
