@@ -190,7 +190,7 @@ class KeySet:
         group or others have any access to it.
         """
         try:
-            with open(path, "rb", opener=_open_private) as file:
+            with open(path, "rb", opener=open_private) as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no path"
@@ -258,9 +258,12 @@ def _parsed_keys(content: bytes) -> dict[str, list[bytes]]:
     return keys
 
 
-def _open_private(path: str, flags: int) -> int:
-    """Open a private file. Raises OSError; a pipe or a device can't block it."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_private(path: str, flags: int) -> int:
+    """Open a regular file that only this user (or root) owns and can access; a new one has mode 0600.
+
+    Returns its descriptor. Raises OSError; a pipe or a device can't block it.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     status = os.fstat(descriptor)
     problem = None
     if not stat.S_ISREG(status.st_mode):

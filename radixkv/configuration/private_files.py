@@ -1,15 +1,16 @@
-"""Reads files of secrets, and warns of those that other users of the machine can read or change."""
+"""Reads files of secrets, locks them, and warns of those that other users of the machine can read or change."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from radixkv.signing import read_secret
+from radixkv.signing import open_private, read_secret
 
 log = logging.getLogger("radixkv.configuration")
 
@@ -34,3 +35,36 @@ def read_secrets(files: Iterable[tuple[str, str]]) -> list[bytes]:
         found.append(read_secret(option, path))
         warn_unless_private(Path(path), option)
     return found
+
+
+class LockHeld(Exception):
+    """Another process holds a lock."""
+
+
+@contextmanager
+def private_lock(path: Path, may_wait: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock that is a file at ``path``, which is made if it is missing (mode 0600) and stays.
+
+    Only this user can hold it: the file must be a regular one of this user (or root), with no access for others, and
+    no symbolic link. ``may_wait()``: called while another process has the lock; it waits a little, or returns False to
+    give up. Raises LockHeld then, and OSError if there can be no such file.
+    """
+    while True:
+        descriptor = open_private(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            if _is_locked(descriptor, path):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+        if not may_wait():
+            raise LockHeld
+
+
+def _is_locked(descriptor: int, path: Path) -> bool:
+    """Lock a file, if no other process has it; whether that succeeded, and ``path`` is still this file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+    except (BlockingIOError, FileNotFoundError):
+        return False

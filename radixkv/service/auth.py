@@ -5,9 +5,15 @@ presented key is hashed and compared with *every* digest in constant time. So th
 was right nor its owner. The tenant of a request comes only from here, and so do a tenant's settings.
 
 The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list of
-``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``). A key is its text, or ``sha256:`` and
-the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``, the form that radixkv writes.
-Without ``operator``, the operator's endpoints can't be used.
+``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``) and its ``incarnation``. A key is its
+text, or ``sha256:`` and the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``, the
+form that radixkv writes. Without ``operator``, the operator's endpoints can't be used.
+
+The incarnation is 16 hex digits that radixkv makes when it first sees a tenant. A tenant that is removed and made again
+under the same name has another one, so nobody takes the new tenant for the old one.
+
+A ``KeysFile`` is what a file says, read as far as it can be: one bad entry hides no other. What can't be read stays in
+the file when radixkv writes it. A ``Keyring`` is what is in force.
 """
 
 from __future__ import annotations
@@ -16,8 +22,9 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +54,10 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}\Z")
 _KEY_ALLOWED = "a key of 1 to 512 visible ASCII characters without spaces, or sha256: and 64 hex digits"
 _NOTE = re.compile(r"[\x21-\x7e]{0,40}\Z")
 _NOTE_ALLOWED = "an object with sha256 (64 hex digits), and prefix and created as up to 40 ASCII characters"
+_INCARNATION = re.compile(r"[0-9a-f]{16}\Z")
+_INCARNATION_ALLOWED = (
+    "the 16 hex digits that radixkv wrote, which no other tenant has; leave it out of an entry that you write"
+)
 _MAX_TENANT_BYTES = 256
 TENANT_ALLOWED = (
     f"an id of 1 to {_MAX_TENANT_BYTES} bytes of printable text without '/', without a space at either end, "
@@ -101,16 +112,21 @@ class Key:
 
 
 class Keyring:
-    """Keys and tenants.
+    """The keys and tenants in force. Immutable; ``authenticate`` is O(keys).
 
-    Immutable; ``authenticate`` is O(keys). Raises ConfigError if two principals have the same key.
+    ``pending``: names of tenants of whose entries not everything is in force, and the reasons. Such a tenant has the
+    settings that it had before. If it had none, it isn't in ``settings``, and isn't served.
     """
 
     def __init__(
-        self, keys: Iterable[Key], settings: Mapping[str, TenantSettings], place: str = "keys"
+        self,
+        keys: Iterable[Key],
+        settings: Mapping[str, TenantSettings],
+        incarnations: Mapping[str, str] | None = None,
+        pending: Mapping[str, str] | None = None,
     ) -> None:
         self.keys, self.settings = tuple(keys), dict(settings)
-        _refuse_shared_keys(self.keys, place)
+        self._incarnations, self.pending = dict(incarnations or {}), dict(pending or {})
         self.key_ids = frozenset(key.id for key in self.keys)
 
     @classmethod
@@ -125,63 +141,51 @@ class Keyring:
     @classmethod
     def load(cls, path: Path) -> Keyring:
         """Load the keyring of a keys file. Raises ConfigError with the place, never with a key."""
-        place = str(path)
-        try:
-            document = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique_names)
-        except OSError as error:
-            raise ConfigError("keys", place, f"a readable file ({error.strerror})") from None
-        except _DuplicateName as error:
-            raise ConfigError("keys", place, f"each name once; {error.name!r} occurs twice") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError("keys", place, f"a JSON object ({_reason(error)})") from None
-        return cls.from_document(document, place)
+        return cls.from_document(read_document(path), str(path))
 
     @classmethod
     def from_document(cls, document: object, place: str) -> Keyring:
         """Make the keyring of a parsed keys file; errors name ``place`` as its source. Raises ConfigError."""
-        if not isinstance(document, dict):
-            raise ConfigError("keys", place, "a JSON object with operator and tenants")
-        _refuse_unknown(document, ("operator", "tenants"), place)
-        tenants = document.get("tenants")
-        if not isinstance(tenants, dict) or not (tenants or "operator" in document):
-            raise ConfigError("keys", f"{place}: tenants", "an object that names at least one tenant")
-        keys: list[Key] = []
-        settings: dict[str, TenantSettings] = {}
-        for name, entry in tenants.items():
-            principal = tenant_named(name)
-            if principal is None:
-                problem = (
-                    f"{place}: tenants: the id {shown(name, 80)} is not allowed; allowed: {TENANT_ALLOWED}"
-                )
-                raise ConfigError("keys", place, TENANT_ALLOWED, problem=problem)
-            found, rest = _entry(entry, principal, f"{place}: {principal.place}")
-            keys += found
-            settings[name] = _settings(rest, f"{place}: {principal.place}")
-        if "operator" in document:
-            found, rest = _entry(document["operator"], Principal(None), f"{place}: operator")
-            _refuse_unknown(rest, (), f"{place}: operator")
-            keys += found
-        return cls(keys, settings, place)
+        file = KeysFile.parse(document, place)
+        file.require_sound()
+        return file.ring()
 
-    def document(self) -> dict[str, Any]:
-        """Return the keys file of this keyring: digests, no keys."""
-        keys: dict[Principal, list[dict[str, str | None]]] = {}
-        for key in self.keys:
-            keys.setdefault(key.principal, []).append(key.document())
-        return {
-            "operator": {"keys": keys.get(Principal(None), [])},
-            "tenants": {
-                name: {
-                    "keys": keys.get(Principal(name), []),
-                    **settings.model_dump(exclude_defaults=True),
-                }
-                for name, settings in self.settings.items()
-            },
+    def incarnation(self, tenant: str) -> str:
+        """Return the 16 hex digits that tell a tenant from an earlier one of its name.
+
+        Empty for a tenant that isn't in force, and for one that no keys file names, such as those of the demo.
+        """
+        return self._incarnations.get(tenant, "")
+
+    def less(self, wanted: Keyring) -> Keyring:
+        """Return this ring without the keys and the tenants that ``wanted`` no longer has."""
+        same = {
+            name
+            for name in self.settings
+            if name in wanted.settings and self.incarnation(name) == wanted.incarnation(name)
         }
+        left = {(key.digest, key.principal) for key in wanted.keys}
+        keys = [
+            key
+            for key in self.keys
+            if (key.digest, key.principal) in left
+            and (key.principal.tenant in same or key.principal.tenant not in self.settings)
+        ]
+        settings = {name: each for name, each in self.settings.items() if name in same}
+        return Keyring(keys, settings, self._incarnations, self.pending)
+
+    def refusing(self, refused: Mapping[str, str], before: Keyring) -> Keyring:
+        """Return this ring with the settings of ``before`` for tenants whose own were refused for a reason."""
+        settings = {
+            name: before.settings[name] if name in refused else each
+            for name, each in self.settings.items()
+            if name not in refused or name in before.settings
+        }
+        return Keyring(self.keys, settings, self._incarnations, {**self.pending, **refused})
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Names of all tenants, in the file's order."""
+        """Names of all tenants that are served, in the file's order."""
         return tuple(self.settings)
 
     def of(self, principal: Principal) -> list[Key]:
@@ -247,15 +251,287 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _entry(entry: object, principal: Principal, place: str) -> tuple[list[Key], dict[str, Any]]:
-    """Return the keys of an entry, and its other fields."""
-    if not isinstance(entry, dict):
-        return [_key(entry, principal, place)], {}
-    keys = entry.get("keys")
-    if not isinstance(keys, list):
-        raise ConfigError("keys", f"{place}.keys", "a list of keys")
-    found = [_key(key, principal, f"{place}.keys[{index}]") for index, key in enumerate(keys)]
-    return found, {name: value for name, value in entry.items() if name != "keys"}
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a keys file says of one principal, read as far as it can be.
+
+    ``settings``: None if they can't be read. ``rest``, ``unread``: the fields and the keys that can't be read, as they
+    stand in the file.
+    """
+
+    keys: tuple[Key, ...] = ()
+    incarnation: str = ""
+    settings: TenantSettings | None = field(default_factory=TenantSettings)
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[Any, ...] = ()
+    problems: tuple[ConfigError, ...] = ()
+
+    @classmethod
+    def parse(cls, value: object, principal: Principal, place: str) -> Entry:
+        """Read an entry of a parsed file."""
+        keys: list[Key] = []
+        unread: list[Any] = []
+        problems: list[ConfigError] = []
+        fields = dict(value) if isinstance(value, dict) else {}
+        given = fields.pop("keys", None) if isinstance(value, dict) else [value]
+        if not isinstance(given, list):
+            problems.append(ConfigError("keys", f"{place}.keys", "a list of keys"))
+            given, unread = [], [] if given is None else [[given]]
+        for index, each in enumerate(given):
+            try:
+                keys.append(
+                    _key(each, principal, f"{place}.keys[{index}]" if isinstance(value, dict) else place)
+                )
+            except ConfigError as error:
+                problems.append(error)
+                unread.append(each)
+        incarnation, rest = "", {}
+        if principal.tenant is not None and "incarnation" in fields:
+            incarnation = fields.pop("incarnation")
+            if not isinstance(incarnation, str) or not _INCARNATION.match(incarnation):
+                problems.append(ConfigError("keys", f"{place}.incarnation", _INCARNATION_ALLOWED))
+                incarnation, rest = "", {"incarnation": incarnation}
+        settings: TenantSettings | None = None
+        try:
+            if principal.tenant is None:
+                _refuse_unknown(fields, (), place)
+            settings = _settings(fields, place)
+        except ConfigError as error:
+            problems.append(error)
+            rest = {**fields, **rest}
+        return cls(tuple(keys), incarnation, settings, rest, tuple(unread), tuple(problems))
+
+    def without(self, key: Key, problem: ConfigError) -> Entry:
+        """Return the entry with a key that counts as unreadable."""
+        keys = tuple(each for each in self.keys if each is not key)
+        unread = (*self.unread, key.document())
+        return replace(self, keys=keys, unread=unread, problems=(*self.problems, problem))
+
+    def set(self, settings: TenantSettings) -> Entry:
+        """Return the entry with other settings."""
+        rest = {name: value for name, value in self.rest.items() if name == "incarnation"}
+        return replace(self, settings=settings, rest=rest)
+
+    def document(self) -> dict[str, Any]:
+        """Return the entry as radixkv writes it."""
+        settings = {} if self.settings is None else self.settings.model_dump(exclude_defaults=True)
+        named = {"incarnation": self.incarnation} if self.incarnation else {}
+        return {
+            "keys": [*(key.document() for key in self.keys), *self.unread],
+            **named,
+            **settings,
+            **self.rest,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFile:
+    """What a keys file says. Immutable.
+
+    ``rest``: names beside ``operator`` and ``tenants``. ``problems``: what is wrong outside the entries of tenants.
+    """
+
+    operator: Entry | None
+    tenants: Mapping[str, Entry]
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[ConfigError, ...] = ()
+
+    @classmethod
+    def parse(cls, document: object, place: str) -> KeysFile:
+        """Read a parsed file; errors name ``place`` as its source. Raises ConfigError if it isn't a keys file."""
+        if not isinstance(document, dict):
+            raise ConfigError("keys", place, "a JSON object with operator and tenants")
+        rest = {name: value for name, value in document.items() if name not in ("operator", "tenants")}
+        problems = []
+        try:
+            _refuse_unknown(document, ("operator", "tenants"), place)
+        except ConfigError as error:
+            problems.append(error)
+        tenants = document.get("tenants")
+        allowed = "an object that names at least one tenant"
+        if not isinstance(tenants, dict):
+            raise ConfigError("keys", f"{place}: tenants", allowed)
+        if not tenants and "operator" not in document:
+            problems.append(ConfigError("keys", f"{place}: tenants", allowed))
+        entries = {
+            name: Entry.parse(value, Principal(name), f"{place}: tenants.{name}")
+            for name, value in tenants.items()
+        }
+        for name in entries:
+            if tenant_named(name) is None:
+                entries[name] = replace(entries[name], problems=(_misnamed(name, place),))
+        operator = None
+        if "operator" in document:
+            operator = Entry.parse(document["operator"], Principal(None), f"{place}: operator")
+            problems += operator.problems
+        return cls(operator, entries, rest, tuple(problems))._told_apart(place)
+
+    @classmethod
+    def of(cls, ring: Keyring) -> KeysFile:
+        """Return a file that says what a ring has."""
+        tenants = {
+            name: Entry(tuple(ring.of(Principal(name))), ring.incarnation(name), settings)
+            for name, settings in ring.settings.items()
+        }
+        own = tuple(ring.of(Principal(None)))
+        return cls(Entry(own) if own else None, tenants)
+
+    def require_sound(self) -> None:
+        """Raise the first ConfigError of anything that is wrong in the file."""
+        for problem in (
+            *(each for entry in self.tenants.values() for each in entry.problems),
+            *self.problems,
+        ):
+            raise problem
+
+    def ring(self, before: Keyring | None = None) -> Keyring:
+        """Return the keyring of this file. O(keys + tenants).
+
+        A tenant whose settings can't be read has those of ``before``, if it is the same tenant there. Otherwise it is
+        left out of ``settings``.
+        """
+        keys = [] if self.operator is None else [*self.operator.keys]
+        settings: dict[str, TenantSettings] = {}
+        incarnations: dict[str, str] = {}
+        pending: dict[str, str] = {}
+        before = before or Keyring((), {})
+        taken = {entry.incarnation for entry in self.tenants.values()}
+        for name, entry in self.tenants.items():
+            if entry.problems:
+                pending[name] = str(entry.problems[0])
+            if tenant_named(name) is None:
+                continue
+            keys += entry.keys
+            known = before.incarnation(name)
+            incarnations[name] = entry.incarnation or ("" if known in taken else known)
+            found, is_known = entry.settings, name in before.settings and incarnations[name] == known
+            if found is None or (not incarnations[name] and "incarnation" in entry.rest):
+                found = before.settings[name] if is_known else None
+            if found is not None:
+                settings[name] = found
+        return Keyring(keys, settings, incarnations, pending)
+
+    def document(self) -> dict[str, Any]:
+        """Return the file as radixkv writes it: digests, no keys."""
+        tenants = {name: entry.document() for name, entry in self.tenants.items()}
+        own = {} if self.operator is None else {"operator": self.operator.document()}
+        return {**own, "tenants": tenants, **self.rest}
+
+    def with_entry(self, principal: Principal, entry: Entry) -> KeysFile:
+        """Return the file with another entry of a principal. A new tenant gets an incarnation."""
+        if principal.tenant is None:
+            return replace(self, operator=entry)
+        if principal.tenant not in self.tenants:
+            entry = replace(entry, incarnation=new_incarnation())
+        return replace(self, tenants={**self.tenants, principal.tenant: entry})
+
+    def entry(self, principal: Principal) -> Entry:
+        """Return the entry of a principal; an empty one if the file has none."""
+        found = self.operator if principal.tenant is None else self.tenants.get(principal.tenant)
+        return Entry() if found is None else found
+
+    def find(self, key_id: str) -> tuple[Entry, Key] | None:
+        """Return a key and the entry that has it. O(keys)."""
+        for entry in (*self.tenants.values(), self.entry(Principal(None))):
+            for key in entry.keys:
+                if key.id == key_id:
+                    return entry, key
+        return None
+
+    @property
+    def unnamed(self) -> list[str]:
+        """Names of tenants that have no incarnation yet."""
+        return [
+            name
+            for name, entry in self.tenants.items()
+            if not entry.incarnation and "incarnation" not in entry.rest and tenant_named(name) is not None
+        ]
+
+    def named(self, incarnations: Mapping[str, str]) -> KeysFile:
+        """Return the file with these incarnations, by tenant."""
+        tenants = {
+            name: replace(entry, incarnation=incarnations.get(name, entry.incarnation))
+            for name, entry in self.tenants.items()
+        }
+        return replace(self, tenants=tenants)
+
+    def without(self, names: Iterable[str]) -> KeysFile:
+        """Return the file without these tenants."""
+        left_out = set(names)
+        tenants = {name: entry for name, entry in self.tenants.items() if name not in left_out}
+        return replace(self, tenants=tenants)
+
+    def _told_apart(self, place: str) -> KeysFile:
+        """Return the file where no two tenants have one key or one incarnation: what two have counts for neither."""
+        tenants, operator, problems = dict(self.tenants), self.operator, self.problems
+        holders: dict[bytes, list[Key]] = {}
+        for entry in (*tenants.values(), self.entry(Principal(None))):
+            for key in entry.keys:
+                holders.setdefault(key.digest, []).append(key)
+        for found in holders.values():
+            first, *others = found
+            shared = found if any(key.principal != first.principal for key in others) else others
+            for key in shared:
+                other = next(each for each in found if each is not key).principal.place
+                allowed = f"a key that no other entry has; {other} has the same"
+                problem = ConfigError("keys", f"{place}: {key.principal.place}", allowed)
+                if key.principal.tenant is not None:
+                    tenants[key.principal.tenant] = tenants[key.principal.tenant].without(key, problem)
+                elif operator is not None:
+                    operator, problems = operator.without(key, problem), (*problems, problem)
+        owners: dict[str, list[str]] = {}
+        for name, entry in tenants.items():
+            owners.setdefault(entry.incarnation, []).append(name)
+        for incarnation, names in owners.items():
+            for name in names if incarnation and len(names) > 1 else ():
+                problem = ConfigError("keys", f"{place}: tenants.{name}.incarnation", _INCARNATION_ALLOWED)
+                rest = {**tenants[name].rest, "incarnation": incarnation}
+                problems_of = (*tenants[name].problems, problem)
+                tenants[name] = replace(tenants[name], incarnation="", rest=rest, problems=problems_of)
+        return replace(self, tenants=tenants, operator=operator, problems=problems)
+
+
+def read_document(path: Path) -> object:
+    """Return what a file has as JSON, with each name once. Raises ConfigError, which quotes no key."""
+    place = str(path)
+    try:
+        return json.loads(path.read_text("utf-8"), object_pairs_hook=_unique_names)
+    except OSError as error:
+        raise ConfigError("keys", place, f"a readable file ({error.strerror})") from None
+    except _DuplicateName as error:
+        raise ConfigError("keys", place, f"each name once; {shown(error.name, 80)} occurs twice") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("keys", place, f"a JSON object ({_reason(error)})") from None
+
+
+def with_incarnations(document: Any, incarnations: Mapping[str, str]) -> dict[str, Any]:
+    """Return a parsed keys file with incarnations, by tenant. All else is as it was, also keys in plain text."""
+    tenants = dict(document["tenants"])
+    for name, incarnation in incarnations.items():
+        entry = tenants[name]
+        tenants[name] = {
+            **(entry if isinstance(entry, dict) else {"keys": [entry]}),
+            "incarnation": incarnation,
+        }
+    return {**document, "tenants": tenants}
+
+
+def new_incarnation() -> str:
+    """Return a random incarnation."""
+    return secrets.token_hex(8)
+
+
+def lasting_incarnation(tenant: str) -> str:
+    """Return the incarnation of a tenant in a file that can't be written: all processes compute the same one.
+
+    It depends on the name alone, because nothing else of an entry stays when its keys and settings change.
+    """
+    return hashlib.blake2b(tenant.encode(), digest_size=8, person=b"radixkv tenant").hexdigest()
+
+
+def _misnamed(name: str, place: str) -> ConfigError:
+    problem = f"{place}: tenants: the id {shown(name, 80)} is not allowed; allowed: {TENANT_ALLOWED}"
+    return ConfigError("keys", place, TENANT_ALLOWED, problem=problem)
 
 
 def _key(value: object, principal: Principal, place: str) -> Key:
@@ -301,14 +577,3 @@ def _refuse_unknown(document: Mapping[str, Any], known: tuple[str, ...], place: 
     if unknown:
         names = " and ".join(known) or "keys"
         raise ConfigError("keys", place, f"only the names {names}; it has {unknown[0]!r}")
-
-
-def _refuse_shared_keys(keys: Iterable[Key], place: str) -> None:
-    owners: dict[bytes, str] = {}
-    for key in keys:
-        who = key.principal.place
-        if key.digest in owners:
-            raise ConfigError(
-                "keys", f"{place}: {who}", f"a key that no other entry has; {owners[key.digest]} has the same"
-            )
-        owners[key.digest] = who

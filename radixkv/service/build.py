@@ -21,7 +21,7 @@ from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
 from radixkv.engines.engine_protocol import Tiered
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ConfigError, shown
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet.peers import Fleet
@@ -73,12 +73,9 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     load_registered()
     tenant_sync = TenantSync(cache, coordinator)
     keys.on_change = tenant_sync.take
-    try:
-        keys.on_change(keys.ring)
-    except ArgumentError as error:
-        raise ConfigError(
-            "keys", str(settings.keys), f"guarantees and limits that fit into the cache: {error}"
-        ) from None
+    for name, error in keys.apply().items():
+        allowed = f"guarantees and limits that fit into the cache; those of the tenant {shown(name)}: {error}"
+        raise ConfigError("keys", str(settings.keys), allowed)
     if isinstance(cache, Tiered):
         cache.forget_all_but({*keys.ring.tenants, OPERATOR_ACCOUNT})
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)

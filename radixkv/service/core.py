@@ -29,7 +29,7 @@ from radixkv.service.fleet.purges import TenantPurges
 from radixkv.service.fleet.quotas import Quotas
 from radixkv.service.fleet.warm_jobs import WarmJobs
 from radixkv.service.intake import Intake
-from radixkv.service.key_store import KeyStore
+from radixkv.service.key_store import KeyStore, key_levels
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.metering import OPERATOR, Level, Meter, Payer, usage_levels
 from radixkv.service.metrics import Metrics
@@ -350,6 +350,7 @@ class Service:
                 lambda: 0 if self.events is None else self.events.journal.num_overflows,
             ),
             *reload_levels(lambda: self.reloads),
+            *key_levels(self.keys),
             *usage_levels(lambda: self.meter.log_state),
             (
                 "has_broken_laws",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from radixkv.service.failures import Failures
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.intake import Intake
+    from radixkv.service.key_store import KeyStore
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.metrics import RequestMetrics
     from radixkv.service.owner import Owner
@@ -78,6 +79,10 @@ class Host(Protocol):
     @property
     def clock(self) -> Clock:
         """Time in seconds."""
+
+    @property
+    def keys(self) -> KeyStore:
+        """Where keys and tenants are changed."""
 
     @property
     def keyring(self) -> Keyring:
@@ -394,7 +399,8 @@ async def _in_time(call: Call[Host]) -> Response:
 
 def _authenticated(call: Call[Host]) -> Key:
     given = {name: values for name in KEY_HEADERS if (values := call.request.headers.getlist(name))}
-    key = call.host.keyring.find(presented_key(given))
+    ring = call.host.keyring
+    key = ring.find(presented_key(given))
     if key is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
         message = "the request has no valid key, or two; send the header Authorization: Bearer KEY once"
@@ -403,6 +409,8 @@ def _authenticated(call: Call[Host]) -> Key:
         raise ApiError(403, "forbidden", "this endpoint needs the operator's key", field="authorization")
     if call.endpoint.who == "tenant" and key.principal.is_operator:
         raise ApiError(403, "forbidden", "this endpoint needs a tenant's key", field="authorization")
+    if key.principal.tenant is not None and key.principal.tenant not in ring.settings:
+        raise problems.settings_pending()
     return key
 
 

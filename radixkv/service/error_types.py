@@ -272,10 +272,22 @@ _LISTED = (
         },
     ),
     ErrorType(
+        "settings_pending",
+        (503,),
+        "The tenant is new to this replica, which can't keep its settings now or can't read them.",
+        "Send the request to another replica, or try again. The operator sees the reason in `GET /v1/tenants`.",
+        {
+            "message": "this replica can't serve the tenant as its settings ask, so it doesn't serve it; try another "
+            "replica"
+        },
+    ),
+    ErrorType(
         "not_saved",
         (503,),
-        "The keys file can't be written, or a disk can't destroy records yet. No key and no setting was changed.",
-        "Correct the cause that the message names, for example a full disk, and try again.",
+        "The keys file can't be written or is locked, or a disk can't destroy records yet. No key and no setting was "
+        "changed.",
+        "Correct the cause that the message names, for example a full disk or a process that holds the lock, and try "
+        "again.",
         {"message": "the keys file can't be written: No space left on device"},
     ),
     ErrorType(

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from radixkv.service.endpoint import Endpoint, H
+from radixkv.service.endpoint import Endpoint, H, Who
 from radixkv.service.error_types import ERROR_TYPES
 from radixkv.service.operations import OPERATIONS, PARAMETERS, TAGS, Operation
 from radixkv.service.prompts import PromptRules
@@ -133,7 +133,9 @@ def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
     for status in _error_statuses(endpoint):
         response = _response(status, endpoint.dialect.reply)
         if endpoint.dialect.reply is ErrorReply:
-            response["content"]["application/json"]["examples"] = _error_examples(status, described)
+            response["content"]["application/json"]["examples"] = _error_examples(
+                status, described, endpoint.who
+            )
         operation["responses"].setdefault(str(status), response)
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
     for each in parameters:
@@ -162,9 +164,10 @@ def _request_examples(described: Operation) -> dict[str, Any]:
     }
 
 
-def _error_examples(status: int, described: Operation) -> dict[str, dict[str, str]]:
+def _error_examples(status: int, described: Operation, who: Who) -> dict[str, dict[str, str]]:
     """Return references to the examples of errors. For 409 and 503 only to those that the operation can have."""
-    possible = (*described.errors, "shutting_down") if status in (409, 503) else ERROR_TYPES
+    always = ("shutting_down", "settings_pending") if who in ("tenant", "either") else ("shutting_down",)
+    possible = (*described.errors, *always) if status in (409, 503) else ERROR_TYPES
     return {
         each.type: {"$ref": f"#/components/examples/{each.type}"}
         for each in ERROR_TYPES.values()

@@ -115,7 +115,13 @@ _SETTINGS = {
     "burst": None,
     "max_body_bytes": None,
 }
-_TENANT = {"tenant": "initech", "settings": _SETTINGS, "num_keys": 1, "granted_blocks": None}
+_TENANT = {
+    "tenant": "initech",
+    "settings": _SETTINGS,
+    "num_keys": 1,
+    "granted_blocks": None,
+    "pending": None,
+}
 _KEY = {
     "id": "0f3a5c7e91b2d4f6",
     "tenant": "initech",
@@ -307,7 +313,7 @@ _USED = {
     "model": "radixkv-demo",
     "kind": "completion",
 }
-_HEALTHY = {"status": "ok", "reasons": [], "coordination": "ok"}
+_HEALTHY = {"status": "ok", "reasons": [], "warnings": [], "coordination": "ok"}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/warm"): Operation(
@@ -592,7 +598,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: _TENANT},
         ("conflict", "not_saved", "not_read"),
     ),
-    ("GET", "/v1/tenants"): Operation("Tenants", replies={200: {"tenants": [_TENANT]}}),
+    ("GET", "/v1/tenants"): Operation("Tenants", replies={200: {"tenants": [_TENANT], "unserved": []}}),
     ("POST", "/v1/tenants/{tenant}/keys"): Operation(
         "Keys", replies={201: _NEW_KEY}, errors=("conflict", "not_saved")
     ),
@@ -647,6 +653,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             503: {
                 "status": "unhealthy",
                 "reasons": ["integrity: an invariant of the cache is broken"],
+                "warnings": [],
                 "coordination": "ok",
             },
         },
@@ -659,13 +666,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             503: {
                 "status": "unhealthy",
                 "reasons": ["integrity: an invariant of the cache is broken"],
+                "warnings": [],
                 "coordination": "ok",
             },
         },
     ),
     ("GET", "/readyz"): Operation(
         "Process",
-        replies={200: _HEALTHY, 503: {"status": "not_ready", "reasons": ["stopping"], "coordination": "ok"}},
+        replies={200: _HEALTHY, 503: {**_HEALTHY, "status": "not_ready", "reasons": ["stopping"]}},
     ),
     ("GET", "/openapi.json"): Operation("Process"),
 }

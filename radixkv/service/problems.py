@@ -301,6 +301,14 @@ def generation_unconfirmed() -> ApiError:
     return ApiError(503, "generation_unconfirmed", message, retry_after_s=RETRY_AFTER_S)
 
 
+def settings_pending() -> ApiError:
+    """503: what the keys file says of the tenant can't be in force here."""
+    message = (
+        "this replica can't serve the tenant as its settings ask, so it doesn't serve it; try another replica"
+    )
+    return ApiError(503, "settings_pending", message, retry_after_s=RETRY_AFTER_S)
+
+
 def internal() -> ApiError:
     """500: a bug in radixkv; no details are shown."""
     return ApiError(500, "internal", "an internal error of the server; its log has the details")

@@ -21,7 +21,7 @@ from radixkv.service.draining import Drain
 from radixkv.service.endpoints import routing
 from radixkv.service.failures import Failures
 from radixkv.service.intake import Intake
-from radixkv.service.key_store import KeyStore
+from radixkv.service.key_store import KeyStore, key_levels
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import Level, RequestMetrics
 from radixkv.service.options import RouteSettings
@@ -81,6 +81,7 @@ class RouterHost:
 
     def close(self) -> None:
         """Close the router."""
+        self.keys.close()
         self.intake.close()
         self.router.close()
 
@@ -115,6 +116,7 @@ class RouterHost:
     def _levels(self) -> list[Level]:
         return [
             *reload_levels(lambda: self.reloads),
+            *key_levels(self.keys),
             ("router_store_lost", "1 while the store doesn't answer", lambda: self.source.is_lost),
             ("router_replicas", "Live replicas", lambda: len(self._living())),
             (
@@ -166,6 +168,7 @@ def run(
         host = make_host(settings)
         try:
             host.intake.start()
+            host.keys.follow()
             keep_latency_low()
             url = base_url(listener, settings.tls)
             app = make_app(host, routing.ENDPOINTS, version)

@@ -1,7 +1,8 @@
 """From keys to tenants: the only place that gives the list of tenants to the cache and the fleet.
 
-The cache has exactly the tenants of the keyring. A keyring is applied completely or not at all. Guarantees that shrink
-are applied first, those that grow last. If one can't be kept, all changes are undone.
+The cache has exactly the tenants of the keyring, told apart by their incarnations: the same name with another one is
+another tenant. Tenants that are gone are removed first. Then the settings of each tenant are applied on their own:
+guarantees that shrink first, those that grow last. One that can't be kept leaves that tenant as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.config import Tenant
 from radixkv.engines.engine_protocol import without_waiting
-from radixkv.errors import ArgumentError
+from radixkv.errors import ArgumentError, ConfigError, ControlError, RadixKVError
 from radixkv.service.auth import Keyring
 from radixkv.service.problems import store_unavailable
 
@@ -28,6 +29,7 @@ class TenantSync:
         self._cache, self._coordinator = cache, coordinator
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}
+        self._incarnations: dict[str, str] = {}
         self._granted: dict[str, int] = {}
         self._removals: dict[str, int] = {}
         self._unpurged: set[str] = set()
@@ -68,59 +70,64 @@ class TenantSync:
             settings = self._settings.get(tenant)
             if settings is not None and self._granted.get(tenant) != blocks:
                 held = settings.tenant(tenant, blocks)
-                self._tell([held])
+                self._cache.add_tenant(held)
                 self._told[tenant] = held
                 if blocks is None:
                     del self._granted[tenant]
                 else:
                     self._granted[tenant] = blocks
 
-    def take(self, ring: Keyring) -> None:
-        """Add, change and remove tenants to match the ring. If it raises ArgumentError, nothing is changed.
+    def take(self, ring: Keyring) -> dict[str, RadixKVError]:
+        """Remove, add and change tenants to match the ring. Returns, by name, why one couldn't be removed or set.
 
-        It doesn't wait for a disk, which owes what removed tenants had.
+        Such a tenant stays as it was; a new one isn't added. A later call tries it again. It doesn't wait for a disk,
+        which owes what removed tenants had.
         """
         with self._lock, without_waiting(self._cache):
-            self._take(ring)
+            return self._take(ring)
 
-    def _take(self, ring: Keyring) -> None:
-        self._granted = {name: blocks for name, blocks in self._granted.items() if name in ring.settings}
-        wanted = {
-            name: settings.tenant(name, self._granted.get(name)) for name, settings in ring.settings.items()
-        }
-        gone = [Tenant(name) for name in self._told if name not in wanted]
-        self._tell([*gone, *(each for each in wanted.values() if self._told.get(each.id) != each)])
-        for each in gone:
-            self._removals[each.id] = self.num_removals(each.id) + 1
-            self._unpurged.add(each.id)
-            self._strike(each.id)
-            self._cache.remove_tenant(each.id)
-        self._told, self._settings = wanted, dict(ring.settings)
-        self._coordinator.purges.meet(wanted)
+    def _take(self, ring: Keyring) -> dict[str, RadixKVError]:
+        refused: dict[str, RadixKVError] = {}
+        for name in [*self._told]:
+            if name not in ring.settings or ring.incarnation(name) != self._incarnations[name]:
+                try:
+                    self._remove(name)
+                except (ArgumentError, ControlError) as error:
+                    refused[name] = error
+        wanted: dict[str, Tenant] = {}
+        for name, settings in ring.settings.items():
+            try:
+                wanted[name] = settings.tenant(name, self._granted.get(name))
+            except ArgumentError as error:
+                refused.setdefault(name, error)
+        for each in sorted(wanted.values(), key=self._growth):
+            if each.id in refused:
+                continue
+            try:
+                if self._told.get(each.id) != each:
+                    self._cache.add_tenant(each)
+            except (ArgumentError, ConfigError, ControlError) as error:
+                refused[each.id] = error
+            else:
+                self._told[each.id], self._settings[each.id] = each, ring.settings[each.id]
+                self._incarnations[each.id] = ring.incarnation(each.id)
+        self._coordinator.purges.meet(self._told)
+        return refused
+
+    def _growth(self, wanted: Tenant) -> int:
+        told = self._told.get(wanted.id)
+        return wanted.guaranteed_blocks - (0 if told is None else told.guaranteed_blocks)
+
+    def _remove(self, tenant: str) -> None:
+        self._removals[tenant] = self.num_removals(tenant) + 1  # first: nobody may take what follows for the same tenant
+        self._unpurged.add(tenant)
+        self._strike(tenant)
+        self._cache.remove_tenant(tenant)
+        del self._told[tenant], self._settings[tenant], self._incarnations[tenant]
+        self._granted.pop(tenant, None)
 
     def _strike(self, tenant: str) -> None:
         """Remove a tenant from the readers of bases: a later tenant of the same name is another one."""
         for base in self._cache.bases():
             if tenant in base.readers:
                 self._cache.set_readers(base.base_id, [each for each in base.readers if each != tenant])
-
-    def _tell(self, changed: list[Tenant]) -> None:
-        before = {each.id: self._told.get(each.id) for each in changed}
-
-        def growth(each: Tenant) -> int:
-            old = before[each.id]
-            return each.guaranteed_blocks - (0 if old is None else old.guaranteed_blocks)
-
-        done: list[Tenant] = []
-        try:
-            for each in sorted(changed, key=growth):
-                self._cache.add_tenant(each)
-                done.append(each)
-        except ArgumentError:
-            for each in reversed(done):
-                old = before[each.id]
-                if old is None:
-                    self._cache.remove_tenant(each.id)
-                else:
-                    self._cache.add_tenant(old)
-            raise

@@ -3,6 +3,7 @@
 | calls | threads |
 |---|---|
 | of the operator and of maintenance, also to the store | OPERATOR_THREADS, which no tenant's call uses |
+| that change keys and tenants, and wait for their file's lock | KEY_THREADS, so that a held lock blocks nothing else |
 | to the store for a tenant's jobs and pins | STORE_THREADS, so that an outage of the store blocks nothing else |
 | of a tenant | TENANT_THREADS at once, however many requests it makes; ALL_TENANTS_THREADS for all tenants together |
 | to the cache | the caller's, if the cache is in another process; otherwise none: they take microseconds |
@@ -22,6 +23,7 @@ import anyio.to_thread
 T = TypeVar("T")
 
 OPERATOR_THREADS = 8
+KEY_THREADS = 4
 STORE_THREADS = 8
 TENANT_THREADS = 2
 ALL_TENANTS_THREADS = 32
@@ -34,6 +36,7 @@ class Threads:
         """``cache_waits``: see ``EngineLimits``."""
         self._cache_waits = cache_waits
         self._operator: anyio.CapacityLimiter | None = None
+        self._keys: anyio.CapacityLimiter | None = None
         self._store: anyio.CapacityLimiter | None = None
         self._tenants: anyio.CapacityLimiter | None = None
         self._own: dict[str, anyio.CapacityLimiter] = {}
@@ -42,6 +45,11 @@ class Threads:
         """Run ``call()`` in a thread of the operator. If the wait is cancelled, a running call continues."""
         self._operator = self._operator or anyio.CapacityLimiter(OPERATOR_THREADS)
         return await anyio.to_thread.run_sync(call, limiter=self._operator)
+
+    async def change_keys(self, call: Callable[[], T]) -> T:
+        """Run ``call()``, which changes keys or tenants, in a thread."""
+        self._keys = self._keys or anyio.CapacityLimiter(KEY_THREADS)
+        return await anyio.to_thread.run_sync(call, limiter=self._keys)
 
     async def ask_store(self, function: Callable[..., T], *args: object, **named: object) -> T:
         """Call the store for a tenant's job or pin."""

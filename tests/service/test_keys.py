@@ -20,8 +20,8 @@ import pytest
 from radixkv import CacheConfig, PrefixCache, Tenant, audit
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError, NamespaceError
-from radixkv.service.auth import Keyring, Principal
-from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
+from radixkv.service.auth import Keyring, KeysFile, Principal
+from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, Refused, UnknownKey
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import Running, client, service_in_thread
@@ -95,7 +95,9 @@ def test_the_keys_file_holds_digests_and_only_its_owner_can_read_it(
     assert made["key"] not in text and ACME not in text and BOSS not in text
     assert hashlib.sha256(made["key"].encode()).hexdigest() in text
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
-    assert [each.name for each in keys_file.parent.iterdir()] == ["keys.json"], "no other file is left"
+    lock = keys_file.with_name(".keys.json.lock")
+    assert {*keys_file.parent.iterdir()} == {keys_file, lock}, "no other file is left"
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600 and not lock.stat().st_size
 
 
 def test_changes_survive_a_restart(service: Running, keys_file: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(service: Running, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("radixkv.service.key_store.os.fsync", full)
+        patch.setattr("radixkv.signing.os.fsync", full)
         answer = service.operator.post("/v1/tenants/acme/keys")
     assert answer.status_code == 503 and "No space left" in answer.json()["error"]["message"]
     assert len(service.service.keyring.keys) == 2
@@ -219,10 +221,11 @@ def test_a_thread_follows_the_keys_file_and_outlives_errors(
     store = KeyStore.open(keys_file)
     threads, problems = set[str](), [ValueError("a bug")]
 
-    def take(_: Keyring) -> None:
+    def take(_: Keyring) -> Refused:
         threads.add(threading.current_thread().name)
         if problems:
             raise problems.pop()
+        return {}
 
     store.on_change = take
     store.follow(), store.follow()
@@ -258,12 +261,11 @@ def test_stores_that_share_a_file_lose_nothing(keys_file: Path) -> None:
 def test_a_change_that_is_refused_is_not_written(keys_file: Path) -> None:
     store, before = KeyStore.open(keys_file), keys_file.read_text()
 
-    def refuse(_: Keyring) -> None:
-        raise ConfigError("tenants", "acme", "less")
-
-    store.on_change = refuse
+    store.on_change = lambda ring: {name: ConfigError("tenants", name, "less") for name in ring.tenants}
     with pytest.raises(ConfigError):
-        store.create(Principal("acme"))
+        store.create(Principal("globex"))
+    with pytest.raises(ConfigError):
+        store.put_tenant("acme", TenantSettings(burst=2))
     with pytest.raises(UnknownKey):
         store.rotate("none")
     assert keys_file.read_text() == before and len(store.ring.keys) == 2
@@ -290,7 +292,7 @@ def test_settings_of_a_file_are_checked(tmp_path: Path) -> None:
     path.write_text(json.dumps({"tenants": {"acme": {"keys": [ACME, "sha256:" + "0" * 64], "burst": 3}}}))
     ring = Keyring.load(path)
     assert len(ring.keys) == 2 and ring.settings["acme"] == TenantSettings(burst=3)
-    assert Keyring.from_document(ring.document(), "again").keys == ring.keys
+    assert Keyring.from_document(KeysFile.of(ring).document(), "again").keys == ring.keys
     for entry, place in (
         ({"keys": [ACME], "burst": "3"}, "tenants.acme.burst"),
         ({"keys": [ACME], "weigth": 3}, "tenants.acme.weigth"),
@@ -370,10 +372,10 @@ def test_guarantees_move_between_tenants_in_one_step() -> None:
     tenant_sync.take(ring(c=10))
     assert cache.tenant("c") == Tenant("c", guaranteed_blocks=10)
     tenant_sync.take(ring(a=2, b=8))
-    with pytest.raises(ArgumentError):
-        tenant_sync.take(ring(a=1, b=8, c=1, d=1))
-    assert [cache.tenant(name).guaranteed_blocks for name in ("a", "b")] == [2, 8]  # type: ignore[union-attr]
-    tenant_sync.take(ring(a=2, b=8))
+    refused = tenant_sync.take(ring(a=1, b=8, c=1, d=1))
+    assert [*refused] == ["d"] and isinstance(refused["d"], ArgumentError) and cache.tenant("d") is None
+    assert [cache.tenant(name).guaranteed_blocks for name in "abc"] == [1, 8, 1]  # type: ignore[union-attr]
+    assert not tenant_sync.take(ring(a=1, b=8, d=1)) and cache.tenant("d") == Tenant("d", guaranteed_blocks=1)
     audit.check(cache)
 
 

@@ -69,6 +69,61 @@ def make_again(request: pytest.FixtureRequest) -> Callable[[Running, Path], None
     return found
 
 
+def noticed(replica: Running) -> None:
+    """Let a replica look at the keys file now."""
+    replica.service.keys._look_again()
+
+
+@pytest.fixture
+def pair(keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, Running]]:
+    """Two services that share a keys file. Each looks at it when a test says so."""
+    monkeypatch.setattr("radixkv.service.key_store.LOOK_EVERY_S", 3600.0)
+    settings = {"keys": str(keys), "num-blocks": "64"}
+    with service_in_thread(**settings) as a, service_in_thread(**settings) as b:
+        yield a, b
+        for each in (a, b):
+            audit.check(each.service.cache)
+
+
+def test_replicas_that_share_a_file_give_a_tenant_one_incarnation(
+    pair: tuple[Running, Running], keys: Path
+) -> None:
+    """The second replica takes what the first one wrote. An edit that leaves it out changes nothing."""
+    rings = [each.service.keyring for each in pair]
+    for tenant in ("acme", "globex"):
+        assert rings[0].incarnation(tenant) == rings[1].incarnation(tenant) != ""
+    assert rings[0].incarnation("acme") != rings[0].incarnation("globex")
+    assert {*json.loads(keys.read_text())["tenants"]["acme"]["keys"]} == {KEYS["acme"]}, "as it was written"
+    keys.write_text(document("acme", "globex"))
+    for each in pair:
+        noticed(each)
+        assert each.service.keyring.incarnation("acme") == rings[0].incarnation("acme")
+        assert not each.service.tenant_sync.num_removals("acme")
+    assert rings[0].incarnation("acme") in keys.read_text(), "it is in the file again"
+    shown = [pair[0].operator.get(path).text for path in ("/v1/tenants", "/v1/keys")]
+    assert rings[0].incarnation("acme") not in "".join([*shown, pair[0].acme.get("/v1/stats").text])
+
+
+def test_a_tenant_made_again_on_one_replica_is_a_new_one_on_the_other(
+    pair: tuple[Running, Running], keys: Path
+) -> None:
+    """The other replica looks at the file only after both changes."""
+    a, b = pair
+    fresh = {**b.globex.get("/v1/stats").json(), "tenant": "acme"}
+    base = {"id": "base", **PROMPT, "readers": ["acme"]}
+    assert b.operator.post("/v1/bases", json=base).status_code == 201
+    assert warm(b).status_code == 200 and b.acme.get("/v1/usage").json()["rows"]
+    assert b.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 64
+    over_http(a, keys)
+    noticed(b)
+    with client(b.url, a.acme.headers["authorization"].removeprefix("Bearer ")) as acme:
+        assert acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 0
+        assert acme.get("/v1/stats").json() == fresh and not acme.get("/v1/usage").json()["rows"]
+    assert b.acme.get("/v1/stats").status_code == 401
+    assert a.service.keyring.incarnation("acme") == b.service.keyring.incarnation("acme")
+    assert b.service.tenant_sync.num_removals("acme") == 1
+
+
 def warm(live: Running, key: str | None = None, **fields: Any) -> Any:
     headers = {"Idempotency-Key": key} if key else {}
     return live.acme.post("/v1/warm", json={**PROMPT, **fields}, headers=headers)

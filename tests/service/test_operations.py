@@ -23,7 +23,7 @@ def test_a_running_service_is_healthy_and_ready(live: Running) -> None:
         answer = live.nobody.get(path)
         assert (answer.status_code, answer.json()) == (
             200,
-            {"status": "ok", "reasons": [], "coordination": "ok"},
+            {"status": "ok", "reasons": [], "warnings": [], "coordination": "ok"},
         )
 
 

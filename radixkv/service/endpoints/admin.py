@@ -17,7 +17,7 @@ from starlette.responses import Response
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, UnreadableRecord, refusal
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.key_store import KeyRefused, UnknownKey
+from radixkv.service.key_store import FileBusy, KeyRefused, UnknownKey
 from radixkv.service.problems import (
     OUTAGE_RETRY_AFTER_S,
     ApiError,
@@ -32,6 +32,7 @@ from radixkv.service.schemas.tenants import (
     TenantReply,
     TenantSettings,
     TenantsReply,
+    UnservedTenantReply,
 )
 
 if TYPE_CHECKING:
@@ -88,20 +89,34 @@ async def list_tenants(call: Call[Service]) -> Response:
         ring = call.host.keyring
         num_keys = Counter(key.principal.tenant for key in ring.keys)
         return TenantsReply(
-            tenants=[_tenant_reply(ring, quotas, name, num_keys[name]) for name in ring.tenants]
+            tenants=[
+                _tenant_reply(ring, quotas, name, settings, num_keys[name])
+                for name, settings in ring.settings.items()
+            ],
+            unserved=[
+                UnservedTenantReply(tenant=name, pending=reason)
+                for name, reason in ring.pending.items()
+                if name not in ring.settings
+            ],
         )
 
     return reply(await call.host.threads.administer(everybody))
 
 
 async def put_tenant(call: Call[Service]) -> Response:
-    """Create a tenant, or replace its settings. A field that is left out gets its default. The keys stay."""
+    """Create a tenant, or replace its settings. A field that is left out gets its default. The keys stay.
+
+    Settings that this replica can't keep now are refused. Other replicas that share the keys file apply them within two
+    seconds. One that can't keep them goes on with those it had, doesn't serve a new tenant, and tries again every
+    second. `pending` in its `GET /v1/tenants` says why.
+    """
     call.query()
     tenant = str(_tenant(call).tenant)
     settings = (await call.read(TenantSettings)).body
     await _changed_tenant(call, tenant, lambda: call.host.keys.put_tenant(tenant, settings))
     ring = call.host.keyring
-    return reply(_tenant_reply(ring, call.host.quotas, tenant, len(ring.of(Principal(tenant)))))
+    in_force, num_keys = ring.settings.get(tenant, settings), len(ring.of(Principal(tenant)))
+    return reply(_tenant_reply(ring, call.host.quotas, tenant, in_force, num_keys))
 
 
 async def purge_tenant(call: Call[Service]) -> Response:
@@ -161,12 +176,9 @@ async def _changed_tenant(call: Call[Service], tenant: str, change: Callable[[],
     away, it is written once the store is back.
     """
 
-    def both() -> None:
-        change()
-        with suppress(CoordinationError):
-            call.host.quotas.say(tenant)
-
-    await _changed(call, both, "tenant")
+    await _changed(call, change, "tenant")
+    with suppress(CoordinationError):
+        await call.host.threads.administer(partial(call.host.quotas.say, tenant))
 
 
 async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
@@ -196,8 +208,8 @@ def _state(purge: Purge, *, is_owed: bool) -> dict[str, Any]:
 
 
 def _known_tenant(call: Call[Service]) -> str:
-    tenant = _tenant(call).tenant
-    if tenant not in call.host.keyring.settings:
+    tenant, ring = _tenant(call).tenant, call.host.keyring
+    if tenant not in ring.settings and tenant not in ring.pending:
         raise not_found("tenant")
     return str(tenant)
 
@@ -210,7 +222,7 @@ async def _created(call: Call[Service], principal: Principal) -> Response:
 async def _changed(call: Call[Service], change: Callable[[], T], what: str) -> T:
     """Make a change, in a thread because it is written to disk. Raises ApiError."""
     try:
-        return await call.host.threads.administer(change)
+        return await call.host.threads.change_keys(change)
     except UnknownKey:
         raise not_found(what) from None
     except KeyRefused as error:
@@ -219,6 +231,8 @@ async def _changed(call: Call[Service], change: Callable[[], T], what: str) -> T
         raise invalid(str(error), error.argument, error.value, error.allowed) from None
     except ConfigError as error:
         raise ApiError(409, "conflict", str(error), field=error.setting, allowed=error.allowed) from None
+    except FileBusy as error:
+        raise ApiError(503, "not_saved", str(error), retry_after_s=OUTAGE_RETRY_AFTER_S) from None
     except OSError as error:
         message = f"the keys file can't be written: {error.strerror}"
         raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S) from None
@@ -236,12 +250,15 @@ def _shown(key: Key) -> KeyReply:
     return KeyReply(id=key.id, tenant=key.principal.tenant, prefix=key.prefix, created=key.created)
 
 
-def _tenant_reply(ring: Keyring, quotas: Quotas, tenant: str, num_keys: int) -> TenantReply:
+def _tenant_reply(
+    ring: Keyring, quotas: Quotas, tenant: str, settings: TenantSettings, num_keys: int
+) -> TenantReply:
     return TenantReply(
         tenant=tenant,
-        settings=ring.settings[tenant].model_copy(update={"fleet_blocks": quotas.limit(tenant)}),
+        settings=settings.model_copy(update={"fleet_blocks": quotas.limit(tenant)}),
         num_keys=num_keys,
         granted_blocks=quotas.granted(tenant),
+        pending=ring.pending.get(tenant),
     )
 
 

@@ -149,7 +149,12 @@ async def readyz(call: Call[Host]) -> Response:
 
 def _health(call: Call[Host], otherwise: Literal["unhealthy", "not_ready"], reasons: list[str]) -> Response:
     status = otherwise if reasons else "ok"
-    told = HealthReply(status=status, reasons=reasons, coordination=call.host.coordination())
+    told = HealthReply(
+        status=status,
+        reasons=reasons,
+        warnings=call.host.keys.warnings(),
+        coordination=call.host.coordination(),
+    )
     return reply(told, 503 if reasons else 200)
 
 

@@ -103,6 +103,10 @@ class HealthReply(ReplyBody):
 
     status: Literal["ok", "unhealthy", "not_ready"]
     reasons: list[str] = Field(description="empty if the status is ok")
+    warnings: list[str] = Field(
+        description="what an operator should look at, although the process may serve: the keys file is not wholly in "
+        "force"
+    )
     coordination: str = Field(
         description="ok, or the problem: unavailable (the store is lost, local work continues), fenced, …"
     )

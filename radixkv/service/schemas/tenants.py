@@ -147,12 +147,26 @@ class TenantReply(ReplyBody):
     granted_blocks: int | None = Field(
         description="this replica's share of fleet_blocks; null without a limit"
     )
+    pending: str | None = Field(
+        description="why not all that the keys file says of the tenant is in force on this replica, which tries again "
+        "every second; null: all is. `settings` are those in force here"
+    )
+
+
+class UnservedTenantReply(ReplyBody):
+    """A tenant of the keys file that this replica doesn't serve."""
+
+    tenant: str
+    pending: str = Field(description="why; this replica tries again every second")
 
 
 class TenantsReply(ReplyBody):
     """All tenants."""
 
     tenants: list[TenantReply]
+    unserved: list[UnservedTenantReply] = Field(
+        description="new tenants whose settings this replica can't keep or read yet. Their requests get 503 here"
+    )
 
 
 class PurgeStateReply(ReplyBody):
