@@ -84,6 +84,8 @@ class Replica:
     def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
         """``wall``: seconds since 1970, sent in beats; other replicas compare it with their own clocks."""
         self.settings = settings
+        self.lease_s = settings.lease_s
+        """How long a beat counts."""
         self.store = store
         self.keys = FleetKeys(settings.fleet_secret)
         self.proofs = Proofs(self.keys)
@@ -273,7 +275,7 @@ class Replica:
             wire_version=WIRE_VERSION,
             live=self._registered and self._state != "fenced" and remaining_s > 0,
             last_seq=self._seq,
-            lease_remaining_s=remaining_s,
+            lease_remaining_s=min(remaining_s, self.settings.lease_s),
             proven=True,
             is_self=True,
             load=self._load,
@@ -315,7 +317,7 @@ class Replica:
         left: then the clock was turned back, and no check has noticed it yet.
         """
         ends, now = (self._heard_until, self._lease_until), self.clock()
-        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
+        return self._registered and now < min(ends) and max(ends) <= now + self.lease_s
 
     @property
     def store_id(self) -> str:
@@ -443,14 +445,14 @@ class Replica:
         self._num_beats += 1
         stated = replace(
             self._registration(self._epoch, self._writer.nonce),
-            lease_ms=max(1, int(self.settings.lease_s * 1000)),
+            lease_ms=max(1, int(self.lease_s * 1000)),
             beats=self._num_beats,
             stated_ms=int(self.wall() * 1000),
         )
         result = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
         self._check(result)
         if result.verdict == "OK":
-            self._lease_until = before + self.settings.lease_s
+            self._lease_until = before + self.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or result.last_seq != self._seq
             others = self.reader.registrations()
@@ -459,8 +461,8 @@ class Replica:
             self.purges.apply_purges(self._writer, is_new=self._is_new_epoch, raised=raised)
             self._store_id = self.store.identity()  # after the purges: a loss in between shows
             self._is_new_epoch, self._met = False, others
-            self._heard_until = before + self.settings.lease_s
-            self.quotas.restate(self._writer, self.settings.lease_s)
+            self._heard_until = before + self.lease_s
+            self.quotas.restate(self._writer, self.lease_s)
 
     @property
     def _epoch(self) -> int:
