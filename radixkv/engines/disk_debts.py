@@ -1,7 +1,7 @@
 """What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
 
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
-    owe_all_but   the same for tenants that were removed, or got another dtype, while no process had the folder
+    owe_all_but   the same for tenants that were removed while no process had the folder
     is_known      the folder has applied a tenant's purges in the cache and in the fleet
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come

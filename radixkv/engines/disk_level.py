@@ -365,9 +365,7 @@ class DiskLevel:
             named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
             kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
         if num_removed:
-            kinds.append(
-                f"{num_removed} tenants that were removed before the start, or had another tier_dtype"
-            )
+            kinds.append(f"{num_removed} tenants that were removed before the start")
         return (
             f"{folder} was closed and may still have the records of {' and of '.join(kinds)}: "
             f"{self.debts.problem(owed[0] if owed else '')}. Purge them again at the next start. For a tenant that was "

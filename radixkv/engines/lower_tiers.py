@@ -450,6 +450,14 @@ class LowerTiers:
         if self.level.disk is not None:
             self.level.disk.debts.owe(tenant)
 
+    def owes_all_of(self, tenant: str) -> bool:
+        """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
+        disk = self.disk
+        if disk is None or disk.debts.is_owed(tenant) or not disk.tier.has(tenant):
+            return False
+        disk.debts.owe(tenant)
+        return True
+
     def owed(self) -> frozenset[str]:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
         return frozenset() if self.level.disk is None else self.level.disk.debts.owed
@@ -469,7 +477,7 @@ class LowerTiers:
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """See ``Tiered``."""
-        forget_all_but({self: tenants})
+        forget_all_but([self], tenants)
 
     @property
     def num_removed(self) -> int:
@@ -538,7 +546,7 @@ class LowerTiers:
                 self.level.index.set_strict(tenant, num_slots)
 
     def leave_out(self, tenant: str) -> None:
-        """Take a tenant's share back, and forget it: its KV are kept elsewhere. Within ``forgetting``."""
+        """Take a tenant's share back: its KV are kept elsewhere."""
         if tenant in self._added:
             self._added.discard(tenant)
             with suppress(ArgumentError):  # its share was refused
@@ -1046,14 +1054,14 @@ def applying(generation: int) -> Iterator[None]:
         _APPLIED.reset(before)
 
 
-def forget_all_but(kept: Mapping[LowerTiers, Collection[str]]) -> None:
+def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
     """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
 
     Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
     """
-    disks = [(each.disk, tenants) for each, tenants in kept.items() if each.disk is not None]
-    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk, tenants in disks], monotonic() + FORGET_S
-    for (disk, _), job in zip(disks, jobs, strict=True):
+    disks = [each.disk for each in tiers if each.disk is not None]
+    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk in disks], monotonic() + FORGET_S
+    for disk, job in zip(disks, jobs, strict=True):
         if job is not None:
             job.poll(max(ends_at - monotonic(), 0.0))
         if disk.debts.num_removed:

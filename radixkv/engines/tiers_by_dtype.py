@@ -7,6 +7,9 @@
 Each has an index, a memory and a disk of its own, and serves no tenant of another dtype. For such a tenant its mark is
 None, so nothing is loaded or kept. So exact and lossy KV can't mix below. They can't above either: a tenant that
 changes its dtype is forgotten by the cache first (``load_target.follow``), and a lossy tenant publishes no bases.
+
+A dtype may also have changed while no process ran. So when a tenant's dtype is known, by its settings or its first
+request, the disks of the other dtypes forget what they have of it.
 """
 
 from __future__ import annotations
@@ -163,11 +166,22 @@ class TiersByDtype:
     def _of(self, tenant: str) -> LowerTiers | None:
         return self.tiers.get(self.dtype_of(tenant))
 
+    def _used(self, tenant: str) -> LowerTiers | None:
+        """Return the tiers of a tenant of which KV come or go. Never waits for a disk."""
+        if tenant not in self._dtypes and (others := self._others_with(tenant, self._default)):
+            with without_waiting():
+                forget_on_disks(others, tenant)
+        return self._of(tenant)
+
+    def _others_with(self, tenant: str, dtype: TierDtype) -> list[LowerTiers]:
+        """Return the tiers of other dtypes whose disks have something of a tenant. They owe its purge from now on."""
+        return [tiers for each, tiers in self.tiers.items() if each != dtype and tiers.owes_all_of(tenant)]
+
     # --- Below
 
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """See ``Below``."""
-        tiers = self._of(tenant)
+        tiers = self._used(tenant)
         if tiers is not None:
             tiers.keep(tenant, take)
 
@@ -204,7 +218,7 @@ class TiersByDtype:
 
     def begin(self, target: Target) -> Loading | None:
         """See ``Below``."""
-        tiers = self._of(target.namespace.tenant)
+        tiers = self._used(target.namespace.tenant)
         return None if tiers is None else tiers.begin(target)
 
     def expect(self, expected: Expected) -> None:
@@ -254,13 +268,18 @@ class TiersByDtype:
             self.add_tenant(settings())
 
     def add_tenant(self, tenant: Tenant) -> None:
-        """Keep a tenant's KV as its settings say, in its share of that memory. See ``LowerTiers.add_tenant``."""
+        """Keep a tenant's KV as its settings say, in its share of that memory. See ``LowerTiers.add_tenant``.
+
+        Disks of other dtypes forget it. Waits for them for ``FORGET_S`` at most.
+        """
         self._dtypes[tenant.id] = tenant.tier_dtype
         for dtype, tiers in self.tiers.items():
             if dtype == tenant.tier_dtype:
                 tiers.add_tenant(tenant)
             else:
                 tiers.leave_out(tenant.id)
+        if others := self._others_with(tenant.id, tenant.tier_dtype):
+            forget_on_disks(others, tenant.id)
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """See ``Below``."""
@@ -275,7 +294,7 @@ class TiersByDtype:
 
     def row(self, namespace: Namespace) -> RowBelow | None:
         """See LowerTiers."""
-        tiers = self._of(namespace.tenant)
+        tiers = self._used(namespace.tenant)
         return None if tiers is None else tiers.row(namespace)
 
     @property
@@ -331,13 +350,8 @@ class TiersByDtype:
         forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``. Each disk also forgets tenants that were added with another dtype than its own."""
-        forget_all_but(
-            {
-                tiers: [each for each in tenants if self._dtypes.get(each, dtype) == dtype]
-                for dtype, tiers in self.tiers.items()
-            }
-        )
+        """See ``Tiered``."""
+        forget_all_but(self.tiers.values(), tenants)
 
     @property
     def num_removed(self) -> int:

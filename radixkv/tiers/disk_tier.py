@@ -99,8 +99,8 @@ class DiskSettings:
     """Settings of a disk tier.
 
     - ``folder``: made if it is missing (its parent must exist); empty, or a disk tier's.
-    - ``disk_bytes``: size of the slab with its headers; at least one record. Another size, or another ``record_bytes``,
-      makes a new slab: the old records are lost.
+    - ``disk_bytes``: size of the slab with its headers; at least one record. Another size, another ``record_bytes``
+      or another ``scheme`` makes a new slab: the old records are lost.
     - ``record_bytes``: bytes of the KV of one segment.
     - ``segment_tokens``: tokens of a segment.
     - ``fingerprint``: of what computes the KV, 32 bytes (``fingerprint_of``). Records of another one are never read.
@@ -202,6 +202,7 @@ class DiskTier:
             secrets_,
             num_slots=settings.num_slots,
             record_bytes=settings.record_bytes,
+            scheme=settings.scheme,
             files=files,
         )
         try:
@@ -512,6 +513,10 @@ class DiskTier:
         """Return the tags of all tenants that have keys here, without these tenants'. O(tenants), no I/O."""
         named = {self._folder.tag(tenant) for tenant in tenants}
         return {owner.hex() for owner in self._folder.owners().values()} - named
+
+    def has(self, tenant: str) -> bool:
+        """Whether there may be something of a tenant here: it has keys. O(1), no I/O."""
+        return self._folder.keys(tenant) is not None
 
     def tag(self, tenant: str) -> str:
         """Return the tag by which the folder knows a tenant. No I/O."""

@@ -118,14 +118,17 @@ def _first() -> int:
 
 
 class Master(NamedTuple):
-    """The content of ``master``: the folder's key, and the geometry of the slab."""
+    """The content of ``master``: the folder's key, the geometry of the slab, and the scheme of its records."""
 
     key: bytes
     num_slots: int
     record_bytes: int
+    scheme: str
 
 
-_MASTER: Final = struct.Struct(f"<{_KEY_BYTES}sQQ")
+_MASTER: Final = struct.Struct(f"<{_KEY_BYTES}sQQ16s")
+_OLD_MASTER_BYTES: Final = _MASTER.size - 16
+"""Of a folder that doesn't know the scheme of its records, and so begins anew."""
 
 
 def seal(key: bytes, name: str, content: bytes) -> bytes:
@@ -149,8 +152,8 @@ class TierFolder(PrivateFolder):
     """An opened and locked folder. One process at a time; ``close`` gives it back.
 
     - ``secrets_``: the fleet's secret, then previous ones.
-    - ``num_slots`` and ``record_bytes``: of the slab to make. None to open only what is there.
-    - ``is_new``: the slab must be made, because there was none of this geometry.
+    - ``num_slots``, ``record_bytes`` and ``scheme``: of the slab to make. None to open only what is there.
+    - ``is_new``: the slab must be made, because there was none of this geometry and scheme.
     - ``may_make``: it may be made if it is missing or damaged.
 
     Raises ConfigError for a folder that isn't ours, isn't private, is in use or has foreign files, and for other
@@ -164,6 +167,7 @@ class TierFolder(PrivateFolder):
         *,
         num_slots: int | None = None,
         record_bytes: int | None = None,
+        scheme: str | None = None,
         files: Files | None = None,
     ) -> None:
         if not secrets_:
@@ -183,9 +187,9 @@ class TierFolder(PrivateFolder):
             master = self._master()
             self.may_make = num_slots is not None
             self.is_new = master is None or (
-                num_slots is not None and master[1:] != (num_slots, record_bytes)
+                num_slots is not None and master[1:] != (num_slots, record_bytes, scheme)
             )
-            if self.is_new and (num_slots is None or record_bytes is None):
+            if self.is_new and (num_slots is None or record_bytes is None or scheme is None):
                 raise ConfigError("folder", self.path, "a folder that a disk tier has used")
             for name in (GENERATIONS, KEYS):
                 self.require_tags(name)
@@ -193,9 +197,9 @@ class TierFolder(PrivateFolder):
             self._in_generations = self.subfolder(GENERATIONS)
             self._in_keys = self.subfolder(KEYS)
             if master is None or self.is_new:
-                assert num_slots is not None and record_bytes is not None
+                assert num_slots is not None and record_bytes is not None and scheme is not None
                 key = secrets.token_bytes(_KEY_BYTES) if master is None else master.key
-                self.master = Master(key, num_slots, record_bytes)
+                self.master = Master(key, num_slots, record_bytes, scheme)
             else:
                 self.master = master
             if not self.is_new:
@@ -215,7 +219,9 @@ class TierFolder(PrivateFolder):
 
     def finish(self) -> None:
         """After the slab of a new folder was made: write ``master``, which makes the folder valid."""
-        self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, _MASTER.pack(*self.master)))
+        *numbers, scheme = self.master
+        content = _MASTER.pack(*numbers, scheme.encode())
+        self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, content))
         self.is_new = False
 
     def remember_store(self, store: str) -> None:
@@ -491,9 +497,10 @@ class TierFolder(PrivateFolder):
             return None
         for number, key in enumerate(self._wrapping):
             content = unseal(key, MASTER, sealed)
-            if content is not None and len(content) == _MASTER.size:
+            if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
                 self._is_current = number == 0
-                return Master(*_MASTER.unpack(content))
+                *numbers, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
+                return Master(*numbers, scheme.rstrip(b"\0").decode())
         allowed = "the secret under which the folder was sealed, or that one as a previous secret"
         raise ConfigError(
             "fleet_secret", "…", allowed, problem=f"doesn't open {self.path}; allowed: {allowed}"

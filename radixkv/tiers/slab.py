@@ -224,8 +224,8 @@ class Slab:
         """Make the file. Raises ConfigError if there is no space for it."""
         if SLAB in self._files.names(folder.folder):
             log.warning(
-                "%s: a new slab of %d records of %d bytes replaces one of another size, or a damaged one: "
-                "all its records are lost",
+                "%s: a new slab of %d records of %d bytes replaces one of another size or tier_dtype, or a damaged "
+                "one: all its records are lost",
                 folder.path,
                 self.num_slots,
                 self.record_bytes,

@@ -29,10 +29,16 @@ from tests.waiting import eventually, is_set
 
 
 class LossyDiskOwner(LossyOwner):
-    """Tenant a is lossy, tenant b exact; each has a disk."""
+    """Tenant a is lossy, tenant b exact; each has a disk. ``is_added``: False leaves a without settings, exact."""
 
     def __init__(
-        self, folder: Path, dtype: Any, exact: bool = True, num_blocks: int = 40, dtype_of_a: Any = None
+        self,
+        folder: Path,
+        dtype: Any,
+        exact: bool = True,
+        num_blocks: int = 40,
+        dtype_of_a: Any = None,
+        is_added: bool = True,
     ) -> None:
         config = CacheConfig(num_blocks, SIZE, LAYOUT, host_blocks=64, lossy_host_blocks=64)
         self.cache = TieredCache(
@@ -42,7 +48,8 @@ class LossyDiskOwner(LossyOwner):
             fingerprint="toy",
         )
         self.engine = Engine(self.cache)
-        self.cache.add_tenant(Tenant("a", tier_dtype=dtype_of_a or dtype))
+        if is_added:
+            self.cache.add_tenant(Tenant("a", tier_dtype=dtype_of_a or dtype))
 
     def on_disk(self, dtype: str) -> int:
         name = "disk" if dtype == "exact" else f"disk_{dtype}"
@@ -99,6 +106,50 @@ def test_records_of_another_dtype_are_never_read(folder: Path) -> None:
         assert loaded(owner, NS) == 0
         assert owner.cache.tier_counts()["disk_fp8"]["hit_blocks"] == 0
         assert loaded(owner, OTHER) == 40
+
+
+def test_a_folder_of_another_dtype_begins_anew(folder: Path) -> None:
+    with on_disk(folder, "fp8") as owner:
+        owner.ask(PROMPT)
+        assert eventually(lambda: owner.on_disk("fp8") == 10), "no old record is in the way"
+    with on_disk(folder) as owner:
+        assert loaded(owner, NS) == 0 and owner.on_disk("int8") == 0
+        assert loaded(owner, OTHER) == 40
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_dtype_that_comes_back_finds_nothing_of_before(folder: Path, is_asked: bool) -> None:
+    """Tenant a is int8, exact, int8; tenant b is exact, int8, exact. The first settings of a start count."""
+    with on_disk(folder, dtype_of_a="exact") as owner:
+        owner.cache.add_tenant(Tenant("b", tier_dtype="int8"))
+        assert not owner.cache.owed() and owner.on_disk("int8") == owner.on_disk("exact") == 0
+        for namespace in (NS, OTHER) if is_asked else ():
+            assert loaded(owner, namespace) == 0
+            owner.ask(PROMPT, namespace)
+    with on_disk(folder) as owner:
+        owner.cache.add_tenant(Tenant("b"))
+        assert loaded(owner, NS) == loaded(owner, OTHER) == 0
+
+
+def test_the_first_request_without_settings_decides_on_the_dtype(folder: Path) -> None:
+    with on_disk(folder, is_added=False) as owner:
+        owner.cache.prefetch(NS, PROMPT)
+        assert owner.on_disk("int8") == 10, "to ask for a prompt decides nothing"
+        owner.ask(PROMPT)
+        assert eventually(lambda: owner.on_disk("int8") == 0 and not owner.cache.owed())
+    with on_disk(folder) as owner:
+        assert loaded(owner, NS) == 0
+
+
+@pytest.mark.parametrize("is_added_late", [False, True])
+def test_a_start_without_requests_of_a_tenant_changes_nothing(folder: Path, is_added_late: bool) -> None:
+    with on_disk(folder, is_added=False) as owner:
+        owner.ask([token + 1 for token in PROMPT], OTHER)
+        if is_added_late:
+            owner.cache.add_tenant(Tenant("a", tier_dtype="int8"))
+            assert loaded(owner, NS) == 40
+    with on_disk(folder) as owner:
+        assert loaded(owner, NS) == loaded(owner, OTHER) == 40
 
 
 def test_a_tenant_that_is_exact_after_a_restart_finds_nothing_lossy(folder: Path) -> None:

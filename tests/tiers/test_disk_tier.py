@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.tiers import disk_tier
 from radixkv.tiers.disk_tier import DiskSettings, DiskTier
 from radixkv.tiers.files import PAGE_BYTES
+from radixkv.tiers.folder import seal
+from radixkv.tiers.private_folder import MASTER
 from radixkv.tiers.record_identity import fingerprint_of
 from radixkv.tiers.slab import HEADER, HEADER_BYTES, MAX_SEQUENCE, Header, checks
 from tests.tiers.support import (
@@ -121,10 +125,29 @@ def test_a_record_of_another_engine_is_refused_also_where_locators_collide(
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1))
     for _ in range(max(ATTACKS // 10, 1)):
-        with tier_in(tmp_path / "t", **{field: other}) as tier:
+        with tier_in(tmp_path / "t", **{} if field == "scheme" else {field: other}) as tier:
+            tier.settings = replace(
+                tier.settings, **{field: other}
+            )  # a folder of another scheme has no records
             assert load(tier, ACME, prompt(1)) is None and counted(tier, {"mismatched": 1})
     with tier_in(tmp_path / "t") as tier:
         assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
+
+
+def test_a_folder_of_another_scheme_begins_anew(tmp_path: Path) -> None:
+    """So does one that doesn't say of which scheme its records are."""
+    for scheme in ("exact", "fp8", "exact"):
+        with tier_in(tmp_path / "t", scheme=scheme) as tier:
+            assert len(tier) == 0 and load(tier, ACME, prompt(1)) is None
+            assert store(tier, ACME, prompt(1)) and load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
+    with tier_in(tmp_path / "t") as tier:
+        assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
+        *numbers, _ = tier._folder.master
+        sealed = seal(tier._folder._wrapping[0], MASTER, struct.pack("<32sQQ", *numbers))
+    (tmp_path / "t" / MASTER).write_bytes(sealed)
+    for kept in (0, 1):
+        with tier_in(tmp_path / "t") as tier:
+            assert len(tier) == kept and store(tier, ACME, prompt(1))
 
 
 def test_the_tag_decides_even_if_identities_were_not_compared(
