@@ -290,6 +290,8 @@ def purge(
         names = {name: ", ".join(state[name]) or "-" for name in ("confirmed", "pending", "unconfirmed")}
         row = {"tenant": tenant, "generation": state["generation"], **names}
         click.echo(table([row], tuple(row)))
+    if not state.get("known", True):
+        click.echo(f"nothing was there: the engine knows no tenant {tenant!r}", err=True)
     if not state["complete"]:
         who = ", ".join(state["pending"])
         if socket is not None:

@@ -63,14 +63,14 @@ def stats_of(socket: str, engine_keys: str | None) -> dict[str, Any]:
 def purge_of(
     tenant: str, socket: str, engine_keys: str | None, generation: int | None, timeout_s: float
 ) -> dict[str, Any]:
-    """Purge a tenant of an engine. Returns what ``POST /v1/tenants/{tenant}/purge`` answers."""
+    """Purge a tenant of an engine. Returns what ``POST /v1/tenants/{tenant}/purge`` answers, and ``known``."""
     fields = {"tenant": tenant} if generation is None else {"tenant": tenant, "generation": generation}
     with connect(socket, engine_keys, timeout_s) as client:
         done = client.call("purge", fields)
     owed = bool(done.get("owed"))
     named = {"confirmed": [] if owed else [socket], "pending": [socket] if owed else [], "unconfirmed": []}
     state = {"generation": done["generation"], "complete": not owed, **named}
-    return {"blocks": done["blocks"], **state, "owed": owed}
+    return {"blocks": done["blocks"], **state, "owed": owed, "known": bool(done.get("known", True))}
 
 
 def audit_of(socket: str, engine_keys: str | None, as_json: bool) -> bool:

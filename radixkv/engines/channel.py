@@ -83,8 +83,12 @@ class _Reader:
 class Channel:
     """One side of a connection after the handshake. One thread sends and receives, in turn."""
 
-    def __init__(self, connection: socket.socket, reader: _Reader, sends: bytes, receives: bytes) -> None:
+    def __init__(
+        self, connection: socket.socket, reader: _Reader, key: bytes, sends: bytes, receives: bytes
+    ) -> None:
         self._connection, self._reader, self._sends, self._receives = connection, reader, sends, receives
+        self.key = key
+        """The key that both sides have proven."""
         self._num_sent = self._num_received = 0
 
     @classmethod
@@ -106,7 +110,7 @@ class Channel:
         if not hmac.compare_digest(found, mac(key, "control client", hello, answer, proof)):
             raise ControlError("the client has not proven that it has the key")
         client, server = _session(key, hello, answer)
-        return cls(connection, reader, sends=server, receives=client)
+        return cls(connection, reader, key, sends=server, receives=client)
 
     @classmethod
     def connect(cls, connection: socket.socket, keys: Sequence[bytes], until: float) -> Channel:
@@ -131,7 +135,7 @@ class Channel:
             raise ControlError("the engine has not proven that it has the key")
         _write(connection, mac(key, "control client", hello, answer, proof), until)
         client, server = _session(key, hello, answer)
-        return cls(connection, reader, sends=client, receives=server)
+        return cls(connection, reader, key, sends=client, receives=server)
 
     def send(self, head: Mapping[str, Any], tail: bytes = b"") -> None:
         """Send a message. Raises ControlError if it is too long, OSError."""

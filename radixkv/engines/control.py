@@ -20,17 +20,19 @@ user and of root, and commands after both sides have proven the key of the purpo
     pin        a namespace, ttl_s; ids                       id, num_tokens, num_blocks, ttl_s
     pins       tenant, after, limit                          pins: of each also its namespace's digest; next
     unpin      tenant, id
-    purge      tenant, generation                            tenants, generation, blocks, owed
+    purge      tenant, generation                            tenants, generation, blocks, owed, known
     audit                                                    ok, violations (the first 50), counts, seconds
     keys                                                     keys: purpose, id and place of each
-    reload_keys                                              keys, as read again from the file
+    reload_keys                                              keys, as read again from the file; ends connections that
+                                                             were opened by a key that isn't among them any more
 
 A namespace is ``model``, ``adapter``, ``weights``, and either ``tenant`` and ``salt`` or, with a SaltReader, a
 request's ``cache_salt``. Without ``weights`` it is of the present version. ``tenant`` is the cache's name of a tenant.
 With a SaltReader, commands about one tenant take the fleet's name of it too, except for ``pins`` and ``unpin``.
 ``purge`` forgets what the tenant has. If it names a ``generation``, salts of older generations are refused from then
 on. ``owed``: a disk below couldn't destroy its records yet. It serves none of them, and tries again every 5 s;
-``stats`` says how many purges it owes.
+``stats`` says how many purges it owes. ``known``: false if nothing was there, because neither the cache nor a disk has
+met the tenant.
 ``ids`` are token ids as ``tokens.encode`` returns them: the tail of the message.
 
 **Time.** Short commands run between two steps: the engine calls ``run_pending`` after each. If it doesn't for
@@ -68,6 +70,7 @@ from radixkv.engines.control_tenants import (
     Answer,
     Fields,
     TenantCommands,
+    is_known_to,
     number_of,
     still_owes,
     text_of,
@@ -130,6 +133,7 @@ class ControlServer:
     - ``owe_below``: called with a tenant, before and after the cache forgets something of it. From then on the tiers
       below serve nothing of it.
     - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
+    - ``knows_below``: whether the tiers below may have something of a tenant that the cache hasn't met. By any thread.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
     - ``on_keys``: called with keys that were read again, before salts of them are accepted. If it raises, none are.
     - ``tiers``: counts of the tiers below, by their names. By any thread.
@@ -150,6 +154,7 @@ class ControlServer:
         on_purge: Callable[[], None] = lambda: None,
         owe_below: Callable[[str], None] = lambda tenant: None,
         pay_below: Callable[[str], bool] = lambda tenant: True,
+        knows_below: Callable[[str], bool] = lambda tenant: False,
         follow_below: Callable[[str], None] = lambda tenant: None,
         on_keys: Callable[[KeySet], None] = lambda keys: None,
         tiers: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
@@ -161,13 +166,15 @@ class ControlServer:
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
         self._on_purge, self._on_keys, self._tiers, self._weights = on_purge, on_keys, tiers, weights
-        self._owe_below, self._pay_below = owe_below, pay_below
+        self._owe_below, self._pay_below, self._knows_below = owe_below, pay_below, knows_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._meeting: list[socket.socket] = []  # connections in the handshake, the oldest first
+        self._proven: dict[socket.socket, bytes] = {}
+        """The key by which each connection was opened."""
         self._next_command_at = 0.0
         self._auditing = threading.Lock()
         self._tenants = tenants = TenantCommands(cache, salts, follow_below)
@@ -277,6 +284,7 @@ class ControlServer:
             with self._lock:
                 if connection in self._meeting:
                     self._meeting.remove(connection)
+                self._proven.pop(connection, None)
                 del self._connections[connection]
                 connection.close()
 
@@ -291,7 +299,8 @@ class ControlServer:
             if connection not in self._meeting:  # it took too long
                 return None
             self._meeting.remove(connection)
-            is_full = len(self._connections) - len(self._meeting) > MAX_CLIENTS
+            self._proven[connection] = channel.key
+            is_full = len(self._proven) > MAX_CLIENTS
         if is_full:
             channel.send({"error": f"the engine has {MAX_CLIENTS} control connections already"})
             return None
@@ -306,13 +315,16 @@ class ControlServer:
             return False
         self._pace()
         try:
-            answer: Answer = {"answer": self._done(*received)}
+            answer: Answer = {"answer": self._done(channel.key, *received)}
         except RadixKVError as error:
             kind, found = type(error).__name__, vars(error)
             numbers = {name: each for name, each in found.items() if type(each) is int}
             answer = {"error": f"{kind}: {error}", "kind": kind, "numbers": numbers}
         channel.send(answer)
-        return True
+        return self._is_accepted(channel.key)
+
+    def _is_accepted(self, key: bytes) -> bool:
+        return key in self._keys.accepted("control")
 
     def _pace(self) -> None:
         """Wait until the next command may begin: a thread that never pauses would keep the interpreter's lock busy."""
@@ -323,7 +335,7 @@ class ControlServer:
         if begin > now:
             self._stopping.wait(begin - now)
 
-    def _done(self, request: Answer, ids: bytes) -> Answer:
+    def _done(self, key: bytes, request: Answer, ids: bytes) -> Answer:
         name = request.pop("command", None)
         known = self._commands.get(name) if isinstance(name, str) else None
         if known is None:
@@ -335,9 +347,15 @@ class ControlServer:
         unknown = request.keys() - fields
         if unknown:
             raise ArgumentError("field", min(unknown), ", ".join(sorted(fields)) or "no fields")
-        if not is_short:
+
+        def begin() -> Answer:
+            if not self._is_accepted(key):
+                raise ControlError(
+                    "the key of this connection isn't accepted any more: connect with a current one"
+                )
             return command(request, ids)
-        return self._between_steps(lambda: command(request, ids))
+
+        return self._between_steps(begin) if is_short else begin()
 
     def _between_steps(self, command: Callable[[], Answer]) -> Answer:
         """Let the engine's thread run a command, or run it here if that doesn't come for ``patience_s``."""
@@ -400,14 +418,20 @@ class ControlServer:
             if generation is not None:  # before the purge: no older request may fill the cache behind it
                 for name in names:
                     self._salts.raise_generation(name, generation)
+        is_known = any(is_known_to(self._cache, name) or self._knows_below(name) for name in names)
         self._on_purge()
         try:
             with self._forgetting(names) as owed:
                 blocks = sum([self._cache.purge(name) for name in names])
         finally:
             self._on_purge()
-        generation = self._generation(names)
-        return {"tenants": names, "generation": generation, "blocks": blocks, "owed": bool(owed)}
+        return {
+            "tenants": names,
+            "generation": self._generation(names),
+            "blocks": blocks,
+            "owed": bool(owed),
+            "known": is_known,
+        }
 
     def _remove(self, fields: Fields, ids: bytes) -> Answer:
         names = self._tenants.removable(fields)
@@ -468,6 +492,10 @@ class ControlServer:
         if self._salts is not None:
             self._salts.use(keys)
         self._keys = keys
+        with self._lock:
+            ended = [each for each, key in self._proven.items() if not self._is_accepted(key)]
+        for each in ended:
+            _shut(each, socket.SHUT_RD)  # the answer of a command that runs, such as this one, still goes out
         return self._show_keys(fields, ids)
 
     def _loaded_keys(self) -> KeySet:
@@ -535,7 +563,7 @@ def _listening(directory: int, path: Path) -> socket.socket:
     return listener
 
 
-def _shut(connection: socket.socket) -> None:
+def _shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Wake the thread that waits for this socket."""
     with suppress(OSError):  # it isn't connected any more
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(how)

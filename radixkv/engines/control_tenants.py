@@ -140,6 +140,11 @@ def has_own_tiers(cache: PrefixCache) -> bool:
     return cache.config.has_tiers or isinstance(cache, TieredCache)
 
 
+def is_known_to(cache: PrefixCache, tenant: str) -> bool:
+    """Whether a cache has met a tenant, or its own disk has records of it."""
+    return cache.tenant(tenant) is not None or (isinstance(cache, TieredCache) and cache.is_on_disk(tenant))
+
+
 def still_owes(cache: PrefixCache, tenant: str) -> bool:
     """Whether a cache's own disk may still have what a purge or a clear of a tenant was to destroy."""
     return isinstance(cache, TieredCache) and cache.unforgotten(tenant)

@@ -83,6 +83,10 @@ class LevelTenants:
         """
         return self._level.disk is None or self._level.disk.debts.pay(tenant, FORGET_S)
 
+    def is_on_disk(self, tenant: str) -> bool:
+        """Whether the disk has, or may have, records of a tenant. Any thread."""
+        return self._level.disk is not None and self._level.disk.tier.is_known(tenant)
+
     def take_owed(self) -> dict[str, int]:
         """Return how many purges the disk owes, by the name of the metric; nothing if that is as at the last call."""
         debts = None if self._level.disk is None else self._level.disk.debts

@@ -370,6 +370,10 @@ class LowerTiers:
         with self.forgetting(tenant):
             yield
 
+    def is_on_disk(self, tenant: str) -> bool:
+        """Whether a disk has, or may have, records of a tenant. O(1), any thread."""
+        return self.level.disk is not None and self.level.disk.tier.is_known(tenant)
+
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk."""

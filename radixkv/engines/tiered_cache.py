@@ -115,6 +115,10 @@ class TieredCache(PrefixCache):
         """Return the tenants that are ``unforgotten``."""
         return frozenset() if self._lower is None else self._lower.owed()
 
+    def is_on_disk(self, tenant: str) -> bool:
+        """Whether a disk has, or may have, records of a tenant."""
+        return self._lower is not None and self._lower.is_on_disk(tenant)
+
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk."""

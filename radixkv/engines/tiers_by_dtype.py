@@ -254,6 +254,10 @@ class TiersByDtype:
             yield
         forget_on_disks(self.tiers.values(), tenant)
 
+    def is_on_disk(self, tenant: str) -> bool:
+        """See LowerTiers."""
+        return any(each.is_on_disk(tenant) for each in self.tiers.values())
+
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk."""

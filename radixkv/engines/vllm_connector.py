@@ -229,6 +229,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             weights=lambda: self.radixkv.weights,
             owe_below=self._tenants.owe,
             pay_below=self._tenants.pay,
+            knows_below=self._tenants.is_on_disk,
             follow_below=self._tenants.follow,
             on_keys=partial(self._tenants.configure, settings.tenants or {}),
             tiers=self.radixkv.tiers,

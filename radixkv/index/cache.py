@@ -563,6 +563,7 @@ class PrefixCache(CacheState):
     def purge(self, tenant: TenantId) -> int:
         """Forget everything of a tenant and raise its generation. Returns how many blocks were resident.
 
+        For a tenant that the cache doesn't know (``tenant`` returns None) it returns 0; a disk below forgets it too.
         Nothing of it is ever matched again. Its running sequences raise StaleGeneration from their next call on. Only
         their first ``release`` works, and it returns their blocks. Until then these blocks are quarantined and count
         for the tenant. The tenant's settings stay. Raises ArgumentError for an invalid tenant id. O(namespaces +

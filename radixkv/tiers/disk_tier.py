@@ -522,6 +522,10 @@ class DiskTier:
         """Return the tag by which the folder knows a tenant. No I/O."""
         return self._folder.tag(tenant)
 
+    def is_known(self, tenant: str) -> bool:
+        """Whether a tenant has keys here, or may have some. No I/O, O(1)."""
+        return self._folder.is_known(tenant)
+
     def purge_tag(self, tag: str) -> int:
         """Forget everything of the tenant with this tag, as ``purge`` does."""
         self._require_folder()

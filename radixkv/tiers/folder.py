@@ -296,6 +296,11 @@ class TierFolder(PrivateFolder):
         """Return the tags of tenants that have keys, or may have some that a call failed to destroy. O(tenants)."""
         return {*self._keys, *self._damaged_tags()}
 
+    def is_known(self, tenant: str) -> bool:
+        """Whether a tenant has keys, or may have some that a call failed to destroy. O(1)."""
+        tag = self.tag(tenant)
+        return tag in self._keys or self._generations.get(tag, _NOT_PURGED) is None
+
     def num_damaged(self) -> int:
         """Return how many generations and keys can't be read. O(tenants)."""
         return len(self._damaged_tags()) + len(self._damaged_keys())

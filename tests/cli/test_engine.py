@@ -158,6 +158,13 @@ def test_a_tenant_of_an_engine_is_purged(engine: Engine) -> None:
         engine.reader.read(salt)
     shown = engine.run("purge", namespace.tenant)
     assert shown.exit_code == 0 and namespace.tenant in shown.stdout, shown.output
+    assert not shown.stderr and done["known"]
+    unknown = engine.run("purge", "nobody")
+    assert (
+        unknown.exit_code == 0
+        and unknown.stderr == "nothing was there: the engine knows no tenant 'nobody'\n"
+    )
+    assert json.loads(engine.run("purge", "nobody", "--json").stdout)["known"] is False
     assert isinstance(engine.complaint("purge", "a/b"), ControlError)
 
 

@@ -191,7 +191,7 @@ def test_pins_in_pages_touches_and_clears(cache: PrefixCache, client: ControlCli
 def test_a_purge_forgets_a_tenant(cache: PrefixCache, client: ControlClient) -> None:
     running = cache.open(ACME, [1, 2, 3, 4])
     done = client.call("purge", {"tenant": "acme"})
-    assert done == {"tenants": ["acme"], "generation": 1, "blocks": 16, "owed": False}
+    assert done == {"tenants": ["acme"], "generation": 1, "blocks": 16, "owed": False, "known": True}
     assert cache.match(ACME, IDS).num_tokens == 0
     with pytest.raises(StaleGeneration):
         running.commit(4)
@@ -262,6 +262,7 @@ def test_an_engine_of_salts_is_purged_by_name_and_by_id(cache: PrefixCache, tmp_
             "generation": 0,
             "blocks": 16,
             "owed": False,
+            "known": True,
         }
         assert cache.match(ACME, IDS).num_tokens == 64, "another tenant, whose id is the name"
         assert reader.read(salt) == owner, "without a generation, salts stay as they are"
@@ -276,6 +277,30 @@ def test_an_engine_of_salts_is_purged_by_name_and_by_id(cache: PrefixCache, tmp_
         assert client.call("purge", {"tenant": ANONYMOUS})["blocks"] == 16
         both = {"cache_salt": salt, "tenant": "acme", "model": "m"}
         assert "given alone" in refused(client, "lookup", both, IDS)
+
+
+def test_a_purge_of_an_unknown_tenant_says_that_nothing_was_there(cache: PrefixCache, tmp_path: Path) -> None:
+    below, told = {"elsewhere"}, list[str]()
+    reader = SaltReader(KEYS)
+    with (
+        serving(cache, tmp_path, owe_below=told.append, knows_below=below.__contains__) as control,
+        ControlClient(control.path, KEYS) as client,
+    ):
+        for _ in range(2):
+            done = client.call("purge", {"tenant": "nobody"})
+            assert done == {
+                "tenants": ["nobody"],
+                "generation": 0,
+                "blocks": 0,
+                "owed": False,
+                "known": False,
+            }
+        assert "nobody" in told, "the tiers below forget it all the same"
+        assert client.call("purge", {"tenant": "elsewhere"})["known"], "a disk has it"
+        assert client.call("purge", {"tenant": "acme"})["known"]
+    with serving(cache, tmp_path, salts=reader) as control, ControlClient(control.path, KEYS) as client:
+        done = client.call("purge", {"tenant": "nobody", "generation": 2})
+        assert not done["known"] and done["generation"] == 2, "its older salts are refused from now on"
 
 
 def test_keys_are_read_again_without_a_gap(cache: PrefixCache, tmp_path: Path) -> None:
@@ -301,6 +326,47 @@ def test_keys_are_read_again_without_a_gap(cache: PrefixCache, tmp_path: Path) -
         with ControlClient(control.path, both) as client:
             assert "chmod 600" in refused(client, "reload_keys")
             assert client.call("keys")["keys"] == shown, "a refused file changes nothing"
+
+
+def test_keys_that_are_dropped_end_their_connections(cache: PrefixCache, tmp_path: Path) -> None:
+    after, answers = KeySet.derive([NEW]), list[Any]()
+    with ExitStack() as stack:
+        control = stack.enter_context(serving(cache, tmp_path, patience_s=60.0))
+        old, waiting, reloading = (stack.enter_context(ControlClient(control.path, KEYS)) for _ in range(3))
+        pin = {"tenant": "acme", "model": "m", "ttl_s": 60}
+        with asked(waiting, answers, "pin", pin):
+            eventually(lambda: bool(control._waiting))  # it was sent in time, and begins after the next step
+            KeySet.derive([NEW, SECRET]).write(tmp_path / "engine.keys")
+            assert reloading.call("reload_keys")["keys"]
+            assert old.call("keys")["keys"], "the key is a previous one, and counts"
+            after.write(tmp_path / "engine.keys")
+            shown = reloading.call("reload_keys")["keys"]
+            assert [each["place"] for each in shown if each["purpose"] == "control"] == [0]
+            control.run_pending()
+        assert "isn't accepted any more" in answers[0] and not cache.pins("acme")
+        for each in (old, waiting, reloading):
+            with pytest.raises(ControlError):
+                each.call("purge", {"tenant": "acme"})
+        assert cache.match(ACME, IDS).num_tokens == 64, "nothing was purged"
+        current = stack.enter_context(ControlClient(control.path, after))
+        assert current.call("keys")["keys"] == shown
+        eventually(lambda: len(control._connections) == 1)
+
+
+def test_a_command_that_came_before_its_key_was_dropped_does_not_begin(
+    cache: PrefixCache, tmp_path: Path
+) -> None:
+    """It may lie in the socket when the keys are read again: the connection's end alone would let it through."""
+    with serving(cache, tmp_path) as control, ControlClient(control.path, KEYS) as client:
+        KeySet.derive([NEW]).write(tmp_path / "engine.keys")
+        channel = client._channel
+        channel.send({"command": "reload_keys"})
+        with suppress(BrokenPipeError):
+            channel.send({"command": "purge", "tenant": "acme"})
+        received = channel.receive(LIMIT_S)
+        assert received is not None and "answer" in received[0]
+        assert channel.receive(LIMIT_S) is None
+        assert cache.match(ACME, IDS).num_tokens == 64
 
 
 # --- steps

@@ -20,6 +20,7 @@ from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.engines import lower_tiers
+from radixkv.engines.control_tenants import is_known_to
 from radixkv.engines.disk_level import DiskLevel
 from radixkv.engines.disk_patience import DiskPatience
 from radixkv.engines.host_blocks import HostBlocks
@@ -343,7 +344,10 @@ def test_records_on_their_way_are_dropped(folder: Path, change: str) -> None:
 
 def test_what_was_purged_does_not_come_back_from_disk(folder: Path) -> None:
     with on_disk(folder) as owner:
+        assert owner.cache.tenant("a") is None, "only the disk knows it"
+        assert [is_known_to(owner.cache, each) for each in ("a", "b", "nobody")] == [True, True, False]
         owner.cache.purge("a")
+        assert not is_known_to(owner.cache, "a")
         assert owner.ask(PROMPT) == (0, 41)
         with owner.cache.open(OTHER, PROMPT) as sequence:
             assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
