@@ -260,10 +260,10 @@ class PagedCache(Cache):
             sequence.commit(length)
 
     def release(self) -> None:
-        """Release all sequences that are still open."""
+        """Release all sequences that aren't released yet."""
         for sequence in self.sequences:
-            if sequence.is_open:
-                sequence.release()
+            with sequence:  # releases it, also after a purge
+                pass
 
     def settle(self) -> None:
         """Take the beams back from the device, so that every row's sequence on the host equals the device's."""

@@ -1,0 +1,384 @@
+"""Random lives of a tenant on two replicas: nothing that came before a purge, a clear, a removal or a revocation goes on.
+
+Two services share a keys file and a Redis, each behind a proxy. A life is one tenant's: its requests wait or run at both,
+or their answers are not read, while it is purged, cleared, removed and made again, its keys are revoked and rotated, a
+replica loses Redis for a while, and Redis loses everything. Each prompt is of one request alone. So at the end it is
+known whose KV a match finds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from radixkv import audit
+from radixkv.service import key_store
+from radixkv.service.core import Service
+from radixkv.service.owner import Owner
+from tests.isolation.lives import EXAMPLES, SEED
+from tests.redis_server import RedisServer
+from tests.service.running import KEYS, Running, answered, client, model_held, service_in_thread
+from tests.service.surroundings import surroundings as surroundings
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import LIMIT_S, eventually
+
+LIVES = max(EXAMPLES // 5, 8)
+STEPS = 14
+NAMES = ("one", "two")
+MOST_OPEN = 8
+"""Requests of one life that aren't answered yet."""
+KINDS = ("completion", "several", "beams", "stream", "unread", "warm", "job", "everywhere", "pin", "message")
+ERRORS = {401, 404, 409, 499, 503}
+"""What a request may be answered that was ended: revoked, gone, forgotten, cut off, or not possible now."""
+
+
+def body_of(kind: str, ids: list[int]) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a request."""
+    if kind in ("warm", "job", "everywhere"):
+        fleet = {"replicas": "all"} if kind == "everywhere" else {}
+        return "/v1/warm", {"token_ids": ids, "wait": kind != "job", **fleet}
+    if kind == "pin":
+        return "/v1/pins", {"token_ids": ids, "ttl_s": 600, "replicas": "all"}
+    if kind == "message":
+        text = " ".join(f"{each}" for each in ids)
+        return "/v1/messages", {"model": "radixkv-demo", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 4}
+    if kind == "several":
+        body |= {"n": 2, "temperature": 1.0}
+    if kind == "beams":
+        body |= {"n": 2, "use_beam_search": True}
+    if kind in ("stream", "unread"):
+        body |= {"stream": True, "max_tokens": 40, "ignore_eos": True}
+    return "/v1/completions", body
+
+
+def status_of(answer: httpx.Response) -> int:
+    """The status of an answer, of the error that ends a stream, or of a pin that isn't held."""
+    if '"error":{' in answer.text and "event-stream" in answer.headers.get("content-type", ""):
+        error = json.loads(answer.text.split("data: ")[-1].strip())["error"]
+        return {"conflict": 409, "unauthorized": 401, "stalled": 503, "shutting_down": 503}[error["code"]]
+    if answer.status_code == 201:
+        return 201 if any(each["state"] == "done" for each in answer.json()["replicas"]) else 409
+    return answer.status_code
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request, and what has ended it."""
+
+    kind: str
+    replica: str
+    key_id: str
+    ids: list[int]
+    answer: Future[httpx.Response] | None
+    unread: socket.socket | None = None
+    held: ExitStack | None = None
+    """What held the model when it came."""
+    is_over: bool = False
+    is_forgotten: bool = False
+    """Whether also what it left is over: a revoked key's requests end, and what they had computed stays."""
+    was_waiting: bool = False
+    """Whether it surely had no answer when what ended it was said to be complete."""
+
+
+class Fleet:
+    """Two replicas, and what their tests may do to them."""
+
+    def __init__(self, stack: ExitStack, redis: RedisServer, folder: Path) -> None:
+        self.redis, self.num_arrived = redis, Counter[str]()
+        keys = folder / "keys.json"
+        keys.write_text(json.dumps({"operator": KEYS["operator"], "tenants": {"globex": {"keys": [KEYS["globex"]]}}}))
+        keys.chmod(0o600)
+        (folder / "secret").write_bytes(b"a secret of this test's fleet")
+        (folder / "secret").chmod(0o600)
+        given = {"keys": str(keys), "fleet-secret": str(folder / "secret"), "num-blocks": "2048", "max-queued": "64"}
+        self.proxies: dict[str, TcpProxy] = {}
+        self.live: dict[str, Running] = {}
+        for name in NAMES:
+            proxy = self.proxies[name] = stack.enter_context(closing(TcpProxy(redis.host, redis.port)))
+            own = {"replica": name, "redis": f"redis://127.0.0.1:{proxy.port}/0"}
+            self.live[name] = stack.enter_context(service_in_thread(**given, **own))
+        self.threads = stack.enter_context(ThreadPoolExecutor(2 * MOST_OPEN))
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until both replicas know each other, and Redis."""
+        for live in self.live.values():
+            eventually(lambda live=live: self._is_well(live), "the replicas know each other")  # type: ignore[misc]
+
+    def _is_well(self, live: Running) -> bool:
+        known = live.operator.get("/v1/replicas").json()["replicas"]
+        return (
+            live.service.fleet.coordinator.health().state == "ok"
+            and {each["id"] for each in known if each["reachable"]} == {*NAMES}
+        )
+
+    def count(self, service: Service, tenant: str | None) -> None:
+        """Note that a request's key was checked."""
+        name = next((name for name, live in self.live.items() if live.service is service), "")
+        self.num_arrived[f"{name}:{tenant}"] += 1
+
+
+class Life:
+    """One tenant. ``seen`` counts what happened in all lives."""
+
+    def __init__(self, fleet: Fleet, seed: int, seen: Counter[str]) -> None:
+        self.fleet, self.random, self.seen = fleet, random.Random(seed), seen
+        self.tenant = f"t{seed}"
+        self.asked: list[Asked] = []
+        self.keys: dict[str, str] = {}
+        self.held: dict[str, ExitStack] = {}
+        self.num_prompts = 0
+        self.make()
+
+    # ---- steps
+
+    def play(self) -> None:
+        """Make random steps, and compare what is left with what may be."""
+        steps = [self.ask] * 9 + [self.hold, self.let_go] * 2
+        steps += [self.purge, self.clear, self.revoke, self.rotate, self.make_again, self.outage]
+        try:
+            for _ in range(STEPS):
+                self.random.choice(steps)()
+        finally:
+            self.end()
+        self.compare()
+
+    def operator(self) -> httpx.Client:
+        return self.fleet.live[self.random.choice(NAMES)].operator
+
+    def make(self) -> None:
+        settings = {"max_pinned_blocks": 600, "max_pins": 200}
+        operator = self.operator()
+        answer = answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=settings))
+        assert answer.status_code == 200, answer.text
+        self.add_key(operator)
+
+    def add_key(self, operator: httpx.Client) -> None:
+        made = operator.post(f"/v1/tenants/{self.tenant}/keys").json()
+        self.keys[made["id"]] = made["key"]
+        for name in NAMES:
+            eventually(lambda name=name: self.knows(name, made["key"]), "each replica knows the key")  # type: ignore[misc]
+
+    def knows(self, name: str, key: str) -> bool:
+        with client(self.fleet.live[name].url, key) as someone:
+            return someone.get("/v1/stats").status_code == 200
+
+    def prompt(self) -> list[int]:
+        self.num_prompts += 1
+        return [self.random.randrange(3, 4_000) for _ in range(64)]
+
+    def ask(self) -> None:
+        if len([each for each in self.asked if each.answer is None or not each.answer.done()]) >= MOST_OPEN:
+            return
+        name, kind = self.random.choice(NAMES), self.random.choice(KINDS)
+        key_id = self.random.choice([*self.keys])
+        ids, live, key = self.prompt(), self.fleet.live[name], self.keys[key_id]
+        path, body = body_of(kind, ids)
+        place = f"{name}:{self.tenant}"
+        before = self.fleet.num_arrived[place]
+        if kind == "unread":
+            asked = Asked(kind, name, key_id, ids, None, _sent(live.url, key, path, body))
+        else:
+            asked = Asked(kind, name, key_id, ids, self.fleet.threads.submit(_ask, live.url, key, path, body))
+        eventually(lambda: self.fleet.num_arrived[place] > before, "the key of the request is checked")
+        asked.held = self.held.get(name)
+        self.asked.append(asked)
+        self.seen[f"asked {kind}"] += 1
+
+    def hold(self) -> None:
+        name = self.random.choice(NAMES)
+        if name not in self.held:
+            self.held[name] = ExitStack()
+            self.held[name].enter_context(model_held(self.fleet.live[name].service, "globex"))
+
+    def let_go(self) -> None:
+        for stack in [self.held.pop(name) for name in [*self.held]]:
+            stack.close()
+
+    # ---- what ends requests
+
+    def ends(self, what: str, which: Callable[[Asked], bool], said: Callable[[], object]) -> None:
+        """End requests: what had come when ``said`` began is over when it has returned."""
+        ended = [each for each in self.asked if which(each) and not each.is_forgotten]
+        said()
+        for each in ended:
+            each.is_over = True
+            each.is_forgotten = what not in ("revocation", "rotation")
+            each.was_waiting = each.held is not None and self.held.get(each.replica) is each.held
+            self.seen[f"{what} ended {'waiting ' * each.was_waiting}{each.kind}"] += 1
+
+    def purge(self) -> None:
+        operator, path = self.operator(), f"/v1/tenants/{self.tenant}/purge"
+
+        def said() -> None:
+            assert answered(lambda: operator.post(path)).status_code == 200
+            eventually(lambda: answered(lambda: operator.get(path)).json()["complete"], "the purge is complete")
+
+        self.ends("purge", lambda each: True, said)
+
+    def clear(self) -> None:
+        name, key = self.random.choice(NAMES), self.random.choice([*self.keys.values()])
+
+        def said() -> None:
+            with client(self.fleet.live[name].url, key) as tenant:
+                assert tenant.delete("/v1/cache").status_code == 200
+
+        def is_here(each: Asked) -> bool:
+            return each.replica == name and each.kind not in ("everywhere", "pin")
+
+        self.ends("clear", is_here, said)
+
+    def revoke(self) -> None:
+        if len(self.keys) == 1:
+            self.add_key(self.operator())
+        key_id = self.random.choice([*self.keys])
+        key, operator = self.keys.pop(key_id), self.operator()
+
+        def said() -> None:
+            assert operator.delete(f"/v1/keys/{key_id}").status_code == 204
+            self.wait_until_refused(key)
+
+        self.ends("revocation", lambda each: each.key_id == key_id and each.kind not in ("job", "pin"), said)
+
+    def rotate(self) -> None:
+        key_id, operator = self.random.choice([*self.keys]), self.operator()
+        key = self.keys.pop(key_id)
+
+        def said() -> None:
+            made = operator.post(f"/v1/keys/{key_id}/rotate").json()
+            self.keys[made["id"]] = made["key"]
+            self.wait_until_refused(key)
+
+        self.ends("rotation", lambda each: each.key_id == key_id and each.kind not in ("job", "pin"), said)
+        for name in NAMES:
+            eventually(partial(self.knows, name, [*self.keys.values()][-1]), "each replica knows the new key")
+
+    def wait_until_refused(self, key: str) -> None:
+        for name in NAMES:
+            eventually(lambda name=name: not self.knows(name, key), "each replica refuses the old key")  # type: ignore[misc]
+
+    def make_again(self) -> None:
+        operator, old = self.operator(), {**self.keys}
+
+        def said() -> None:
+            assert operator.delete(f"/v1/tenants/{self.tenant}").status_code == 204
+            if self.random.random() < 0.5:
+                self.keys.clear()
+                self.make()  # the other replica may not have seen the removal
+            for key in old.values():
+                self.wait_until_refused(key)
+
+        self.ends("removal", lambda each: True, said)
+        if self.keys == old:
+            self.keys.clear()
+            self.make()
+
+    def outage(self) -> None:
+        """A replica loses Redis for a while, or Redis loses everything."""
+        if self.random.random() < 0.3:
+            self.fleet.redis.restart()
+            self.seen["Redis lost everything"] += 1
+            return
+        name = self.random.choice(NAMES)
+        proxy, coordinator = self.fleet.proxies[name], self.fleet.live[name].service.fleet.coordinator
+        proxy.refuse = True
+        eventually(lambda: coordinator.health().state == "unavailable")
+        self.ask()
+        proxy.refuse = False
+        self.seen["a replica was cut off"] += 1
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Let everything go on, and wait for its end."""
+        self.let_go()
+        for each in self.asked:
+            if each.unread is not None:
+                each.unread.close()
+            elif each.answer is not None:
+                each.answer.exception(timeout=LIMIT_S)
+        for live in self.fleet.live.values():
+            eventually(lambda live=live: live.service.worker.num_unfinished == 0, "the model has no work left")  # type: ignore[misc]
+        self.fleet.settle()
+
+    def compare(self) -> None:
+        key = next(iter(self.keys.values()))
+        for each in self.asked:
+            if not each.is_over:
+                continue
+            what = f"{each.kind} at {each.replica}, tenant {self.tenant}"
+            if each.was_waiting and each.answer is not None and each.kind not in ("job", "pin"):
+                assert status_of(each.answer.result()) in ERRORS, f"{what}: answered {each.answer.result().text}"
+            if each.kind == "message":
+                continue  # its ids are made of text
+            for name in self.where(each) if each.is_forgotten or each.was_waiting else ():
+                assert self.matched(name, key, each.ids) == 0, f"{what}: matched at {name}"
+
+    def where(self, each: Asked) -> tuple[str, ...]:
+        """The replicas where nothing of it may be."""
+        return NAMES if each.kind in ("everywhere", "pin") else (each.replica,)
+
+    def matched(self, name: str, key: str, ids: list[int]) -> int:
+        with client(self.fleet.live[name].url, key) as tenant:
+            return int(answered(lambda: tenant.post("/v1/lookup", json={"token_ids": ids})).json()["matched_tokens"])
+
+
+def _ask(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    with client(url, key) as someone:
+        return someone.post(path, json=body)
+
+
+def _sent(url: str, key: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request was sent, whose answer nobody reads."""
+    place, content = urlsplit(url), json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", "content-type: application/json",
+        f"content-length: {len(content)}", "", "",
+    )  # fmt: skip
+    connection = socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
+    connection.sendall("\r\n".join(head).encode() + content)
+    return connection
+
+
+@pytest.fixture
+def fleet(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surroundings: None
+) -> Iterator[Fleet]:
+    monkeypatch.setattr(key_store, "LOOK_EVERY_S", 0.02)
+    made: list[Fleet] = []
+    owner = Service.owner
+
+    def counted(service: Service, tenant: str | None, key_id: str, as_of: int) -> Owner:
+        found = owner(service, tenant, key_id, as_of)
+        for each in made:
+            each.count(service, tenant)
+        return found
+
+    monkeypatch.setattr(Service, "owner", counted)
+    with ExitStack() as stack:
+        made.append(Fleet(stack, redis_server, tmp_path))
+        yield made[0]
+        for live in made[0].live.values():
+            audit.check(live.service.cache)
+
+
+@pytest.mark.slow
+def test_nothing_that_came_before_goes_on(fleet: Fleet) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEED, SEED + LIVES):
+        Life(fleet, seed, seen).play()
+    print(dict(seen))
