@@ -86,14 +86,14 @@ class ControlCache:
         self._tenants: dict[str, Tenant] = {}
         self._generations: dict[str, int] = {}
         self._named: OrderedDict[Namespace, str] = OrderedDict()
-        self._endings = Endings()
+        self.endings = Endings()
         self._naming = threading.Lock()
 
     def cache_salt(self, namespace: Namespace, as_of: int | None = None) -> str:
         """Return the salt of a namespace's requests, and remember the namespace. ``as_of``: see ``PrefixCache.open``."""
         with self._naming:
             if as_of is not None:
-                self._endings.require_current(namespace, as_of)
+                self.endings.require_current(namespace, as_of)
             salt = self._named.get(namespace) or self._new_salt(namespace, namespace.salt)
             self._named[namespace] = salt
             self._named.move_to_end(namespace)
@@ -146,7 +146,7 @@ class ControlCache:
         """Forget a namespace. Its requests have another salt from now on."""
         where = self._where(namespace)
         with self._naming:
-            self._endings.end_namespace(namespace)
+            self.endings.end_namespace(namespace)
             self._named[namespace] = self._new_salt(namespace, secrets.token_hex(16))
         return _count(self._long("clear", where), "blocks")
 
@@ -162,23 +162,6 @@ class ControlCache:
                 held.update(_texts(page, "namespaces"))
                 after = None if page.get("next") is None else _count(page, "next")
         return [each for each, salt in named if digest_of(self._there(salt)) in held]
-
-    # --- requests that have waited
-
-    @property
-    def num_endings(self) -> int:
-        """How often something was forgotten through this side."""
-        return self._endings.num
-
-    def require_current(self, namespace: Namespace, as_of: int, /) -> None:
-        """Raise StaleGeneration if a request that came at ``as_of`` may not begin."""
-        with self._naming:
-            self._endings.require_current(namespace, as_of)
-
-    def end_requests(self, tenant: str, /, *, salt: str | None = None, adapter: str | None = None) -> None:
-        """Refuse requests that came before and haven't begun."""
-        with self._naming:
-            self._endings.end(tenant, salt, adapter)
 
     # --- pins
 
@@ -231,7 +214,7 @@ class ControlCache:
     def purge(self, tenant: str, /) -> int:
         """Forget a tenant, and raise its generation: older salts are refused."""
         with self._naming:
-            self._endings.end(tenant, None, None)
+            self.endings.end_tenant(tenant)
             generation = self._generations[tenant] = self._generations.get(tenant, 0) + 1
             for each in [each for each in self._named if each.tenant == tenant]:
                 del self._named[each]

@@ -25,6 +25,7 @@ from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
 from radixkv.index.cache import RequestHints
 from radixkv.index.changes import Journal
+from radixkv.index.endings import Endings
 from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
@@ -144,21 +145,15 @@ class EngineCache(Protocol):
         """Count a use of what is resident. Returns its tokens."""
 
     @property
-    def num_endings(self) -> int:
-        """How often something was purged, cleared or removed. Must not wait.
+    def endings(self) -> Endings:
+        """When what was purged, cleared or removed. Must not wait.
 
-        A request notes it when its caller is known, and gives it as ``as_of``, so that it is refused if what it belongs to
-        was forgotten while it waited.
+        A request notes ``endings.num`` when its caller is known, and gives it as ``as_of``, so that it is refused if what
+        it belongs to was forgotten while it waited.
         """
 
-    def require_current(self, namespace: Namespace, as_of: int, /) -> None:
-        """Raise StaleGeneration if a request that came at ``as_of`` may not begin in a namespace. Must not wait."""
-
-    def end_requests(self, tenant: str, /, *, salt: str | None = None, adapter: str | None = None) -> None:
-        """Refuse all requests of a tenant that came before, or those with this salt or adapter. Must not wait."""
-
     def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /, *, as_of: int | None = None) -> Pin:
-        """Keep a resident prefix for some seconds. Raises StaleGeneration, as ``require_current``."""
+        """Keep a resident prefix for some seconds. ``as_of``: see ``Engine.generate``."""
 
     def unpin(self, pin: Pin, /) -> None:
         """End a pin."""
@@ -258,7 +253,7 @@ class Engine(Protocol):
     ) -> Generation:
         """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
 
-        ``as_of``: ``EngineCache.num_endings`` when the request came. Raises StaleGeneration, at the latest when it begins,
+        ``as_of``: ``EngineCache.endings.num`` when the request came. Raises StaleGeneration, at the latest when it begins,
         if what it belongs to was forgotten since.
 
         See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.

@@ -69,7 +69,14 @@ from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.engines.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
-from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    ConfigError,
+    StaleGeneration,
+    TokenError,
+    wrong_count,
+)
 from radixkv.index import tokens
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
@@ -419,7 +426,10 @@ class HFEngine(StockLoop):
         if pause_s is not None and isinstance(self.cache, TieredCache):
             namespace, num_rows = self._now(request.namespace), len(made.token_ids) // len(request.prompts)
             if request.as_of is not None:
-                self.cache.require_current(namespace, request.as_of)
+                try:
+                    self.cache.endings.require_current(namespace, request.as_of)
+                except StaleGeneration:  # a clear; the answer stays
+                    return
             for prompt, answer in zip(request.prompts, made.token_ids[::num_rows], strict=True):
                 self.cache.prefetch(namespace, prompt.key + tokens.encode(answer), in_s=pause_s)
 

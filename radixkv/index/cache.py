@@ -275,7 +275,7 @@ class PrefixCache(CacheState):
         ``ahead``: True also shares whole blocks that a running step computes (``Sequence.computing``). They count in
         ``num_ahead_tokens``, not in ``num_cached_tokens``. It replaces ``on_pending`` and ``timeout_s``.
 
-        ``as_of``: ``num_endings`` when the request came, for a request that has waited since. Raises StaleGeneration if
+        ``as_of``: ``endings.num`` when the request came, for a request that has waited since. Raises StaleGeneration if
         its tenant was purged or removed, or its namespace cleared, after that.
 
         Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
@@ -579,34 +579,6 @@ class PrefixCache(CacheState):
         with self._lock:
             state = self._tenants.get(tenant)
             return 0 if state is None else state.generation
-
-    # --- requests that have waited
-
-    @property
-    def num_endings(self) -> int:
-        """How often something was forgotten here: purges, clears and removals. O(1), no lock.
-
-        Note it when a request comes, and give it to ``open`` as ``as_of``, however long the request has waited by then.
-        """
-        return self._endings.num
-
-    def require_current(self, namespace: Namespace, as_of: SupportsIndex) -> None:
-        """Raise StaleGeneration if ``open`` would refuse a request that came at ``as_of``. O(1)."""
-        require_namespace(namespace)
-        came = require_between("as_of", as_of, 0, None)
-        if came != self._endings.num:
-            with self._lock:
-                self._endings.require_current(namespace, came)
-
-    def end_requests(self, tenant: TenantId, *, salt: str | None = None, adapter: str | None = None) -> None:
-        """Refuse all requests of a tenant that came before and haven't opened yet, or those with this salt or adapter.
-
-        ``purge``, ``remove_tenant`` and ``clear`` do the same for what they forget. Call it before clearing several
-        namespaces: a request may wait in one that holds nothing yet. O(1).
-        """
-        require_tenant_id(tenant)
-        with self._lock:
-            self._endings.end(tenant, salt, adapter)
 
     # --- bases
 

@@ -60,7 +60,7 @@ def purge(cache: CacheState, tenant: str) -> int:
     """See PrefixCache.purge."""
 
     def begin() -> Forgotten:
-        cache._endings.end(tenant, None, None)
+        cache._endings.end_tenant(tenant)
         state = cache._tenants.get(tenant)
         if state is None:
             return [], 0

@@ -159,6 +159,11 @@ class CacheState:
         """Blocks that a match can reach. O(1), no lock."""
         return self._evictor.resident_blocks
 
+    @property
+    def endings(self) -> Endings:
+        """When what was forgotten: see ``open(as_of=…)``."""
+        return self._endings
+
     def tenants(self) -> list[str]:
         """Return the tenants that the cache has seen."""
         with self._lock:

@@ -61,7 +61,7 @@ def _removable(cache: CacheState, tenant: str) -> tuple[TenantState, Tenant]:
 def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
     state, settings = _removable(cache, tenant)
-    cache._endings.end(tenant, None, None)
+    cache._endings.end_tenant(tenant)
     if state.waiting is not None:
         state.waiting.end_all()
     _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant

@@ -144,7 +144,7 @@ class Service:
     @property
     def num_endings(self) -> int:
         """How often something was purged, cleared or removed here."""
-        return self.cache.num_endings
+        return self.cache.endings.num
 
     def owner(self, tenant: str | None, key_id: str, as_of: int) -> Owner:
         """Return who a request belongs to that came at ``as_of``; a tenant of None is the operator.

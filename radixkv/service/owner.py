@@ -25,7 +25,7 @@ class Owner:
     """The tenant and the key of a request, and the moment when it came.
 
     - ``payer``: who pays, of all tenants that ever had this name.
-    - ``as_of``: ``EngineCache.num_endings`` when it came, before its key was checked.
+    - ``as_of``: ``EngineCache.endings.num`` when it came, before its key was checked.
     - ``keys``: returns the ids of the keys in force; None if the request has no key that is known here.
     """
 
@@ -49,10 +49,13 @@ class Owner:
         if self.keys is not None and self.payer.key not in self.keys():
             raise revoked()
 
-    def require(self, namespace: Namespace) -> None:
-        """Raise ApiError 401 if its key was revoked, and StaleGeneration if the namespace was forgotten meanwhile."""
+    def require(self, namespace: Namespace | None = None) -> None:
+        """Raise ApiError 401 if its key was revoked, StaleGeneration if its tenant was purged or removed meanwhile.
+
+        ``namespace``: of a request that waits; also if that was cleared.
+        """
         self.require_key()
-        self.engine.cache.require_current(namespace, self.as_of)
+        self.engine.cache.endings.require_current(self.tenant if namespace is None else namespace, self.as_of)
 
     @property
     def arguments(self) -> dict[str, Any]:

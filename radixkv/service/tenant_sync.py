@@ -33,6 +33,7 @@ class TenantSync:
         self._granted: dict[str, int] = {}
         self._removals: dict[str, int] = {}
         self._unpurged: set[str] = set()
+        self._leaving: set[str] = set()  # being removed, perhaps again and again
         self._lock = threading.Lock()
 
     def num_removals(self, tenant: str) -> int:
@@ -119,10 +120,13 @@ class TenantSync:
         return wanted.guaranteed_blocks - (0 if told is None else told.guaranteed_blocks)
 
     def _remove(self, tenant: str) -> None:
-        self._removals[tenant] = self.num_removals(tenant) + 1  # first: nobody may take what follows for the same tenant
-        self._unpurged.add(tenant)
+        if tenant not in self._leaving:  # first: nobody may take what follows for the same tenant
+            self._leaving.add(tenant)
+            self._removals[tenant] = self.num_removals(tenant) + 1
+            self._unpurged.add(tenant)
         self._strike(tenant)
         self._cache.remove_tenant(tenant)
+        self._leaving.discard(tenant)
         del self._told[tenant], self._settings[tenant], self._incarnations[tenant]
         self._granted.pop(tenant, None)
 

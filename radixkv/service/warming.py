@@ -90,7 +90,7 @@ class Warming:
     def is_current(self, namespace: Namespace) -> bool:
         """Whether a request that comes now may join it: nothing has ended it since it began."""
         with suppress(LeaseError):
-            self.first.engine.cache.require_current(namespace, self.first.as_of)
+            self.first.engine.cache.endings.require_current(namespace, self.first.as_of)
             return True
         return False
 
@@ -243,7 +243,7 @@ class Warmer:
             raise ClearedMeanwhile
         warming.require_wanted()
         cache = self._engine.cache
-        cache.require_current(namespace, warming.first.as_of)
+        cache.endings.require_current(namespace, warming.first.as_of)
         match = cache.match(namespace, prompt_key)
         num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens

@@ -32,10 +32,10 @@ ENDINGS: list[Ending] = [
     lambda cache: cache.purge("acme"),
     lambda cache: cache.clear(ACME),
     lambda cache: cache.remove_tenant("acme"),
-    lambda cache: cache.end_requests("acme"),
-    lambda cache: cache.end_requests("acme", salt="s"),
-    lambda cache: cache.end_requests("acme", adapter="lora"),
-    lambda cache: cache.end_requests("acme", salt="s", adapter="lora"),
+    lambda cache: cache.endings.end_waiting("acme"),
+    lambda cache: cache.endings.end_waiting("acme", salt="s"),
+    lambda cache: cache.endings.end_waiting("acme", adapter="lora"),
+    lambda cache: cache.endings.end_waiting("acme", salt="s", adapter="lora"),
 ]
 WHOLE = {0, 2, 3}
 """Endings of all namespaces of the tenant."""
@@ -43,15 +43,15 @@ WHOLE = {0, 2, 3}
 
 @pytest.mark.parametrize("which", range(len(ENDINGS)))
 def test_a_request_that_came_before_is_refused(cache: PrefixCache, which: int) -> None:
-    as_of = cache.num_endings
+    as_of = cache.endings.num
     ENDINGS[which](cache)
-    assert cache.num_endings > as_of
+    assert cache.endings.num > as_of
     for begin in (
         lambda: cache.open(ACME, IDS, as_of=as_of),
         lambda: cache.open(ACME, range(40_000), as_of=as_of),
         lambda: cache.publish("base", ACME, IDS, ["globex"], as_of=as_of),
         lambda: cache.pin(ACME, IDS, 60, as_of=as_of),
-        lambda: cache.require_current(ACME, as_of),
+        lambda: cache.endings.require_current(ACME, as_of),
     ):
         with pytest.raises((StaleGeneration, ArgumentError) if which == 2 else StaleGeneration):
             begin()
@@ -59,16 +59,22 @@ def test_a_request_that_came_before_is_refused(cache: PrefixCache, which: int) -
     for other in OTHERS:
         if other.tenant == "acme" and which in WHOLE:
             with pytest.raises(StaleGeneration):
-                cache.require_current(other, as_of)
+                cache.endings.require_current(other, as_of)
         else:
             cache.open(other, IDS, as_of=as_of).release()
-    cache.open(ACME, IDS, as_of=cache.num_endings).release()
+    if which in (0, 2):
+        with pytest.raises(StaleGeneration):
+            cache.endings.require_current("acme", as_of)
+    else:
+        cache.endings.require_current("acme", as_of)
+    cache.endings.require_current("globex", as_of)
+    cache.open(ACME, IDS, as_of=cache.endings.num).release()
     cache.open(ACME, IDS).release()
 
 
 def test_the_first_request_of_an_unknown_tenant_is_refused_after_a_purge() -> None:
     cache, ns = PrefixCache(CacheConfig(16, 4)), Namespace("new", "m")
-    as_of = cache.num_endings
+    as_of = cache.endings.num
     cache.purge("new")
     with pytest.raises(StaleGeneration):
         cache.open(ns, IDS, as_of=as_of)

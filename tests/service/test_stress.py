@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 ALLOWED = {
     "warm": {200, 202, 409, 429, 503},
     "lookup": {200},
-    "complete": {200, 429, 503},
-    "stream": {200, 429, 503},
+    "complete": {200, 409, 429, 503},
+    "stream": {200, 409, 429, 503},
     "clear": {200, 404},
 }
 

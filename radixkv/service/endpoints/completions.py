@@ -209,7 +209,7 @@ class Run:
             work.cancel()
         await self._settle(generation)
         answer = await self._written(lambda: self._answer(generation))
-        self.owner.require(self.namespace)
+        self.owner.require()
         return self._told(answer)
 
     def _told(self, response: Response) -> Response:
@@ -255,19 +255,19 @@ class Run:
     async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
         try:
             first = await self._first_events()
-            self.owner.require(self.namespace)
+            self.owner.require()
             for each in first:
                 yield each
             while not work.future.done():
                 progress.taken()
                 work.resume()
                 if pieces := self._pieces():
-                    self.owner.require(self.namespace)
+                    self.owner.require()
                     yield self._chunk(pieces)
                 await self._next(progress)
             generation = await finished(work)
             await self._settle(generation)
-            self.owner.require(self.namespace)
+            self.owner.require()
             for each in self._last_events(generation):
                 yield each
         except Exception as error:  # noqa: BLE001 too late for a status: the stream reports it
@@ -336,7 +336,7 @@ class Run:
                 progress.made()
 
         def is_over() -> bool:
-            self.owner.require_key()
+            self.owner.require()
             if not all(text.stopped for text in self.texts):
                 work.turn(None if progress is None else progress.is_full)
                 return work.stopping
@@ -355,7 +355,7 @@ class Run:
             **self._sampling(),
             **self.owner.arguments,
         )
-        self.owner.require(namespace)
+        self.owner.require()
         self._keep(namespace, is_last=True)
         try:
             self._complete(generation, work)

@@ -173,7 +173,7 @@ async def clear(call: Call[Service]) -> Response:
     def found() -> list[Namespace]:
         return [each for each in cache.namespaces(tenant) if _is_wanted(each, wanted)]
 
-    cache.end_requests(tenant, **wanted)
+    cache.endings.end_waiting(tenant, **wanted)
     known = await service.threads.ask_cache(tenant, found)
     on_disk = cache.forgotten_on_disk if isinstance(cache, Tiered) and cache.has_disk else None
     if wanted and not known and on_disk is None:

@@ -156,7 +156,7 @@ class FleetPins:
         tenant, names = namespace.tenant, self._asked(namespace, prompt_key, where)
         self._tenant_sync.require_purged(tenant)
         fact = self._fact(namespace, prompt_key, where, content)
-        owner.require(namespace)
+        owner.require()
         try:
             most = self._max_pins(tenant)
             is_kept = await self._ask_store(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
@@ -322,7 +322,7 @@ class FleetPins:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _update(self, mine: PinReplica, fact: FleetPin | None) -> None:
-        tenant, now, as_of = mine.namespace.tenant, self._clock(), self._cache.num_endings
+        tenant, now, as_of = mine.namespace.tenant, self._clock(), self._cache.endings.num
         if self._is_purged(mine):
             await self._drop(mine)
             await self._ask_store(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)

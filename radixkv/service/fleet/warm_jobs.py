@@ -196,7 +196,7 @@ class WarmJobs:
     async def _require_current(self, order: Order, job: Job) -> None:
         """Raise, and delete the job's record, if the order ended while it was written: it may look like a later one."""
         try:
-            order.owner.require(order.namespace)
+            order.owner.require()
         except (ApiError, LeaseError):
             if self.table.get(order.owner.tenant, job.id) in (job, None):
                 await self._forget(job.id)
@@ -231,7 +231,7 @@ class WarmJobs:
     def _new(self, order: Order, job_id: str) -> Job:
         job = Job(job_id, order.owner, order.namespace, order.prompt_key, order.num_left_out)
         job.request = self._digest(order)
-        order.owner.require(order.namespace)
+        order.owner.require()
         self.table.keep(order.namespace.tenant, job)
         return job
 
@@ -458,7 +458,7 @@ class WarmJobs:
         if job.prompt_key is None:
             return "left"
         try:
-            job.owner.require(job.namespace)
+            job.owner.require()
         except (ApiError, LeaseError) as error:
             return self._failures.answer(error).type
         namespace = job.namespace
