@@ -168,4 +168,4 @@ class Coordinator(JobRecords, PinRecords):
         """
         with self._writing, self._storing():
             self._require_registration()
-            return self.quotas.reserve(self._writer, tenant, blocks, self.settings.lease_s)
+            return self.quotas.reserve(self._writer, tenant, blocks, self.lease_s)

@@ -1,47 +1,51 @@
 """A coordinator over a store in memory, shared by replicas of one process.
 
-Without a shared store the replica is alone: it needs no lease and no journal, and starts no thread.
+Without a shared store the replica is alone: it needs no journal, and starts no thread. So nothing beats, and its one
+beat, at its registration, states a lease without an end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from radixkv.clock import Clock, monotonic
 from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.settings import Settings, check_published_block_size
 from radixkv.coordination.store.memory import MemoryStore
-from radixkv.coordination.values import ReplicaInfo, Writer
 from radixkv.coordination.view.reader import Known
 from radixkv.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from radixkv.index.changes import Journal
 
+_WITHOUT_END_S = 1e9
+
 
 class MemoryCoordinator(Coordinator):
-    """A coordinator over a MemoryStore; without a store, of a replica that is alone."""
+    """A coordinator over a MemoryStore; without a store, of a replica that is alone.
 
-    def __init__(self, settings: Settings, store: MemoryStore | None = None) -> None:
+    ``clock``: for a replica that is alone; others have their store's.
+    """
+
+    def __init__(
+        self, settings: Settings, store: MemoryStore | None = None, clock: Clock = monotonic
+    ) -> None:
         if store is not None:
             check_published_block_size(settings.block_size)
         self._is_alone = store is None
-        shared = MemoryStore() if store is None else store
+        shared = MemoryStore(clock) if store is None else store
         super().__init__(settings, shared, shared.clock)
+
+    @property
+    def lease_s(self) -> float:
+        """How long a beat counts: for ever if the replica is alone."""
+        return _WITHOUT_END_S if self._is_alone else super().lease_s
 
     @property
     def journal(self) -> Journal | None:
         """The journal that the cache reports its changes to; None if alone."""
         return None if self._is_alone else self._publisher
-
-    def info(self) -> ReplicaInfo:
-        """Return the ReplicaInfo of this replica; if it is alone, its lease never runs out."""
-        info = super().info()
-        if self._is_alone and self._registered:
-            return replace(info, live=True, lease_remaining_s=self.settings.lease_s)
-        return info
 
     @property
     def knows_generations(self) -> bool:
@@ -65,6 +69,3 @@ class MemoryCoordinator(Coordinator):
         with suppress(StoreUnavailable):
             self.reader.refresh()
         return self.reader.known()
-
-    def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
-        return {self._writer} if self._is_alone else super()._living(replica_ids)

@@ -132,6 +132,11 @@ class Replica:
         return self.settings.replica_id
 
     @property
+    def lease_s(self) -> float:
+        """How long a beat counts."""
+        return self.settings.lease_s
+
+    @property
     def journal(self) -> Journal | None:
         """The journal that the cache reports its changes to; None if no other replica could ever read it."""
         return self._publisher
@@ -273,7 +278,7 @@ class Replica:
             wire_version=WIRE_VERSION,
             live=self._registered and self._state != "fenced" and remaining_s > 0,
             last_seq=self._seq,
-            lease_remaining_s=remaining_s,
+            lease_remaining_s=min(remaining_s, self.settings.lease_s),
             proven=True,
             is_self=True,
             load=self._load,
@@ -315,7 +320,7 @@ class Replica:
         left: then the clock was turned back, and no check has noticed it yet.
         """
         ends, now = (self._heard_until, self._lease_until), self.clock()
-        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
+        return self._registered and now < min(ends) and max(ends) <= now + self.lease_s
 
     @property
     def store_id(self) -> str:
@@ -443,14 +448,14 @@ class Replica:
         self._num_beats += 1
         stated = replace(
             self._registration(self._epoch, self._writer.nonce),
-            lease_ms=max(1, int(self.settings.lease_s * 1000)),
+            lease_ms=max(1, int(self.lease_s * 1000)),
             beats=self._num_beats,
             stated_ms=int(self.wall() * 1000),
         )
         result = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
         self._check(result)
         if result.verdict == "OK":
-            self._lease_until = before + self.settings.lease_s
+            self._lease_until = before + self.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or result.last_seq != self._seq
             others = self.reader.registrations()
@@ -459,8 +464,8 @@ class Replica:
             self.purges.apply_purges(self._writer, is_new=self._is_new_epoch, raised=raised)
             self._store_id = self.store.identity()  # after the purges: a loss in between shows
             self._is_new_epoch, self._met = False, others
-            self._heard_until = before + self.settings.lease_s
-            self.quotas.restate(self._writer, self.settings.lease_s)
+            self._heard_until = before + self.lease_s
+            self.quotas.restate(self._writer, self.lease_s)
 
     @property
     def _epoch(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
@@ -17,12 +17,13 @@ from radixkv.coordination import Settings, connect, quotas
 from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory_coordinator import MemoryCoordinator
+from radixkv.coordination.purges import Purge
 from radixkv.coordination.quotas import Limits
 from radixkv.coordination.routing.replica_sources import Generations
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.store.protocol import Durable, Share
 from radixkv.coordination.store.wire import Confirmed, Limit, Raised, Registration
-from radixkv.coordination.values import WIRE_VERSION, Load, Writer
+from radixkv.coordination.values import WIRE_VERSION, FleetPin, Load, Writer
 from radixkv.coordination.view.reader import Reader
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable, UnreadableRecord
 from tests.coordination import signed
@@ -335,6 +336,45 @@ def test_a_lone_replica_has_no_journal_no_thread_and_no_lease() -> None:
     assert coordinator.knows_generations and coordinator.purge("acme").is_complete
     coordinator.close()
     assert coordinator.health().state == "left"
+
+
+@pytest.mark.parametrize("hours", [1.01, 24, 24 * 365])
+def test_a_lone_replica_stays_as_it_is_though_nothing_beats(hours: float) -> None:
+    """Only its pins and jobs end: when their own time is over."""
+    clock = ManualClock(1000.0)
+    settings = Settings("only", SECRET, "fp:model", 16, address="http://127.0.0.1:1")
+    with closing(MemoryCoordinator(settings, clock=clock)) as only:
+        purged: list[int] = []
+        only.attach(
+            PrefixCache(CacheConfig(num_blocks=4, block_size=16)),
+            lambda tenant, raised: purged.append(raised.generation),
+        )
+        registered = only.register()
+        only.purges.meet(["acme"])
+        only.set_limit("acme", 7)
+        assert only.purge("acme").confirmed == ("only",) and only.reserve("acme", 9).blocks == 7
+        pin = FleetPin("1" * 32, only.pin_digest(ACME), 512, "all")
+        assert only.keep_pin("acme", pin, hours * 3600 + 60) and only.state_pin("acme", pin.id, "done", 512)
+        clock.advance(hours * 3600)
+        job = only.create_job(ACME, 512, ["only"])
+        clock.advance(59)
+
+        (info,) = only.replicas()
+        assert info == registered and info.live and info.lease_remaining_s == settings.lease_s
+        assert only.knows_generations and only.health().is_ok and only.unavailable is None
+        assert only.purge_report("acme") == Purge(1, ("only",), pending=(), unconfirmed=())
+        assert only.limits() == {"acme": 7}
+        (share,) = only.store.tenant(only.keys.tenant("acme")).shares
+        assert share.blocks == 7 and only.reserve("acme", 9).blocks == 7
+        assert only.report_job(job.id, "running", 1)
+        taken = only.take_job(job.id, "acme")
+        assert taken is not None and [part.state for part in taken.parts] == ["running"]
+        ((part,),) = (each.parts for each in only.fleet_pins("acme"))
+        assert part.state == "done"
+        assert only.purge("acme") == Purge(2, ("only",), pending=(), unconfirmed=())
+        assert purged == [1, 2]
+        clock.advance(1.5)
+        assert only.fleet_pins("acme") == []
 
 
 def test_replicas_of_one_process_share_a_store_with_threads_of_their_own() -> None:
