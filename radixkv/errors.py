@@ -19,7 +19,7 @@
     │   ├── SequenceLent      it is lent to the device, which advances it by itself
     │   └── NotResident       a prefix to pin isn't completely resident
     ├── CoordinationError     an error of the metadata store or another replica
-    │   ├── StoreUnavailable  the store can't be reached
+    │   ├── StoreUnavailable  the store can't be reached, or refuses to work
     │   │   └── UnreadableRecord the store's record of a tenant was written by no replica
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
@@ -253,7 +253,10 @@ class CoordinationError(RadixKVError):
 
 
 class StoreUnavailable(CoordinationError):
-    """The metadata store can't be reached. Matching continues. Views of other replicas become outdated."""
+    """The metadata store can't be reached, or refuses to work. Matching continues.
+
+    Views of other replicas become outdated.
+    """
 
     hint: ClassVar[str] = "Check Redis and the network to it, then call again."
 

@@ -167,7 +167,7 @@ def route(context: click.Context, /, **values: str | None) -> None:
 
         def on_ready(host: RouterHost, url: str) -> None:
             known = (
-                f"the store doesn't answer: {host.source.reader.failure}"
+                f"the store is unavailable: {host.source.reader.failure}"
                 if host.source.is_lost
                 else f"{len(host.replicas())} replicas known"
             )

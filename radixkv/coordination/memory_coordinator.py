@@ -40,6 +40,11 @@ class MemoryCoordinator(Coordinator):
             self.lease_s = _WITHOUT_END_S
 
     @property
+    def lease_s(self) -> float:
+        """How long a beat counts: for ever if the replica is alone."""
+        return _WITHOUT_END_S if self._is_alone else super().lease_s
+
+    @property
     def journal(self) -> Journal | None:
         """The journal that the cache reports its changes to; None if alone."""
         return None if self._is_alone else self._publisher

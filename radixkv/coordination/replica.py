@@ -17,6 +17,7 @@ Queries never take that lock, because it is held during calls to the store.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -57,6 +58,8 @@ from radixkv.errors import (
 
 if TYPE_CHECKING:
     from radixkv.index.changes import Journal
+
+log = logging.getLogger("radixkv.coordination")
 
 FLUSH_S = 0.02
 """While records come, all queued records are written together this often."""
@@ -132,6 +135,11 @@ class Replica:
     def replica_id(self) -> str:
         """The name that this replica registers with."""
         return self.settings.replica_id
+
+    @property
+    def lease_s(self) -> float:
+        """How long a beat counts."""
+        return self.settings.lease_s
 
     @property
     def journal(self) -> Journal | None:
@@ -292,7 +300,7 @@ class Replica:
 
     @property
     def unavailable(self) -> str | None:
-        """Return why the store can't be reached; None if it can, as far as is known. Local."""
+        """Return why the store can't be used; None if it can, as far as is known. Local."""
         return (self._reason or self._state) if self._state == "unavailable" else None
 
     def report_load(self, load: Load) -> None:
@@ -637,8 +645,13 @@ class Replica:
             self._set_state("ok")
 
     def _set_state(self, state: State, reason: str = "") -> None:
-        self._reason = reason
+        """Enter a state. The beginning of an outage and its end are logged, not what fails in between."""
+        was, self._reason = self._state, reason
         self._state = state
+        if state == "unavailable" and was != state:
+            log.warning("replica %s: the store is unavailable: %s", self.replica_id, reason)
+        elif state == "ok" and was == "unavailable":
+            log.warning("replica %s: the store is available again", self.replica_id)
 
     def _others(self) -> list[Known]:
         """Return the local view; never waits for the store."""

@@ -22,7 +22,7 @@ this, or further in the future."""
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
 """State of a coordinator.
 
-``new``: not registered yet · ``ok`` · ``unavailable``: the store can't be reached, retried with backoff ·
+``new``: not registered yet · ``ok`` · ``unavailable``: the store can't be used, retried with backoff ·
 ``refused``: the fleet in the store differs from this replica · ``fenced``: a newer process has this id ·
 ``left``: it called ``leave`` · ``failed``: a bug in radixkv ended a thread.
 """

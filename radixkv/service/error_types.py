@@ -250,7 +250,7 @@ _LISTED = (
     ErrorType(
         "store_unavailable",
         (503,),
-        "The fleet's store (Redis) can't be reached, and this request needs it. Prompts are still served.",
+        "The fleet's store (Redis) doesn't work, and this request needs it. Prompts are still served.",
         "Try again after the seconds in Retry-After. The message says what was done already.",
         {"message": "the store of pins can't be reached; nothing was pinned"},
     ),

@@ -932,6 +932,9 @@ def test_the_fleet_recovers_when_all_primaries_are_replaced(tmp_path: Path, is_l
             kept, gone = prompt(512), prompt(512, seed=1)
             store(a, ACME, gone)
             fleet.eventually(lambda: a.set_limit("acme", 7))
+            for node in servers.nodes:  # a plain URL may name any of them
+                with closing(RedisStore(node.url, LIMIT_S)) as plain:
+                    assert plain.tenant(a.keys.tenant("acme")).limit == 7
             home = fleet.client.keyslot(fleet.key("a", "meta")) * 3 // 16_384
             fleet.eventually(lambda: a.purge("other"))
             generation = a.purges.generation("other")

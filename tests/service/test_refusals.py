@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from radixkv.errors import StoreUnavailable
 from radixkv.service.schemas.errors import CompletionErrorReply, ErrorReply
 from tests.service.running import Running
 from tests.waiting import LIMIT_S
@@ -428,3 +429,18 @@ def test_openapi_describes_which_fields_go_together(live: Running) -> None:
     assert len(schemas["CompletionRequest"]["allOf"]) == 4
     parameters = document["paths"]["/v1/replicas"]["get"]["parameters"]
     assert parameters[0]["schema"]["enum"] == ["true", "false"]
+
+
+def test_an_operator_is_told_why_the_store_fails(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "Redis: OutOfMemoryError: command not allowed when used memory > 'maxmemory'."
+
+    def full(*_: object) -> Any:
+        raise StoreUnavailable(reason)
+
+    for name in ("purge", "purge_report"):
+        monkeypatch.setattr(type(live.service.fleet.coordinator), name, full)
+    path = "/v1/tenants/acme/purge"
+    for answer in (live.operator.post(path), live.operator.get(path)):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (503, "store_unavailable")
+        assert reason in error["message"]

@@ -386,7 +386,7 @@ def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: 
             assert ready.json()["coordination"] == "unavailable"
             assert "radixkv_router_store_lost 1.0" in operator.get("/metrics").text
         printed = eventually(lambda: started.log.read_text())
-        assert "the store doesn't answer: Redis: ConnectionError" in printed and "hidden" not in printed
+        assert "the store is unavailable: Redis: ConnectionError" in printed and "hidden" not in printed
 
 
 def test_the_router_needs_no_torch() -> None:

@@ -11,6 +11,7 @@ that a router can keep arrays of them.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from radixkv.coordination.store.protocol import Store
     from radixkv.coordination.view.reader import Remote
     from radixkv.coordination.view.view import RemoteLog, View
+
+log = logging.getLogger("radixkv.coordination")
 
 _LIVE_AGAIN_S = 1e-3
 """A lease that ends this much later than before was extended by a beat."""
@@ -197,6 +200,7 @@ class Observer(Followed):
         reader = Reader(settings, keys, store, clock, any_block_size=True)
         super().__init__(reader, keys, clock, self._generations)
         self._store, self._asked_at = store, float("-inf")
+        self._has_told = False
         self._loop = Loop(settings.replica_id, self._step)
         self.poll()
         if background:
@@ -217,6 +221,7 @@ class Observer(Followed):
         with suppress(StoreUnavailable):
             self.reader.refresh()
             self._generations.follow(self.reader.registrations())
+        self._tell()
 
     def close(self) -> None:
         """End the thread and the connections. Idempotent."""
@@ -225,11 +230,21 @@ class Observer(Followed):
 
     def _step(self) -> float:
         pause_s = self.reader.step()
+        self._tell()
         if self._asked_at != self.reader.fetched_at:
             self._asked_at = self.reader.fetched_at
             with suppress(StoreUnavailable):
                 self._generations.follow(self.reader.registrations())
         return pause_s
+
+    def _tell(self) -> None:
+        """Log the beginning of an outage and its end."""
+        failure = self.reader.failure
+        if failure and not self._has_told:
+            log.warning("router: the store is unavailable: %s", failure)
+        elif self._has_told and not failure:
+            log.warning("router: the store is available again")
+        self._has_told = bool(failure)
 
 
 class LocalSource(Followed):

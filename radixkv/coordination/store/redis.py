@@ -64,7 +64,7 @@ from radixkv.coordination.store.redis_connection import (
     translated,
     unavailable,
 )
-from radixkv.coordination.store.redis_streams import SERVER_BLOCK_S, StreamReads
+from radixkv.coordination.store.redis_streams import StreamReads
 from radixkv.coordination.store.wire import (
     LOAD_FIELDS,
     MAX_LEASE_MS,
@@ -136,19 +136,17 @@ class ReplicaKeys:
 
 
 class RedisStore(Store):
-    """See ``protocol.Store``. Waiting reads use separate connections; one thread at a time may ``read``."""
+    """See ``protocol.Store``. One thread at a time may ``read``."""
 
     def __init__(self, url: str, reply_timeout_s: float = 2.0) -> None:
         self.connection = Connection(url, reply_timeout_s)
-        self._reading = Connection(url, reply_timeout_s + SERVER_BLOCK_S)
-        self._streams = StreamReads(self._reading)
+        self._streams = StreamReads(self.connection)
         self.num_jobs = 0
         self._told: dict[str, float] = {}
 
     def close(self) -> None:
         """Close the connections."""
         self._streams.close()
-        self._reading.close()
         self.connection.close()
 
     # ---- a replica's own facts
@@ -265,7 +263,6 @@ class RedisStore(Store):
             log.warning("Redis: %s", message)
 
     def _listed(self) -> list[str]:
-        self._reading.check()
         self.connection.check()
         try:
             reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)

@@ -3,6 +3,11 @@
 The server decides where a command goes: to the shard of its key's tag, to the master that Sentinel names, or to the
 only server. Writes that must not be lost are followed by ``WAIT 1`` on the same connection, if the server has had a
 replica.
+
+Another server may take the place of one, under the same address. Connections to the old one may stay open, and it may
+still answer reads. So if a connection is broken or silent, or leads to a server that can't serve (``is_refusal``), no
+other one to the same address is used any more. A new connection is not used if it leads to a replica. A command that
+was refused was not executed, and is tried once more over a new connection.
 """
 
 from __future__ import annotations
@@ -27,11 +32,15 @@ from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
 from redis.exceptions import (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
-    MovedError,
     NoScriptError,
+    ReadOnlyError,
     RedisClusterException,
     ResponseError,
+    TryAgainError,
 )
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -76,6 +85,16 @@ _OPTIONS = frozenset(
 )
 """Options that a URL and its query may set."""
 
+# MOVED is an AskError too.
+_REFUSALS = (AskError, BusyLoadingError, ClusterDownError, ReadOnlyError, TryAgainError)
+_REFUSED = re.compile(r"\b(READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF)\b")
+_LEFT_ALONE = re.compile(r"\bUNBLOCKED\b|with replica instances")
+"""What a server answers to a command that waits while it becomes a replica."""
+_IN_SCRIPT = re.compile(
+    r"(ERR )?Error running script \(call to f_\w+\): @user_script: ?\d+: (@user_script: ?\d+: )?-?"
+    r"| script: \w+, on @user_script: ?\d+\."
+)
+
 Args = Sequence[str | bytes | int]
 
 
@@ -101,7 +120,28 @@ def is_wrong_type(error: object) -> bool:
 
 def unavailable(error: Exception) -> StoreUnavailable:
     """Return the StoreUnavailable for an error of the client, or for one that a server answered with."""
-    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
+    return StoreUnavailable(f"Redis: {type(error).__name__}: {_IN_SCRIPT.sub('', str(error))}")
+
+
+def is_refusal(error: object) -> bool:
+    """Whether a server reported that it can't serve now, to a command or inside a script: nothing was executed.
+
+    A script's first write is refused, or none: a server takes no other role meanwhile.
+    """
+    if isinstance(error, _REFUSALS) or isinstance(getattr(error, "__context__", None), ReadOnlyError):
+        return True
+    return isinstance(error, ResponseError) and _REFUSED.search(str(error)) is not None
+
+
+def _cause(error: object) -> object:
+    return error.__cause__ if isinstance(error, StoreUnavailable) else error
+
+
+def _is_of_data(error: object) -> bool:
+    """Whether a server that can serve answered: the error is about the command or its keys."""
+    if not isinstance(error, ResponseError) or is_refusal(error):
+        return False
+    return _LEFT_ALONE.search(str(error)) is None
 
 
 class _Malformed(ValueError):
@@ -188,7 +228,7 @@ class Connection:
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "decode_responses": False,
-            "redis_connect_func": _greet,
+            "redis_connect_func": _greet_master,
         }
         self._client: Any = None
         self._is_stale = False
@@ -216,45 +256,62 @@ class Connection:
         """Run a script; return its answer, and whether a replica of the server has the write (None if it has no
         replica)."""
 
-        def act(node: Any) -> tuple[Any, bool | None]:
+        def act(node: Any) -> tuple[Any, bool | StoreUnavailable | None]:
             with node.client() as one:
                 answer = self._evaluate(one, script, keys, args)
-                num_replicas = int(one.info("replication").get("connected_slaves", 0))
-                self._had_replica = self._had_replica or num_replicas > 0
-                if not self._had_replica:
-                    return answer, None
-                wait_ms = max(1, int(self._reply_timeout_s * 500))
-                return answer, int(one.execute_command("WAIT", 1, wait_ms)) >= 1
+                try:
+                    with self.watched(node):
+                        return answer, self._is_replicated(one)
+                except StoreUnavailable as error:  # not to be taken for a refusal: the script has run
+                    return answer, error
 
-        found: tuple[Any, bool | None] = self._at(keys[0], act)
-        return found
+        answer, replicated = self._at(keys[0], act)
+        if isinstance(replicated, StoreUnavailable):
+            raise replicated
+        return answer, replicated
+
+    def _is_replicated(self, one: Any) -> bool | None:
+        num_replicas = int(one.info("replication").get("connected_slaves", 0))
+        self._had_replica = self._had_replica or num_replicas > 0
+        if not self._had_replica:
+            return None
+        wait_ms = max(1, int(self._reply_timeout_s * 500))
+        return int(one.execute_command("WAIT", 1, wait_ms)) >= 1
 
     def gather(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to commands of one key each, ``(name, key, …)``: one round trip to each shard.
 
         A reply may be an exception: that of its command, or of its shard. Raises StoreUnavailable if no shard
-        answers.
+        answers. Commands that are refused are sent once more.
         """
         replies: list[Any] = [None] * len(commands)
-        failure: StoreUnavailable | None = None
-        num_failed = 0
-        by_node = self._by_node([str(command[1]) for command in commands])
-        for node, indices in by_node:
+        left: Sequence[int] = range(len(commands))
+        for _ in range(2):
+            self._gather(commands, left, replies)
+            left = [index for index in left if is_refusal(_cause(replies[index]))]
+            if not left:
+                break
+        failures = [reply for reply in replies if isinstance(reply, StoreUnavailable)]
+        if failures and len(failures) == len(replies):
+            raise failures[0]
+        return replies
+
+    def _gather(
+        self, commands: Sequence[tuple[Any, ...]], indices: Sequence[int], replies: list[Any]
+    ) -> None:
+        for node, places in self._by_node(commands, indices):
             pipeline = node.pipeline(transaction=False)
-            for index in indices:
-                pipeline.execute_command(*commands[index])
+            for place in places:
+                pipeline.execute_command(*commands[place])
             try:
-                with translated():
+                with self.watched(node):
                     answers = pipeline.execute(raise_on_error=False)
             except StoreUnavailable as error:
-                answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
-                self._is_stale = True
-            for index, answer in zip(indices, answers, strict=True):
-                replies[index] = answer
-                self._is_stale = self._is_stale or isinstance(answer, MovedError)
-        if failure is not None and num_failed == len(by_node):
-            raise failure
-        return replies
+                answers = [error] * len(places)
+            for place, answer in zip(places, answers, strict=True):
+                replies[place] = answer
+                if isinstance(answer, Exception):
+                    self._leave(node, answer)
 
     def of(self, command: str, *args: Any) -> Any:
         """Return the reply to one command of one key, which is its first argument."""
@@ -265,24 +322,49 @@ class Connection:
         client = self._open()
         return int(client.keyslot(key)) if isinstance(client, _cluster_client) else 0
 
-    def borrow(self, key: str) -> tuple[Any, Any]:
-        """Return a raw connection to the node of ``key``, and its pool."""
-        pool = self._node(key).connection_pool
-        return pool, pool.get_connection()
-
     def check(self) -> None:
         """Under Sentinel: leave a server that is no longer the master, even if it still answers."""
         if self._sentinel is None:
             return
         with translated():
             master = self._sentinel.discover_master(self._address.service)
-            known, self._master = self._master, master
-            if known not in (None, master):
-                self._open().connection_pool.disconnect(inuse_connections=False)
+        known, self._master = self._master, master
+        client = self._client
+        if known not in (None, master) and client is not None:
+            self._drop(client)
 
-    def suspect(self) -> None:
-        """Read the map of slots again before the next command, because it may be outdated."""
-        self._is_stale = True
+    @contextmanager
+    def watched(self, node: Any) -> Iterator[None]:
+        """What is done over the connections of a server. Its errors become StoreUnavailable, and end connections.
+
+        Only an error about a command or its keys doesn't: otherwise another server may have the address now, or the
+        slots.
+        """
+        with translated():
+            try:
+                yield
+            except Exception as error:
+                self._leave(node, error)
+                raise
+
+    def _leave(self, node: Any, error: Exception) -> None:
+        cause = _cause(error)
+        if _is_of_data(cause):
+            return
+        has_moved = isinstance(cause, AskError)
+        self._is_stale = self._is_stale or has_moved or isinstance(self._client, _cluster_client)
+        if not has_moved:
+            self._drop(node)
+
+    def _drop(self, node: Any) -> None:
+        """Close the idle connections to a server, and use a new client for it. Those in use end with their commands.
+
+        The clients of a Cluster's nodes stay, because their addresses are those of the servers themselves.
+        """
+        with self._opening:
+            if self._client is node:
+                self._client = None
+        node.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -293,15 +375,17 @@ class Connection:
             each.close()
 
     def _at(self, key: str, act: Callable[[Any], Any]) -> Any:
-        with translated():
-            try:
-                return act(self._node(key))
-            except MovedError:
-                self._is_stale = True
-                return act(self._node(key))
-            except Exception:
-                self._is_stale = True
+        try:
+            return self._once(key, act)
+        except StoreUnavailable as error:
+            if not is_refusal(error.__cause__):
                 raise
+        return self._once(key, act)
+
+    def _once(self, key: str, act: Callable[[Any], Any]) -> Any:
+        node = self.node(key)
+        with self.watched(node):
+            return act(node)
 
     def _evaluate(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
         try:
@@ -328,20 +412,29 @@ class Connection:
                 "Redis: %s was not a %s. No replica writes that, so it was deleted", keys[at], types[at]
             )
 
-    def _by_node(self, keys: Sequence[str]) -> list[tuple[Any, list[int]]]:
+    def _by_node(
+        self, commands: Sequence[tuple[Any, ...]], indices: Sequence[int]
+    ) -> list[tuple[Any, list[int]]]:
         found: dict[int, tuple[Any, list[int]]] = {}
-        for index, key in enumerate(keys):
-            node = self._node(key)
+        for index in indices:
+            node = self.node(str(commands[index][1]))
             found.setdefault(id(node), (node, []))[1].append(index)
         return list(found.values())
 
-    def _node(self, key: str) -> Any:
-        """Return the client of the server that has ``key``. Raises StoreUnavailable."""
+    def node(self, key: str) -> Any:
+        """Return the client of the server that has ``key``: another one than before if its connections were left.
+
+        Raises StoreUnavailable.
+        """
         client = self._open()
         if not isinstance(client, _cluster_client):
             return client
-        with translated():
-            return client.get_redis_connection(client.get_node_from_key(key))
+        try:
+            with translated():
+                return client.get_redis_connection(client.get_node_from_key(key))
+        except StoreUnavailable:
+            self._is_stale = True
+            raise
 
     def _open(self) -> Any:
         with self._opening, translated():
@@ -392,20 +485,15 @@ class Connection:
     def _by_sentinel(self) -> Any:
         options = dict(self._options)
         asked = {
-            name: options[name]
-            for name in (
-                "socket_timeout",
-                "socket_connect_timeout",
-                "retry",
-                "protocol",
-                "redis_connect_func",
-            )
+            name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
         }
+        asked["redis_connect_func"] = _greet
         asked |= {name: value for name, value in options.items() if name.startswith("ssl")}
         for name in ("username", "password"):
             if value := options.pop(f"sentinel_{name}", None):
                 asked[name] = value
-        self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
+        if self._sentinel is None:
+            self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
         return self._sentinel.master_for(self._address.service)
 
 
@@ -413,6 +501,30 @@ def _greet(connection: Any) -> None:
     """Send what follows a connect, such as authentication, if there is a server."""
     _check_peer(connection)
     connection.on_connect()
+
+
+def _greet_master(connection: Any) -> None:
+    """Do the same. Raises ReadOnlyError if the server is a replica."""
+    _greet(connection)
+    require_master(connection)
+
+
+def require_master(connection: Any) -> None:
+    """Raise ReadOnlyError if a connection leads to a replica. What a replica has may be old.
+
+    A replica of a Cluster names its master to every command (MOVED), so it is no danger.
+    """
+    is_replica = b"role:slave" in _info(connection, "replication")
+    if is_replica and b"cluster_enabled:1" not in _info(connection, "cluster"):
+        raise ReadOnlyError("the server at this address is a replica")
+
+
+def _info(connection: Any, section: str) -> bytes:
+    connection.send_command("INFO", section)
+    reply = connection.read_response()
+    if not isinstance(reply, bytes):
+        raise ConnectionError(f"the server doesn't answer INFO {section}")
+    return reply
 
 
 def _check_peer(connection: Any) -> None:

@@ -102,10 +102,15 @@ local function last_id(ev)
     if info[i] == 'last-generated-id' then return info[i + 1] end
   end
 end
+local function is_after(ev, epoch, seq)
+  local end_epoch, end_seq = string.match(last_id(ev), '^(%d+)%-(%d+)$')
+  local first, last = count(end_epoch), count(end_seq)
+  if not first or not last then return true end
+  return first > tonumber(epoch) or (first == tonumber(epoch) and last > seq)
+end
 local function add(ev, epoch, seq, op, namespace, parent, tier, digests)
-  local added = redis.pcall('XADD', ev, epoch .. '-' .. whole(seq), 'e', epoch, 's', whole(seq),
-                            'o', op, 'n', namespace, 'p', parent, 't', tier, 'b', digests)
-  return type(added) == 'string'
+  redis.call('XADD', ev, epoch .. '-' .. whole(seq), 'e', epoch, 's', whole(seq),
+             'o', op, 'n', namespace, 'p', parent, 't', tier, 'b', digests)
 end
 """
 )
@@ -147,6 +152,7 @@ APPEND = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0'} end
 if tonumber(ARGV[3]) ~= last + 1 then return {'GAP', whole(last)} end
+if is_after(KEYS[2], ARGV[1], last) then return {'LOST', '0'} end
 local ops = {s = 'store', r = 'remove', c = 'clear', t = 'tier'}
 local tiers = {[0] = 'device', [1] = 'host', [2] = 'disk'}
 local packed, at = ARGV[4], 1
@@ -159,9 +165,7 @@ while at <= #packed do
   at, last = at + 5, last + 1
   local namespace, parent = take(named), take(parented)
   local digests = take(16 * num_digests)
-  if not add(KEYS[2], ARGV[1], last, ops[string.char(op)], namespace, parent, tiers[tier], digests) then
-    return {'LOST', '0'}
-  end
+  add(KEYS[2], ARGV[1], last, ops[string.char(op)], namespace, parent, tiers[tier], digests)
 end
 redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 return {'OK', whole(last)}
@@ -188,11 +192,8 @@ redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
 local saved = redis.call('HMGET', KEYS[4], 'epoch', 'seq', 'count')
 for i = 0, math.min(count(saved[3]) or 0, 4096) - 1 do redis.call('PEXPIRE', ARGV[5] .. i, ARGV[4]) end
-local end_epoch, end_seq = string.match(last_id(KEYS[3]), '^(%d+)%-(%d+)$')
-local is_longer = tonumber(end_epoch) > tonumber(ARGV[1])
-                  or (end_epoch == ARGV[1] and tonumber(end_seq) > last)
 local needed = saved[1] == ARGV[1] and (count(saved[2]) or 0) + 1 or 1
-if is_longer then
+if is_after(KEYS[3], ARGV[1], last) then
   last = 0
 elseif needed <= last then
   local id = ARGV[1] .. '-' .. whole(needed)
@@ -216,7 +217,8 @@ elseif seq ~= last then
 end
 if anew then
   last = seq + 1
-  if not add(KEYS[2], ARGV[1], last, 'store', '', '', 'device', '') then return {'LOST', '0'} end
+  if is_after(KEYS[2], ARGV[1], seq) then return {'LOST', '0'} end
+  add(KEYS[2], ARGV[1], last, 'store', '', '', 'device', '')
   redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 end
 local num_chunks = #ARGV - 8

@@ -2,6 +2,9 @@
 
 ``StreamReads`` is the ``read`` of ``redis.RedisStore``: XREAD over streams of any slots. Each slot has a separate
 connection, and one thread waits for all of them.
+
+A server that has become a replica still answers reads, perhaps without ever hearing more. So a read that waits is ended
+when the connections to its server were left, and a server without news is asked for its role.
 """
 
 from __future__ import annotations
@@ -12,7 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixkv.coordination.store.protocol import ENTRIES_A_READ
-from radixkv.coordination.store.redis_connection import Connection, is_wrong_type, translated
+from radixkv.coordination.store.redis_connection import (
+    Connection,
+    is_wrong_type,
+    require_master,
+    translated,
+)
 from radixkv.errors import StoreUnavailable
 
 SERVER_BLOCK_S = 1.0
@@ -24,7 +32,7 @@ class _UnderWay:
     """One XREAD that waits in the server, on its connection."""
 
     cursors: dict[str, str]
-    pool: Any
+    node: Any
     connection: Any
     sent_at: float
     failure: StoreUnavailable | None = None
@@ -43,9 +51,10 @@ class _UnderWay:
                 self.failure = failure
         return True
 
-    def serves(self, cursors: Mapping[str, str]) -> bool:
-        """Whether its answer covers all entries behind ``cursors``, and no other stream."""
-        return self.cursors.keys() == cursors.keys() and all(
+    def serves(self, node: Any, cursors: Mapping[str, str]) -> bool:
+        """Whether its answer, from this server, covers all entries behind ``cursors``, and no other stream."""
+        is_same = self.node is node and self.cursors.keys() == cursors.keys()
+        return is_same and all(
             _position(self.cursors[key]) <= _position(cursor) for key, cursor in cursors.items()
         )
 
@@ -53,7 +62,10 @@ class _UnderWay:
         """Wait for the answer and return it. Raises what the client raises."""
         if self.failure is not None:
             raise self.failure
-        return self.connection.read_response()
+        answer = self.connection.read_response()
+        if not answer:
+            require_master(self.connection)
+        return answer
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self.sent_at > 2 * SERVER_BLOCK_S
@@ -62,7 +74,7 @@ class _UnderWay:
         """Give the connection back; close it if an answer could still come over it."""
         if is_broken:
             self.connection.disconnect()
-        self.pool.release(self.connection)
+        self.node.connection_pool.release(self.connection)
 
 
 class StreamReads:
@@ -109,10 +121,11 @@ class StreamReads:
         sent = []
         for slot, streams in slots.items():
             try:
+                node = self._connection.node(next(iter(streams)))
                 if block_s == 0:
-                    sent.append(self._send(streams, ()))
-                elif not self._is_waiting(slot, streams):
-                    self._waiting[slot] = self._send(streams, ("BLOCK", int(SERVER_BLOCK_S * 1000)))
+                    sent.append(self._send(node, streams, ()))
+                elif not self._is_waiting(slot, node, streams):
+                    self._waiting[slot] = self._send(node, streams, ("BLOCK", int(SERVER_BLOCK_S * 1000)))
             except StoreUnavailable as failure:
                 failures.append(failure)
         if block_s == 0:
@@ -121,23 +134,23 @@ class StreamReads:
         ready = [slot for slot, reading in self._waiting.items() if reading.is_ready() or slot not in slots]
         return [self._waiting.pop(slot) for slot in ready]
 
-    def _is_waiting(self, slot: int, streams: Mapping[str, str]) -> bool:
+    def _is_waiting(self, slot: int, node: Any, streams: Mapping[str, str]) -> bool:
         reading = self._waiting.get(slot)
-        if reading is not None and not reading.serves(streams):
+        if reading is not None and not reading.serves(node, streams):
             self._waiting.pop(slot).end(is_broken=True)
             return False
         return reading is not None
 
-    def _send(self, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
-        with translated():
-            pool, connection = self._connection.borrow(next(iter(cursors)))
-            reading = _UnderWay(dict(cursors), pool, connection, time.monotonic())
+    def _send(self, node: Any, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
+        with self._connection.watched(node):
+            connection = node.connection_pool.get_connection()
+            reading = _UnderWay(dict(cursors), node, connection, time.monotonic())
             try:
                 connection.send_command(
                     "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
                 )
             except Exception:
-                self._give_up(reading)
+                reading.end(is_broken=True)
                 raise
         return reading
 
@@ -151,21 +164,17 @@ class StreamReads:
             time.sleep(_SWEEP_S)
 
     def _receive(self, reading: _UnderWay) -> Any:
-        with translated():
+        with self._connection.watched(reading.node):
             try:
                 answer = reading.receive()
             except Exception as error:
-                self._give_up(reading)
+                reading.end(is_broken=True)
                 if is_wrong_type(error):
                     for key in reading.cursors:
                         self._connection.repair([key])
                 raise
         reading.end(is_broken=False)
         return answer
-
-    def _give_up(self, reading: _UnderWay) -> None:
-        self._connection.suspect()
-        reading.end(is_broken=True)
 
 
 def _position(cursor: str) -> tuple[int, int]:

@@ -116,7 +116,7 @@ class Reader:
 
     - ``any_block_size``: follow replicas of any block size, not only of the settings' size.
     - ``fetched_at``: when the registrations were last read.
-    - ``failed_at``: when the store last failed to answer. ``failure`` has the reason.
+    - ``failed_at``: when the store last failed to answer. ``failure`` has the reason until it answers.
     """
 
     def __init__(
@@ -136,7 +136,6 @@ class Reader:
         self._replaced: dict[str, _Replaced] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
-        self._has_failed = False
         self._asked_at = float("inf")
         self.failure = ""
         self._unsigned: dict[str, float] = {}
@@ -154,7 +153,7 @@ class Reader:
     @property
     def is_lost(self) -> bool:
         """Whether the store didn't answer the last time, or an answer takes too long now; local."""
-        return self._has_failed or self._clock() > self._asked_at + _SILENT_S
+        return bool(self.failure) or self._clock() > self._asked_at + _SILENT_S
 
     def step(self) -> float:
         """Run one step of the reader's thread."""
@@ -186,7 +185,7 @@ class Reader:
             try:
                 yield
             except StoreUnavailable as error:
-                self._has_failed, self.failed_at, self.failure = True, self._clock(), str(error)
+                self.failed_at, self.failure = self._clock(), str(error)
                 raise
             finally:
                 self.view.flush()
@@ -329,7 +328,7 @@ class Reader:
             if not self._read(0.0):
                 self._catch_up()
                 break
-        self._has_failed = False
+        self.failure = ""
 
     def _is_turned(self, now: float) -> bool:
         """Whether the clock has jumped since the last check, or there was no check for two leases.
@@ -438,7 +437,7 @@ class Reader:
         if not logs:
             return False
         news = self._store.read({name: (log.epoch, log.seq) for name, log in logs.items()}, block_s)
-        self._has_failed = False
+        self.failure = ""
         for name, entries in news.items():
             for logged in entries:
                 if not self._take(name, logs[name], logged):

@@ -143,10 +143,8 @@ async def purge_state(call: Call[Service]) -> Response:
     tenant = _known_tenant(call)
     try:
         purge = await call.host.threads.administer(partial(call.host.fleet.coordinator.purge_report, tenant))
-    except CoordinationError:
-        raise store_unavailable(
-            "the store can't be reached, so the progress of the purge is unknown"
-        ) from None
+    except CoordinationError as error:
+        raise store_unavailable(f"the progress of the purge is unknown: {error}") from None
     return reply(PurgeStateReply(**_state(purge, is_owed=call.host.owes(tenant))))
 
 
@@ -182,16 +180,14 @@ async def _changed_tenant(call: Call[Service], tenant: str, change: Callable[[],
 
 
 async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
-    """Purge here, then in the store, then notify the others. Raises ApiError 503 if the store can't be reached."""
+    """Purge here, then in the store, then notify the others. Raises ApiError 503 with the reason if the store fails."""
     try:
         num_blocks, purge = await call.host.purges.purge(tenant)
     except CoordinationError as error:
-        reason = "the store can't be reached"
+        reason = str(error)
         if isinstance(error, UnreadableRecord):
             reason = "no replica wrote the store's record of the tenant's generation, and it was replaced"
-        message = (
-            f"purged here and on the reachable replicas, but not confirmed, because {reason}: purge again"
-        )
+        message = f"purged here and on the reachable replicas, but not confirmed: {reason}. Purge again"
         raise store_unavailable(message) from None
     return PurgeReply(blocks=num_blocks, **_state(purge, is_owed=call.host.owes(tenant)))
 
