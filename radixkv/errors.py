@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 MAX_SHOWN = 200
 """Characters of a value that a message shows."""
@@ -56,6 +56,14 @@ class RadixKVError(Exception):
     """Base of all errors of radixkv. ``hint`` is one line about what to do; each class has its own."""
 
     hint: ClassVar[str] = "Read the message: it names what was wrong, and what is allowed."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how ``copy`` and ``pickle`` make it again: from its message and fields, without ``__init__``."""
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[RadixKVError], args: tuple[Any, ...]) -> RadixKVError:
+    return kind.__new__(kind, *args)
 
 
 def refusal(name: str, value: object, allowed: str) -> str:
@@ -359,8 +367,11 @@ class MissingExtra(ModuleNotFoundError):
     """A part of radixkv needs an extra that isn't installed. ``extra`` is its name, ``name`` is one of its modules."""
 
     def __init__(self, what: str, extra: str, library: str) -> None:
-        self.extra = extra
+        self.what, self.extra = what, extra
         super().__init__(f"{what} {needs(extra)} (no module named {library!r})", name=library)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MissingExtra, (self.what, self.extra, self.name), self.__dict__
 
 
 def needs(extra: str) -> str:

@@ -40,6 +40,7 @@ from typing import Final, NamedTuple
 
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import ArgumentError, ConfigError, UnverifiedRequest
+from radixkv.uncopied import refuse_copies
 
 __all__ = ["PURPOSES", "KeySet"]  # public; the rest is for the packages above
 
@@ -407,6 +408,9 @@ class RequestVerifier:
         return self.verify_head(headers, method=method, path=path, audience=audience).tenant
 
 
+refuse_copies(RequestVerifier, "a copy would accept a request that this one has seen. Pass it on")
+
+
 class ReplayGuard:
     """Remembers nonces for ``keep_s`` seconds: at least twice the allowed skew.
 
@@ -438,6 +442,9 @@ class ReplayGuard:
                 return False
             self._seen[nonce] = now + self._keep_s
             return True
+
+
+refuse_copies(ReplayGuard, "a copy would accept a request that this one has seen. Pass it on")
 
 
 def _is_number(value: float, low: float, high: float) -> bool:

@@ -27,6 +27,9 @@ class PrefillProfile:
     per_token_s: float
     per_token_and_position_s: float
 
+    def __reduce__(self) -> tuple[type[PrefillProfile], tuple[float, float]]:
+        return PrefillProfile, (self.per_token_s, self.per_token_and_position_s)
+
 
 LLAMA_8B: Final = PrefillProfile(per_token_s=16.06e9 / 4e14, per_token_and_position_s=4 * 32 * 4_096 / 4e14)
 """A dense model of 8 billion parameters, with 32 layers of width 4,096, at 400 TFLOP/s. A token takes 2 FLOP a

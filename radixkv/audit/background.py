@@ -20,6 +20,7 @@ from types import TracebackType
 
 from radixkv.audit.invariants import Audited, BrokenLaws, Report, inspect
 from radixkv.errors import ArgumentError
+from radixkv.uncopied import refuse_copies
 
 
 class Watch:
@@ -107,6 +108,9 @@ class Watch:
         self._stopping.wait(min(rest_s, threading.TIMEOUT_MAX))
         self._since = time.perf_counter()
         self.asleep_s += self._since - rested_from
+
+
+refuse_copies(Watch, "it holds a thread. Make another")
 
 
 class _Stopped(Exception):

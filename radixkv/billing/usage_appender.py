@@ -31,6 +31,7 @@ from radixkv.errors import ConfigError
 from radixkv.signing import key_id
 from radixkv.tiers.files import Files, write_exactly
 from radixkv.tiers.private_folder import PrivateFolder
+from radixkv.uncopied import refuse_copies
 
 MOST_AT_ONCE: Final = 1_000
 """Records of one write, so that a file is only a little longer than its limit."""
@@ -194,6 +195,9 @@ class UsageAppender:
     def _state(self, link: Link) -> None:
         """Write ``head``. A log has one from its beginning. Raises OSError."""
         self._folder.write_small(self._folder.folder, HEAD, head_of(self._key, self._key_name, link))
+
+
+refuse_copies(UsageAppender, "its lines are numbered once. Pass it on, or make another")
 
 
 def _own_key(reader: LogReader) -> bytes | None:

@@ -26,6 +26,7 @@ from radixkv.errors import ConfigError
 from radixkv.signing import KEY_BYTES, derived
 from radixkv.tiers.files import Files
 from radixkv.tiers.private_folder import LOCK, Contents, PrivateFolder
+from radixkv.uncopied import refuse_copies
 
 HEAD: Final = "head"
 KEY: Final = "key"
@@ -179,6 +180,9 @@ class LogReader:
             yield descriptor
         finally:
             self._files.close(descriptor)
+
+
+refuse_copies(LogReader, "it holds an open file. Make another")
 
 
 @contextmanager

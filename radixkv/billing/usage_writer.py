@@ -25,6 +25,7 @@ from radixkv.billing.usage_appender import MOST_AT_ONCE, Position, UsageAppender
 from radixkv.billing.usage_record import UsageRecord
 from radixkv.clock import Clock, monotonic
 from radixkv.tiers.files import Files
+from radixkv.uncopied import refuse_copies
 
 PATIENCE_S: Final = 0.05
 RETRY_S: Final = 1.0
@@ -199,3 +200,6 @@ class UsageWriter:
         with self._changed:
             self._num_errors += 1
         log.error("the usage log can't be waited for: %s", error.strerror)
+
+
+refuse_copies(UsageWriter, "its lines are numbered once. Pass it on, or make another")

@@ -31,6 +31,7 @@ from radixkv.coordination.store.holdings import Holdings
 from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry
 from radixkv.coordination.values import Resident
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -267,6 +268,9 @@ class Publisher:
             digest = self._scopes.pop(namespace).digest
             self.mirror.clear(digest)
             yield Entry("clear", digest)
+
+
+refuse_copies(Publisher, "its changes are numbered once. Pass it on, or make another")
 
 
 def _chained(key: Key, start: int, stop: int) -> list[bytes]:

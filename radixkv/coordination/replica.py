@@ -55,6 +55,7 @@ from radixkv.errors import (
     StoreUnavailable,
     UnreadableRecord,
 )
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.index.changes import Journal
@@ -671,3 +672,6 @@ class Replica:
     def _stop_threads(self) -> None:
         for loop in self._loops():
             loop.stop()
+
+
+refuse_copies(Replica, "it is registered once, and holds threads. Connect another")

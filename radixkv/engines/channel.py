@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from radixkv.errors import ControlError
 from radixkv.signing import MAX_KEYS, key_id, mac
+from radixkv.uncopied import refuse_copies
 
 MAX_HEAD_BYTES: Final = 65_536
 """Most bytes of a message's head."""
@@ -174,6 +175,9 @@ class Channel:
         if not isinstance(document, dict):
             raise ControlError("a message that is not a JSON object")
         return document, tail
+
+
+refuse_copies(Channel, "it holds a socket, and a copy would use its counters twice. Make another")
 
 
 def _too_long(head: int, tail: int, max_head: int, max_tail: int) -> ControlError:

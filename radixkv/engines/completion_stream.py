@@ -17,6 +17,7 @@ import h11
 
 from radixkv.errors import ControlError
 from radixkv.events.event_settings import too_long
+from radixkv.uncopied import refuse_copies
 
 _SEND_S: Final = 30.0
 """Seconds to connect, and to send a request."""
@@ -209,6 +210,9 @@ class CompletionStream:
         if None in self.reasons or self.num_cached_tokens is None:
             raise ControlError("vLLM's answer ended early")
         self.is_over = True
+
+
+refuse_copies(CompletionStream, "it holds a socket. Pass it on")
 
 
 def _document(content: bytes) -> dict[str, Any] | None:

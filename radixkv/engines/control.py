@@ -79,6 +79,7 @@ from radixkv.engines.salt import ANONYMOUS, SaltReader
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet, key_id
+from radixkv.uncopied import refuse_copies
 
 __all__ = ["MAX_CLIENTS", "SOCKET_NAME", "ControlServer"]
 
@@ -513,6 +514,9 @@ class ControlServer:
         if self._salts is None or "tenant" in fields or "salt" in fields:
             raise ArgumentError("cache_salt", "…", "given alone, to an engine that reads salts")
         return self._salts.read(fields["cache_salt"]).namespace(model, **given)
+
+
+refuse_copies(ControlServer, "it holds sockets and threads. Make another")
 
 
 _NAMESPACE_FIELDS = frozenset({"tenant", "model", "adapter", "salt", "weights", "cache_salt"})

@@ -44,6 +44,7 @@ from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 MAX_NAMESPACES: Final = 65_536
 MAX_CONNECTIONS: Final = 4
@@ -326,6 +327,9 @@ class ControlCache:
                 return client.call(command, given)
         except CommandRefused as error:
             raise _translated(error) from None
+
+
+refuse_copies(ControlCache, "it holds a socket. Make another")
 
 
 def _translated(error: CommandRefused) -> Exception:

@@ -20,6 +20,7 @@ from radixkv.engines.channel import Channel, peer_uid
 from radixkv.errors import CommandRefused, ControlError
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 __all__ = ["ControlClient"]
 
@@ -101,6 +102,9 @@ class ControlClient:
             page = self.call("tenants", {"after": after})
             yield from page["tenants"]
             after = page["next"]
+
+
+refuse_copies(ControlClient, "it holds a socket. Make another")
 
 
 def _connect(connection: socket.socket, path: Path, until: float) -> None:

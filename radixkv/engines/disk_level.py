@@ -47,6 +47,7 @@ from radixkv.engines.staging_rows import HostMemory, StagingRows
 from radixkv.errors import ArgumentError
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.durations import Durations
+from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
 """The longest time for which ``close`` stores what waits."""
@@ -404,6 +405,9 @@ class DiskLevel:
         for lane in self.lanes:
             found.update(_counts_of(lane))
         return dict(found)
+
+
+refuse_copies(DiskLevel, "it holds threads and files. Make another")
 
 
 def _counts_of(lane: DiskLane) -> dict[str, int]:

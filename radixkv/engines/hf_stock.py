@@ -37,6 +37,7 @@ from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
+from radixkv.uncopied import refuse_copies
 
 R = TypeVar("R")
 
@@ -253,6 +254,9 @@ class StockLoop:
             ids[row, width - len(prompt.ids) :] = prompt.ids
             mask[row, width - len(prompt.ids) :] = 1
         return torch.from_numpy(ids).to(self.model.device), torch.from_numpy(mask).to(self.model.device)
+
+
+refuse_copies(StockLoop, "it holds a model, threads and a cache. Make another")
 
 
 class Watcher(StoppingCriteria):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from radixkv.engines.row_copies import put_rows, rows_of, zero_rows
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.uncopied import refuse_copies
 
 Slots: TypeAlias = NDArray[np.int64]
 """Ids of slots, of the engine's blocks, or stamps."""
@@ -362,6 +363,9 @@ class HostBlocks:
         """Report that nothing of a step is to be found."""
         self._report.unsaved.add(step)
         self.counts["unsaved_blocks"] += num_blocks
+
+
+refuse_copies(HostBlocks, "it holds memory, threads and files. Make another")
 
 
 def _distinct(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:

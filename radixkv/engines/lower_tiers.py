@@ -62,6 +62,7 @@ from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
 from radixkv.tiers.durations import Durations
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLane, DiskLevel
@@ -1002,6 +1003,9 @@ class LowerTiers:
             self._errors_at.clear()
             self._rests_until = now + REST_S
             _log.error("the tiers below the cache failed %d times: they rest for %g s", MOST_ERRORS, REST_S)
+
+
+refuse_copies(LowerTiers, "it holds memory, threads and files. Make another")
 
 
 def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:

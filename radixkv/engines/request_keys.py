@@ -32,6 +32,7 @@ _NUMBERS: Final = ("turn", "tool_pending", "session_over", "expected_gap_s")
 """Labels that a client gives as numbers."""
 
 
+@mypyc_attr(native_class=False)  # compiled, it could not be copied
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """What a request's KV depend on, beside its ids.

@@ -54,6 +54,7 @@ from radixkv.index.leases import Lease
 from radixkv.index.match import Match
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
@@ -728,6 +729,9 @@ class SecondLevel:
         except (CapacityError, LeaseError):  # no room to keep the good blocks, or a purge in between
             self.cache.clear(load.namespace)
         return load.blocks
+
+
+refuse_copies(SecondLevel, "it follows the requests of one cache. Make another")
 
 
 def _ranges_of(positions: Slots) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ from radixkv.index.leases import Lease
 from radixkv.index.match import End, Match
 from radixkv.index.tokens import TOKEN_BYTES, encode
 from radixkv.storage.plan import BlockIds
+from radixkv.uncopied import refuse_copies
 
 MAX_NAMED: Final = 4096
 """Pairs of salt and extra key whose namespaces are remembered."""
@@ -337,3 +338,6 @@ class SglangCache:
     def has_freed(self) -> bool:
         """Whether pages wait for ``reclaim`` that other calls freed, such as a purge."""
         return self.cache.free_blocks > 0
+
+
+refuse_copies(SglangCache, "it holds the leases of a cache. Make another")

@@ -34,6 +34,7 @@ from radixkv.engines.gate import Gate
 from radixkv.engines.record_reader import Flight, RecordReader, Where
 from radixkv.index.below import Target
 from radixkv.index.validation import require_between, require_seconds
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLane
@@ -345,6 +346,9 @@ class TierLoading:
         if self._source.reader is not None and self._num_loaded > self._num_kept and not self._ranges:
             self._num_kept = self._num_loaded
             self._target.keep()
+
+
+refuse_copies(TierLoading, "it writes into the blocks of one sequence. Pass it on")
 
 
 def with_range(ranges: Ranges, start: int, stop: int) -> Ranges:

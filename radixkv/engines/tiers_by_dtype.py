@@ -37,6 +37,7 @@ from radixkv.engines.lower_tiers import (
 )
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
@@ -394,3 +395,6 @@ class TiersByDtype:
             for dtype, tiers in self.tiers.items()
             for name, each in read(tiers).items()
         }
+
+
+refuse_copies(TiersByDtype, "it holds memory, threads and files. Make another")

@@ -50,6 +50,7 @@ from radixkv.index.leases import Lease
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tails import drop, find, keep
 from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES
+from radixkv.uncopied import refuse_copies
 
 NULL_BLOCK: Final = 0
 
@@ -710,3 +711,6 @@ class VllmCache:
             request.num_given = len(ids)
         request.read(ids)
         return request
+
+
+refuse_copies(VllmCache, "it holds the sequences of a cache. Make another")

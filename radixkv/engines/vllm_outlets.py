@@ -26,6 +26,7 @@ from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.events.engine_hashes import EngineHashes
@@ -134,6 +135,9 @@ class Outlets:
         if self._keys_file is None:
             raise ConfigError("RADIXKV_KEYS", None, "a file of keys, because KV events have keyed digests")
         return EventPublisher(KeySet.load(self._keys_file), settings)
+
+
+refuse_copies(Outlets, "it holds sockets and threads. Make another")
 
 
 def event_settings(

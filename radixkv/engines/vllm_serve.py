@@ -40,6 +40,7 @@ from radixkv.index.cache import RequestHints
 from radixkv.index.changes import Journal
 from radixkv.index.tokens import TOKEN_BYTES, TokenIds, decode, encode
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 SERVED_NAME: Final = "radixkv"
 _POLL_MS: Final = 5
@@ -297,6 +298,9 @@ class VllmEngine:
             max_new_tokens=max_new_tokens,
             vocab_size=self.limits.vocab_size,
         )
+
+
+refuse_copies(VllmEngine, "it holds sockets and a process. Make another")
 
 
 def _readable(streams: list[CompletionStream]) -> list[tuple[int, CompletionStream]]:

@@ -39,6 +39,7 @@ from radixkv.events.event_settings import EventSettings
 from radixkv.events.event_stream import EventStream, Snapshots
 from radixkv.events.replay_buffer import ReplayBuffer
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 __all__ = ["EventPublisher"]
 
@@ -108,7 +109,9 @@ class EventPublisher:
             context.destroy(linger=0)
 
     def __del__(self) -> None:
-        os.close(self._wake_fd)
+        wake_fd: int | None = getattr(self, "_wake_fd", None)  # None if __init__ failed
+        if wake_fd is not None:
+            os.close(wake_fd)
 
     def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
         assert self._context is not None
@@ -210,3 +213,6 @@ class EventPublisher:
         for part in (b"", topic, number):
             router.send(part, zmq.SNDMORE | zmq.NOBLOCK)
         router.send(frame, zmq.NOBLOCK, copy=False)
+
+
+refuse_copies(EventPublisher, "it holds sockets, and a copy would close them twice. Make another")

@@ -45,6 +45,7 @@ from radixkv.events.event_messages import (
 from radixkv.events.event_settings import EventSettings
 from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES, decode
 from radixkv.signing import KeySet
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -365,6 +366,9 @@ class EventStream:
         for at in range(0, len(digests), _EVENT_BLOCKS):
             some = digests[at : at + _EVENT_BLOCKS]
             yield BlockRemoved(some, self._settings.medium), len(some)
+
+
+refuse_copies(EventStream, "its batches are numbered once. Pass it on, or make another")
 
 
 def _keyed(keys: KeySet | None, settings: EventSettings) -> BlockDigests:

@@ -25,6 +25,7 @@ import zmq
 from radixkv.clock import Clock, monotonic
 from radixkv.events.event_messages import END_OF_REPLAY, MAX_BATCH_BYTES, NUMBER_BYTES, Change, decoded
 from radixkv.events.event_settings import check_endpoint
+from radixkv.uncopied import refuse_copies
 
 __all__ = ["EventSubscriber", "Follower", "Sink"]
 
@@ -214,3 +215,6 @@ class EventSubscriber:
             if dealer.poll(_TURN_MS):
                 return True
         return False
+
+
+refuse_copies(EventSubscriber, "it holds a socket. Make another")

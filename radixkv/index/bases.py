@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from radixkv._compiled import mypyc_attr
 from radixkv.errors import ArgumentError
 from radixkv.index.residency import Claim
 from radixkv.index.tenants import Base, NamespaceTree, Readable, TenantState
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from radixkv.index.holders import SequenceState
 
 
+@mypyc_attr(native_class=False)  # compiled, it could not be copied
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
     """A base, as the operator sees it. It contains whole blocks of the published ids."""

@@ -22,6 +22,7 @@ from radixkv.index.leases import Lease
 from radixkv.index.match import Match
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.tokens import ID_BYTES
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -71,6 +72,9 @@ class Inserted:
         kept, back = self.num_tokens - self.num_resident_tokens, len(self._surplus) // ID_BYTES
         evicted = len(self._evicted) // ID_BYTES
         return f"<Inserted: {kept} of {self.num_tokens} tokens are new, {back} blocks left over, {evicted} evicted>"
+
+
+refuse_copies(Inserted, "its lease holds blocks, and a copy would release them twice. Pass it on")
 
 
 def insert(

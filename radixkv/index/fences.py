@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from radixkv.errors import ReentrantCall
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.index.holders import SequenceState
@@ -78,3 +79,6 @@ class Fence:
         self._waiting.append((cache, state))
         if self._is_lifted:
             cache._lock.forgotten.append((cache, state))
+
+
+refuse_copies(Fence, "sequences wait for this one. Pass it on, or make another")

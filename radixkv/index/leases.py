@@ -16,6 +16,7 @@ from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import Mending, mend
 from radixkv.index.state import CacheState
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -32,16 +33,19 @@ class Lease:
     """
 
     __slots__ = ("_cache", "_guard", "_match", "_state", "num_tokens")
+    __deletable__ = ("_state",)  # so that compiled code asks whether it is set
     _guard: Guard  # set only by the finaliser
 
     def __init__(self, cache: CacheState, state: LeaseState, match: Match) -> None:
+        if not isinstance(state, LeaseState):
+            raise TypeError("Lease is made by PrefixCache.lease")
         self._cache, self._state, self._match = cache, state, match
         self.num_tokens = state.num_tokens
 
     def __del__(self) -> None:
         try:
             state = self._state
-        except AttributeError:  # __init__ was interrupted
+        except AttributeError:  # __init__ didn't come to its end
             return
         if state._is_open:
             self._guard = Guard(self._cache, state)
@@ -101,6 +105,9 @@ class Lease:
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
                     raise  # otherwise the error that ended the block propagates
+
+
+refuse_copies(Lease, "it holds blocks, and a copy would release them twice. Pass it on, or lease again")
 
 
 def lease_match(cache: CacheState, match: Match) -> Lease:

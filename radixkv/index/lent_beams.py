@@ -17,6 +17,7 @@ from radixkv.index.state import CacheState
 from radixkv.index.tenants import TenantState
 from radixkv.index.validation import require_between
 from radixkv.storage.plan import BeamsState
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,12 @@ class LentBeams:
     _guard: Guard  # set only by the finaliser
 
     def __init__(self, cache: CacheState, sequences: list[Sequence], lending: Lending) -> None:
+        if not isinstance(lending, Lending):
+            raise TypeError("LentBeams is made by PrefixCache.lend")
         self._cache, self.sequences, self._lending = cache, tuple(sequences), lending
 
     def __del__(self) -> None:
-        lending: Lending | None = getattr(self, "_lending", None)  # None if __init__ was interrupted
+        lending: Lending | None = getattr(self, "_lending", None)  # None if __init__ didn't end
         if lending is not None and not lending.is_over:
             self._guard = Guard(self._cache, lending)
 
@@ -167,6 +170,9 @@ class LentBeams:
         device_beams.require_lent(self._cache, self._lending)
         assert self._device is not None
         return self._device
+
+
+refuse_copies(LentBeams, "a copy would take the beams back twice. Pass it on")
 
 
 def lend_beams(

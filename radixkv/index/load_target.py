@@ -28,6 +28,7 @@ from radixkv.index.recovery import Mending, mend
 from radixkv.index.tenants import NamespaceTree
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +95,9 @@ class LoadTarget:
     def keep(self) -> None:
         """See ``Target``. Call it without the lock."""
         keep(self._cache, [self._state])
+
+
+refuse_copies(LoadTarget, "it writes into the blocks of one sequence. Pass it on")
 
 
 def _first_own(cache: CacheState, state: SequenceState) -> int:

@@ -27,6 +27,9 @@ class End:
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace, self._key = namespace, key
 
+    def __reduce__(self) -> tuple[type[End], tuple[Namespace, bytes]]:
+        return End, (self.namespace, self._key)
+
     @property
     def num_tokens(self) -> int:
         """Tokens before this end."""
@@ -61,6 +64,9 @@ class Match:
         self.namespace = namespace
         self.num_tokens = len(key) // TOKEN_BYTES
         self._key, self._packed = key, packed
+
+    def __reduce__(self) -> tuple[type[Match], tuple[Namespace, bytes, bytes]]:
+        return Match, (self.namespace, self._key, self._packed)
 
     @property
     def num_blocks(self) -> int:

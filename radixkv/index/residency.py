@@ -25,6 +25,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from radixkv.index.tree import Node, RadixTree, num_common_bytes
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,9 @@ class Claim:
     def share_missing(self) -> float:
         """The share of its whole blocks that is not resident."""
         return 1.0 - self.end / self.size if self.size else 0.0
+
+
+refuse_copies(Claim, "the cache keeps only this one up to date. Pass it on")
 
 
 class Hook:

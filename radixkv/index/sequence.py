@@ -22,6 +22,7 @@ from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
 from radixkv.index.tokens import TOKEN_BYTES, TokenIds, decode, encode, encode_one
 from radixkv.index.validation import require_between
+from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -137,9 +138,12 @@ class Sequence:
     """
 
     __slots__ = ("_cache", "_guard", "_loading", "_state")
+    __deletable__ = ("_state",)  # so that compiled code asks whether it is set
     _guard: Guard  # set only by the finaliser
 
     def __init__(self, cache: CacheState, state: SequenceState) -> None:
+        if not isinstance(state, SequenceState):
+            raise TypeError("Sequence is made by PrefixCache.open")
         self._cache = cache
         self._state = state
         self._loading: Loading | None = None
@@ -147,7 +151,7 @@ class Sequence:
     def __del__(self) -> None:
         try:
             state = self._state
-        except AttributeError:  # __init__ was interrupted
+        except AttributeError:  # __init__ didn't come to its end
             return
         if state._is_open or (state in self._cache._sequences and not state._is_fenced):
             self._guard = Guard(self._cache, state)
@@ -440,6 +444,9 @@ class Sequence:
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
                     raise  # otherwise the error that ended the block propagates
+
+
+refuse_copies(Sequence, "it holds blocks, and a copy would release them twice. Pass it on, or fork() it")
 
 
 def _commit(cache: CacheState, state: SequenceState, num_tokens: SupportsIndex) -> None:

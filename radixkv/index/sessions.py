@@ -30,6 +30,7 @@ from radixkv.index.state import CacheState
 from radixkv.index.tokens import ID_BYTES, TokenIds, encode
 from radixkv.index.tree import SoleUser, give_to, note_use
 from radixkv.index.validation import require_flags, require_hints
+from radixkv.uncopied import refuse_copies
 from radixkv_policies import RequestHints
 
 if TYPE_CHECKING:
@@ -175,6 +176,9 @@ class Session:
     ) -> None:
         if not self._cache.is_dead:
             self.close()
+
+
+refuse_copies(Session, "a copy would not count the requests of this one. Pass it on, or fork() it")
 
 
 def make(cache: CacheState, namespace: Namespace, name: Any) -> Session:

@@ -33,6 +33,7 @@ from radixkv.index.runs import Runs
 from radixkv.index.scrubbing import ENGINE, Scrubber, ScrubBlocks
 from radixkv.index.tenants import TenantState
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.uncopied import refuse_copies
 from radixkv_policies import Policy
 
 if TYPE_CHECKING:
@@ -202,6 +203,9 @@ class CacheState:
     def _end_due(self) -> None:
         """End expired pins, in slices, and expired announcements. For maintenance. O(what has expired)."""
         raise NotImplementedError("PrefixCache does this")
+
+
+refuse_copies(CacheState, "it owns its blocks. Make another from its config")
 
 
 def _make_lock() -> CacheLock:

@@ -12,6 +12,7 @@ from radixkv.index.blocks import BlockPool
 from radixkv.index.residency import Claim, Hooks, Waiting
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node, RadixTree, num_common_bytes
+from radixkv.uncopied import refuse_copies
 from radixkv_policies.policy import Shape
 
 if TYPE_CHECKING:
@@ -293,6 +294,9 @@ class TenantBlocks:
         """Its blocks that a match can reach."""
         state = self._tenants.get(self._tenant)
         return 0 if state is None else state.resident_blocks
+
+
+refuse_copies(TenantBlocks, "it reads the counts of a running cache. Pass it on, or read them")
 
 
 class NamespaceTree(RadixTree):

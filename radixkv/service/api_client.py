@@ -19,6 +19,7 @@ import httpx
 
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY, is_key
+from radixkv.uncopied import refuse_copies
 
 _JSON = {"Content-Type": "application/json"}
 _POLL_S = 0.05
@@ -118,6 +119,9 @@ class Client:
                 raise ServiceError(f"the warm failed: {status['error']['message']}")
             on_progress(status["progress"]["computed"] / total if total else 1.0)
             time.sleep(_POLL_S)
+
+
+refuse_copies(Client, "it holds connections. Make another")
 
 
 def _pause_s(retry_after: str | None) -> float:

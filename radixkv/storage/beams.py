@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage.plan import BeamsState
+from radixkv.uncopied import refuse_copies
 from radixkv_kernels import (
     BAD_PARENT,
     BAD_TOKEN,
@@ -140,3 +141,6 @@ class DeviceBeams:
             yield
         except RuntimeError as error:
             raise KernelError(f"beams on {self._pool.device}: {error}") from error
+
+
+refuse_copies(DeviceBeams, "the device advances these beams. Pass it on")

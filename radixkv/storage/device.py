@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from radixkv.config import KVLayout
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.storage.plan import StepPlan
+from radixkv.uncopied import refuse_copies
 from radixkv_kernels import Fences, InputError, Pool, fork_blocks, scrub
 
 MAX_NUM_BLOCKS = 2**31 - 1
@@ -124,6 +125,9 @@ class BlockStorage:
 
     def __repr__(self) -> str:
         return f"BlockStorage({self.pool})"
+
+
+refuse_copies(BlockStorage, "it is the memory of the blocks. Make another")
 
 
 class DeviceStorage(BlockStorage):

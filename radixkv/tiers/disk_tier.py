@@ -68,6 +68,7 @@ from radixkv.tiers.slab import (
 from radixkv.tiers.slot_owners import Quota
 from radixkv.tiers.slots import SlotTable
 from radixkv.tiers.tier_lanes import LANE_THREADS, USED_PART, TierLane
+from radixkv.uncopied import refuse_copies
 
 MAX_THREADS: Final = 64
 _NONCE_BYTES: Final = 12
@@ -1010,6 +1011,9 @@ class DiskTier:
     def _count(self, **numbers: int) -> None:
         with self._lock:
             self._counts.update(numbers)
+
+
+refuse_copies(DiskTier, "it holds threads and files. Make another in another folder")
 
 
 def _zero(memory: memoryview) -> None:

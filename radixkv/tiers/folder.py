@@ -219,8 +219,7 @@ class TierFolder(PrivateFolder):
 
     def finish(self) -> None:
         """After the slab of a new folder was made: write ``master``, which makes the folder valid."""
-        *numbers, scheme = self.master
-        content = _MASTER.pack(*numbers, scheme.encode())
+        content = _MASTER.pack(*self.master[:3], self.master.scheme.encode())
         self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, content))
         self.is_new = False
 
@@ -504,8 +503,8 @@ class TierFolder(PrivateFolder):
             content = unseal(key, MASTER, sealed)
             if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
                 self._is_current = number == 0
-                *numbers, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
-                return Master(*numbers, scheme.rstrip(b"\0").decode())
+                folder_key, *size, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
+                return Master(folder_key, size[0], size[1], scheme.rstrip(b"\0").decode())
         allowed = "the secret under which the folder was sealed, or that one as a previous secret"
         raise ConfigError(
             "fleet_secret", "…", allowed, problem=f"doesn't open {self.path}; allowed: {allowed}"

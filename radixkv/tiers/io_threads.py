@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 from radixkv.clock import Clock, monotonic
 from radixkv.tiers.files import aligned
 from radixkv.tiers.pace import Pace
+from radixkv.uncopied import refuse_copies
 
 Work: TypeAlias = "Callable[[Job, memoryview], bool]"
 """Does a job, with the thread's own memory for I/O. Returns whether it succeeded."""
@@ -297,3 +298,6 @@ class IOThreads:
             self._pace.spend(job.num_bytes)
         self._began[number] = self._clock()
         return job
+
+
+refuse_copies(IOThreads, "it holds threads. Make another")

@@ -24,6 +24,7 @@ from typing import Final
 from radixkv.config import LOSSY_DTYPES
 from radixkv.errors import ConfigError
 from radixkv.tiers.files import Files, read_exactly, write_exactly
+from radixkv.uncopied import refuse_copies
 
 LOCK: Final = "lock"
 MASTER: Final = "master"
@@ -310,3 +311,6 @@ class PrivateFolder:
         if not os.fstat(descriptor).st_nlink:  # another process, which was refused, has just removed it
             raise ConfigError("folder", self.path, "a folder that no other process uses")
         return descriptor
+
+
+refuse_copies(PrivateFolder, "it holds the lock of its folder. Pass it on")

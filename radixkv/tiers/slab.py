@@ -29,6 +29,7 @@ from radixkv.errors import ConfigError
 from radixkv.tiers.files import PAGE_BYTES, Files, aligned, read_exactly, round_up, write_exactly
 from radixkv.tiers.folder import TierFolder
 from radixkv.tiers.private_folder import SLAB
+from radixkv.uncopied import refuse_copies
 
 HEADER: Final = np.dtype(
     [
@@ -285,6 +286,9 @@ class Slab:
         log.warning("the file system refuses O_DIRECT; the page cache is used")
         self._direct = self._descriptor
         return True
+
+
+refuse_copies(Slab, "it holds an open file, and a copy would close it twice. Pass it on")
 
 
 def slot_buffer(record_bytes: int) -> memoryview:

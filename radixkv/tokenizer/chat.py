@@ -128,6 +128,7 @@ class TemplateChat:
     def __init__(
         self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]
     ) -> None:
+        self._made_of = template, special_ids, variables
         self._template = _compiled(template)
         self._ids = {piece: token_id for piece, token_id in special_ids.items() if piece}
         self._variables = dict(variables)
@@ -135,6 +136,9 @@ class TemplateChat:
         either = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._special = re.compile(f"({either})")
         self._start_of_special = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TemplateChat, self._made_of  # a compiled template can't be copied
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         return self._segments(messages, (), add_generation_prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from functools import partial
@@ -527,3 +528,10 @@ def test_engines_refuse_a_cache_that_does_not_fit_the_model() -> None:
     training = demo_model(0, 64, num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1).train()
     with pytest.raises(ConfigError, match="eval mode"):
         HFEngine(training, PrefixCache(CacheConfig(num_blocks=8, layout=layout_of(training))))
+
+
+def test_an_engine_can_not_be_copied() -> None:
+    with engine_over(model_of()) as engine:
+        for way in (copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="it holds a model, threads and a cache"):
+                way(engine)

@@ -48,6 +48,7 @@ from radixkv.errors import ArgumentError, ConfigError, needs
 from radixkv.index import tokens
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.scheduling import WHOLE_MISSING
+from radixkv.uncopied import refuse_copies
 
 TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
 PREDICT_S = 5.0
@@ -319,6 +320,9 @@ class Router:
             gumbel = -np.log(-np.log(np.maximum(chance, np.finfo(float).tiny)))
             return np.argsort((costs - costs.min()) / spread / heat - gumbel)
         return np.lexsort((chance, costs))
+
+
+refuse_copies(Router, "it holds threads and connections. Make another")
 
 
 class _Known(NamedTuple):

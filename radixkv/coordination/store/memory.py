@@ -50,6 +50,7 @@ from radixkv.coordination.store.wire import (
 )
 from radixkv.coordination.values import FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.errors import StoreUnavailable
+from radixkv.uncopied import refuse_copies
 
 
 @dataclass(slots=True)
@@ -461,6 +462,9 @@ class MemoryStore(Store):
 
     def _put(self, job: WarmJob) -> None:
         self.jobs[job.id] = (self.jobs[job.id][0], job)
+
+
+refuse_copies(MemoryStore, "its replicas share this one. Pass it on")
 
 
 def _advance(record: Record, seq: int) -> WriteResult:

@@ -48,6 +48,7 @@ from redis.sentinel import Sentinel
 from radixkv.configuration.definitions import without_password
 from radixkv.coordination.store import redis_scripts as scripts
 from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
+from radixkv.uncopied import refuse_copies
 
 log = logging.getLogger("radixkv.coordination")
 
@@ -495,6 +496,9 @@ class Connection:
         if self._sentinel is None:
             self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
         return self._sentinel.master_for(self._address.service)
+
+
+refuse_copies(Connection, "it holds sockets. Make another")
 
 
 def _greet(connection: Any) -> None:
