@@ -2,6 +2,7 @@
 
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
     owe_all_but   the same for tenants that were removed, or got another dtype, while no process had the folder
+    set_incarnation  the same for records of an earlier tenant of the same name
     is_known      the folder has applied a tenant's purges in the cache and in the fleet
     reset         all records are forgotten, in a thread
     follows       the folder knows from which store the fleet's purges come
@@ -67,9 +68,12 @@ class DiskDebts:
         self._learning: dict[str, _Learning] = {}
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
+        self._unadopted: set[str] = set()
+        """Tenants whose records the folder has without an incarnation."""
         self._removed: set[str] = set()
         """Tags of tenants that have nothing here any more, and whose records must be destroyed."""
         self._removing: Job | None = None
+        self._adopting: Job | None = None
         self._num_owed, self._owing = 0, threading.Lock()
         self._pays_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
@@ -178,6 +182,23 @@ class DiskDebts:
     def begin_to_pay(self, tenant: str) -> Job | None:
         """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
         return self._thread_of(tenant).submit(lambda job, memory: self._paid(tenant), is_load=True)
+
+    def set_incarnation(self, tenant: str, incarnation: str) -> None:
+        """Serve only records of this incarnation of a tenant, if it isn't empty. Any thread; never waits.
+
+        Records of another one are owed. Records without one are adopted, in a thread, before they are served.
+        """
+        self._tier.set_incarnation(tenant, incarnation)
+        theirs = self._tier.incarnation(tenant)
+        if not incarnation or theirs is None or theirs == incarnation:
+            return
+        if theirs:
+            _log.info("the disk forgets what an earlier tenant %r has, which was removed", tenant)
+            self.owe(tenant)
+            self.begin_to_pay(tenant)
+        else:
+            self._unadopted.add(tenant)
+            self._begin_to_adopt()
 
     def owe_all_but(self, tenants: Collection[str]) -> Job | None:
         """Owe the records of all other tenants in the folder, and begin to destroy their keys. Before the disk serves.
@@ -299,6 +320,7 @@ class DiskDebts:
 
     def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
         """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
+        self._tier.adopt(tenant)
         before = self._known.get(tenant, (0, generations[1]))
         if before[0] < generations[0]:
             self._tier.purge(tenant)
@@ -360,9 +382,29 @@ class DiskDebts:
         self._problems[""] = str(problem)
         return False
 
+    def _begin_to_adopt(self) -> None:
+        """Let the folder adopt all ``_unadopted``, unless that runs."""
+        if self._unadopted and (self._adopting is None or self._adopting.is_done):
+            self._adopting = self._admin.submit(lambda job, memory: self._adopted(), is_load=True)
+
+    def _adopted(self) -> bool:
+        """Let the folder adopt all ``_unadopted``, in a thread. Returns whether that is done."""
+        while self._unadopted:
+            tenant = next(iter(self._unadopted))
+            try:
+                self._tier.adopt(tenant)
+            except (OSError, TierError) as error:
+                _log.error(
+                    "the disk has nothing of tenant %r, as it can't note whose it is: %s", tenant, error
+                )
+                return False
+            self._unadopted.discard(tenant)
+        return True
+
     def _pay_if_due(self) -> None:
         """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
-        if (self._owed or self._removed) and self._clock() >= self._pays_at:
+        if (self._owed or self._removed or self._unadopted) and self._clock() >= self._pays_at:
+            self._begin_to_adopt()
             self._pay_removed()
             self._pays_at = self._clock() + PAY_AGAIN_S
             for tenant in self.owed:

@@ -375,7 +375,8 @@ class Tiered(Protocol):
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
 
-        A disk of records of one dtype also forgets tenants whose settings now name another one.
+        A disk of records of one dtype also forgets tenants whose settings now name another one. One that was removed
+        and made again has another ``incarnation``: what the disk has of the earlier one is forgotten by ``add_tenant``.
         Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
         """
 

@@ -497,6 +497,8 @@ class LowerTiers:
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
+        if self.level.disk is not None:
+            self.level.disk.debts.set_incarnation(tenant.id, tenant.incarnation)
         try:
             self._give_share(tenant)
         except ArgumentError as error:

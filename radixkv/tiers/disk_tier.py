@@ -521,6 +521,27 @@ class DiskTier:
         """Whether a tenant has keys here, or may have some. No I/O, O(1)."""
         return self._folder.is_known(tenant)
 
+    def set_incarnation(self, tenant: str, incarnation: str) -> None:
+        """Find from now on records of this incarnation of a tenant alone (``Tenant.incarnation``); empty: of any. O(1).
+
+        Until they are purged, records of another one are in the way of the tenant's. Records of which the folder
+        doesn't know it are found after ``adopt``.
+        """
+        self._folder.set_incarnation(tenant, incarnation)
+
+    def incarnation(self, tenant: str) -> str | None:
+        """Return the incarnation that a tenant's records are of; empty if the folder doesn't know, None without any."""
+        return self._folder.incarnation_of_keys(tenant)
+
+    def adopt(self, tenant: str) -> None:
+        """Note durably that a tenant's records are of its incarnation, where the folder doesn't know. Costs four syncs.
+
+        Nothing happens without records, and once it is known. Raises OSError, TierError; then repeat it.
+        """
+        self._require_folder()
+        if self._folder.incarnation_of_keys(tenant) == "":
+            self._folder.make_keys(tenant)
+
     def purge_tag(self, tag: str) -> int:
         """Forget everything of the tenant with this tag, as ``purge`` does."""
         self._require_folder()
