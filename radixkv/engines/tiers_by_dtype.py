@@ -37,7 +37,7 @@ from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
-    from radixkv.engines.engine_protocol import TierDetails
+    from radixkv.engines.engine_protocol import FolderNotes, TierDetails
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.index.cache import PrefixCache
@@ -353,10 +353,11 @@ class TiersByDtype:
         generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
     ) -> None:
         """See LowerTiers."""
         for each in self.tiers.values():
-            each.follow_generations(generation, knows, store_id)
+            each.follow_generations(generation, knows, store_id, notes)
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """See LowerTiers. Those of lossy tiers have their dtype behind the name: ``host_int8``."""

@@ -590,6 +590,54 @@ class DiskTier:
             self.purge_all()
         self._folder.remember_store(store_id)
 
+    @property
+    def folder_id(self) -> bytes:
+        """16 bytes that name the folder and every copy of it."""
+        return self._folder.id
+
+    def noted_tags(self) -> list[str]:
+        """Return the tags of tenants of which ``compare_notes`` wants notes. O(tenants)."""
+        return self._folder.purged_tags()
+
+    def compare_notes(self, notes: Mapping[str, bytes | None]) -> int:
+        """Forget tenants of which a note tells a later generation than the folder: it is an older copy of itself.
+
+        ``notes``: by tag, what ``unnoted`` returned last for each, perhaps in another process; None for none. Returns
+        the number of these tenants. O(tenants), and a ``purge`` for each of them. Raises as ``purge``, after it has
+        tried all; then repeat it.
+        """
+        self._require_folder()
+        problem: OSError | TierError | None = None
+        num_older = 0
+        for tag, note in notes.items():
+            generation = self._folder.generation_in(tag, note)
+            if not self._folder.compare_note(tag, generation):
+                continue
+            num_older += 1
+            raised = partial(self._folder.raise_generation_of, tag, above=generation)
+            try:
+                self._forget_tag(tag, raised, is_certain=True)
+            except (OSError, TierError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        if num_older:
+            log.warning("%s is an older copy: it forgets %d tenants", self._folder.path, num_older)
+        return num_older
+
+    def unnoted(self) -> dict[str, bytes]:
+        """Return notes of tenants whose generation was raised here since ``noted`` was told so, by tag. O(these)."""
+        return self._folder.unnoted()
+
+    @property
+    def has_unnoted(self) -> bool:
+        """Whether there may be such tenants. O(1)."""
+        return self._folder.has_unnoted
+
+    def noted(self, notes: Mapping[str, bytes]) -> None:
+        """Take that these notes are kept outside of the folder now. O(these)."""
+        self._folder.noted(notes)
+
     def sync(self) -> None:
         """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""
         with self._lock:

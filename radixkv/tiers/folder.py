@@ -30,7 +30,7 @@ import logging
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -184,6 +184,8 @@ class TierFolder(PrivateFolder):
         self._keys: dict[str, TenantKeys] = {}
         self._incarnations: dict[str, str] = {}
         """By tag, those that ``set_incarnation`` was told."""
+        self._unnoted: set[str] = set()
+        """Tags of tenants whose generation ``noted`` wasn't told of."""
         self._is_current = True
         if num_slots is None and not Path(path).is_dir():
             raise ConfigError("folder", str(path), "a folder that a disk tier has used; there is none")
@@ -307,16 +309,56 @@ class TierFolder(PrivateFolder):
         """Forget everything of a tenant, as ``raise_generation_of`` does."""
         return self.raise_generation_of(self.tag(tenant), fleet)
 
-    def raise_generation_of(self, tag: str, fleet: int | None = None) -> bool:
+    def raise_generation_of(self, tag: str, fleet: int | None = None, *, above: int = 0) -> bool:
         """Forget everything of the tenant with this tag: raise its generation and destroy its keys, durably.
 
-        ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
-        no key, nothing changes and this returns False. Takes about four syncs.
+        ``fleet``: the generation that the fleet has. ``above``: the generation here gets greater than this. If the
+        folder has both already, or without ``fleet`` if the tenant has no key, nothing changes and this returns False.
+        Takes about four syncs.
 
         Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none, unless
         the disk did nothing at all.
         """
-        return self._raise(tag, fleet)
+        return self._raise(tag, fleet, above)
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes that name this folder and every copy of it, and reveal nothing without its key."""
+        return mac(self.master.key, "folder")[:ID_BYTES]
+
+    # --- notes of generations, kept outside of the folder, so that an older copy of it shows
+
+    def purged_tags(self) -> list[str]:
+        """Return the tags of tenants that have keys, or a generation. O(tenants)."""
+        return sorted({*self._keys, *self._generations})
+
+    def generation_in(self, tag: str, note: bytes | None) -> int:
+        """Return the generation here that a note tells; 0 if it is none of a folder with this key."""
+        content = None if note is None else unseal(self.master.key, f"{GENERATIONS}/{tag}", note)
+        return _GENERATIONS.unpack(content)[0] if content and len(content) == _GENERATIONS.size else 0
+
+    def compare_note(self, tag: str, generation: int) -> bool:
+        """Whether a tenant's generation here is older than a note's. If it is newer, it must be noted. O(1)."""
+        here = (self._generations.get(tag, _NOT_PURGED) or _NOT_PURGED).here
+        if here > generation:
+            self._unnoted.add(tag)
+        return here < generation
+
+    def unnoted(self) -> dict[str, bytes]:
+        """Return notes of all tenants whose generation isn't noted yet, by tag. O(these)."""
+        known = [(tag, self._generations.get(tag)) for tag in list(self._unnoted)]
+        return {tag: self._sealed_generations(tag, each) for tag, each in known if each is not None}
+
+    @property
+    def has_unnoted(self) -> bool:
+        """Whether there may be such tenants. O(1)."""
+        return bool(self._unnoted)
+
+    def noted(self, notes: Mapping[str, bytes]) -> None:
+        """Take that these notes are kept now. O(these)."""
+        for tag, note in notes.items():
+            if self.generation_in(tag, note) == (self._generations.get(tag) or _NOT_PURGED).here:
+                self._unnoted.discard(tag)
 
     def all_keys(self) -> list[TenantKeys]:
         """Return the keys of all tenants."""
@@ -356,7 +398,7 @@ class TierFolder(PrivateFolder):
         names = filter(is_tag, self.files.names(self._in_keys))
         return [name for name in names if self._unless_unreadable(self._opened_root, name) is None]
 
-    def _raise(self, tag: str, fleet: int | None) -> bool:
+    def _raise(self, tag: str, fleet: int | None, above: int = 0) -> bool:
         with self._lock_of(tag):
             is_certain = self._generations.get(tag, _NOT_PURGED) is not None
             keys = self._keys.get(tag)
@@ -376,6 +418,7 @@ class TierFolder(PrivateFolder):
                 and is_certain
                 and fleet is None
                 and keys is None
+                and generation >= above
                 and not self._has_any(names)
             ):
                 return False
@@ -384,7 +427,8 @@ class TierFolder(PrivateFolder):
             if not is_certain:
                 names |= self._names_of(tag)
             self._mark(names)
-            raised = Generations(generation + 1 if generation else _first(), max(before, fleet or 0))
+            here = max(generation + 1 if generation else _first(), above + 1)
+            raised = Generations(here, max(before, fleet or 0))
             try:
                 self._write_generations(tag, raised)
             except OSError:  # a full disk has space again when the keys are removed
@@ -392,6 +436,7 @@ class TierFolder(PrivateFolder):
                 self._write_generations(tag, raised)
             self._destroy_keys(names)
             self._generations[tag] = raised
+            self._unnoted.add(tag)
             return True
 
     def _lock_of(self, tag: str) -> threading.Lock:
@@ -441,8 +486,10 @@ class TierFolder(PrivateFolder):
         return Generations(*_GENERATIONS.unpack(content))
 
     def _write_generations(self, tag: str, generations: Generations) -> None:
-        content = _GENERATIONS.pack(*generations)
-        self.write_small(self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content))
+        self.write_small(self._in_generations, tag, self._sealed_generations(tag, generations))
+
+    def _sealed_generations(self, tag: str, generations: Generations) -> bytes:
+        return seal(self.master.key, f"{GENERATIONS}/{tag}", _GENERATIONS.pack(*generations))
 
     def _names_of(self, tag: str) -> set[str]:
         """Return the names of all keys that a tenant has, also of those to destroy. O(tenants)."""
