@@ -94,6 +94,7 @@ MAX_WEIGHT: Final = 1e100
 
 MAX_PINS: Final = 1_024
 """The most pins of a tenant, unless its settings give another number."""
+_INCARNATION: Final = re.compile(r"[ -~]{0,64}")
 
 Mode = Literal["burst", "strict"]
 
@@ -218,6 +219,9 @@ class Tenant:
     - ``tier_dtype``: how the tiers below keep its KV. ``"exact"``: bit for bit. ``"fp8"``, ``"int8"``: with 8 bits a
       value, in ``CacheConfig.lossy_host_blocks``. What comes back has small errors then, in this tenant alone. It can't
       publish bases. A change forgets what the tenant has.
+    - ``incarnation``: at most 64 printable ASCII characters, by which tenants of one name differ, if one was removed
+      and another one made later; empty for none. Another one forgets what the tenant has, also on a disk that no
+      process had meanwhile.
     - ``policy``: the name of its eviction policy, as in ``CacheConfig.policy``, or a function that makes one, called
       like a ``radixkv_policies.Policy``. None: the cache's.
 
@@ -233,9 +237,13 @@ class Tenant:
     policy: str | Callable[..., Any] | None = None
     max_pins: int = MAX_PINS
     tier_dtype: TierDtype = "exact"
+    incarnation: str = ""
 
     def __post_init__(self) -> None:
         _check_tenant_id(self.id)
+        incarnation: object = self.incarnation
+        if not isinstance(incarnation, str) or not _INCARNATION.fullmatch(incarnation):
+            raise ArgumentError("incarnation", incarnation, "at most 64 printable ASCII characters, or none")
         if not isinstance(self.tier_dtype, str) or self.tier_dtype not in ("exact", *LOSSY_DTYPES):
             raise ArgumentError("tier_dtype", self.tier_dtype, "'exact', 'fp8' or 'int8'")
         weight: object = self.weight

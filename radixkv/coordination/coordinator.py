@@ -43,6 +43,7 @@ While the store is unreachable, all local work continues. What is known of the o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.jobs import JobRecords
@@ -83,6 +84,19 @@ class Coordinator(JobRecords, PinRecords):
         held = self.reader.view.leading(b"".join(digests)).counts().sum(axis=1) * self._publisher.grain_tokens
         found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
         return sorted(found, key=lambda hint: (-hint.num_tokens, hint.replica.id))
+
+    # ---- notes of a disk's folder
+
+    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        """Return what the folder of a disk noted under these tags last. Raises StoreUnavailable."""
+        return self.store.notes(folder, tags)
+
+    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
+        """Keep notes of the folder of a disk; return how many have no room. Raises StoreUnavailable.
+
+        The folder reads them when it is opened again, perhaps as an older copy of itself.
+        """
+        return self._counted(self.store.keep_notes(folder, notes)).value
 
     # ---- tenants of the fleet
 

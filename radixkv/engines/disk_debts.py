@@ -2,9 +2,12 @@
 
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
     owe_all_but   the same for tenants that were removed while no process had the folder
+    set_incarnation  the same for records of an earlier tenant of the same name
     is_known      the folder has applied a tenant's purges in the cache and in the fleet
     reset         all records are forgotten, in a thread
-    follows       the folder knows from which store the fleet's purges come
+    follows       the folder knows from which store the fleet's purges come, and isn't older than that store's notes
+    notes         the store keeps a note of each generation that was raised here, so that an older copy of the folder
+                  shows. A clear raises one of this folder alone
 
 What fails is tried again at the engine's steps, or by time (``begin_to_retry``).
 
@@ -21,17 +24,22 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.config import MAX_WEIGHTS, Namespace
-from radixkv.errors import TierError
+from radixkv.errors import CoordinationError, TierError
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.io_threads import IOThreads, Job
 
+if TYPE_CHECKING:
+    from radixkv.engines.engine_protocol import FolderNotes
+
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
+NOTE_S: Final = 1.0
+"""The longest time for which a purge or a clear waits until the fleet's store has noted it."""
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
@@ -67,14 +75,23 @@ class DiskDebts:
         self._learning: dict[str, _Learning] = {}
         self._owed: dict[str, int] = {}
         """Tenants whose records must be destroyed, and a number of the last call that asked for it."""
+        self._unadopted: set[str] = set()
+        """Tenants whose records the folder has without an incarnation."""
         self._removed: set[str] = set()
         """Tags of tenants that have nothing here any more, and whose records must be destroyed."""
         self._removing: Job | None = None
+        self._adopting: Job | None = None
         self._num_owed, self._owing = 0, threading.Lock()
         self._pays_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
         """Why tenants are still owed."""
         self._meeting: Job | None = None
+        self.notes: FolderNotes | None = None
+        """The fleet's store, if it keeps notes."""
+        self._noted_by = ""
+        """The id of the store with whose notes the folder was compared."""
+        self._noting: Job | None = None
+        self._noters = IOThreads(1, 1)
         self._admin = IOThreads(1, 1)
         self._removals: IOThreads | None = None
         self._own: dict[str, IOThreads] = {}
@@ -179,6 +196,23 @@ class DiskDebts:
         """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
         return self._thread_of(tenant).submit(lambda job, memory: self._paid(tenant), is_load=True)
 
+    def set_incarnation(self, tenant: str, incarnation: str) -> None:
+        """Serve only records of this incarnation of a tenant, if it isn't empty. Any thread; never waits.
+
+        Records of another one are owed. Records without one are adopted, in a thread, before they are served.
+        """
+        self._tier.set_incarnation(tenant, incarnation)
+        theirs = self._tier.incarnation(tenant)
+        if not incarnation or theirs is None or theirs == incarnation:
+            return
+        if theirs:
+            _log.info("the disk forgets what an earlier tenant %r has, which was removed", tenant)
+            self.owe(tenant)
+            self.begin_to_pay(tenant)
+        else:
+            self._unadopted.add(tenant)
+            self._begin_to_adopt()
+
     def owe_all_but(self, tenants: Collection[str]) -> Job | None:
         """Owe the records of all other tenants in the folder, and begin to destroy their keys. Before the disk serves.
 
@@ -234,11 +268,12 @@ class DiskDebts:
     def follows(self, store_id: str) -> bool:
         """Whether the folder knows that the fleet's purges come from this store; empty: from none. Never waits.
 
-        If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``).
+        If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``), and what
+        was forgotten before, if the folder is an older copy of itself (``compare_notes``).
         """
         if self._meeting is not None and not self._meeting.is_done:
             return False
-        if not store_id or self._tier.store_id == store_id:
+        if not store_id or self._noted_by == store_id:
             return True
         if self._clock() >= self._meets_at:
             self._meets_at = self._clock() + PAY_AGAIN_S
@@ -264,6 +299,8 @@ class DiskDebts:
         if self._removals is not None:
             threads.append(self._removals)
         have_ended = [each.close(max(ends_at - self._clock(), 0.0)) for each in threads]
+        self._begin_to_note()
+        self._noters.close(min(max(ends_at - self._clock(), 0.0), NOTE_S))  # it uses nothing of the folder
         return all(have_ended)
 
     # --- inside
@@ -279,6 +316,50 @@ class DiskDebts:
         except (OSError, TierError) as error:
             _log.error("the disk can't forget what it knew from another store, and stays closed: %s", error)
             return False
+        try:
+            self._compare_notes()
+        except (OSError, TierError, CoordinationError) as error:
+            _log.error("the disk can't tell whether its folder is an older copy, and stays closed: %s", error)
+            return False
+        self._noted_by = store_id
+        self._begin_to_note()
+        return True
+
+    def _compare_notes(self) -> None:
+        if self.notes is not None:
+            tags = self._tier.noted_tags()
+            notes = self.notes.disk_notes(self._tier.folder_id, [bytes.fromhex(tag) for tag in tags])
+            self._tier.compare_notes(dict(zip(tags, notes, strict=True)))
+
+    def _begin_to_note(self) -> Job | None:
+        """Let the store note what was forgotten here, in a thread of its own, if there is such a store."""
+        if not self._noted_by or self.notes is None or not self._tier.has_unnoted:
+            return None
+        self._noting = self._noters.submit(lambda job, memory: self._note(), is_load=True)
+        return self._noting
+
+    def _wait_until_noted(self) -> None:
+        """Do so, and wait for it in a thread, unless the store didn't answer the last time."""
+        has_answered = self._noting is None or (self._noting.is_done and self._noting.wait(0))
+        job = self._begin_to_note()
+        if job is not None and has_answered:
+            job.poll(NOTE_S)
+
+    def _note(self) -> bool:
+        """Let the store note what was forgotten here. Returns whether that is done; else it is tried again."""
+        notes = self._tier.unnoted()
+        if self.notes is None or not notes:
+            return True
+        given = {bytes.fromhex(tag): note for tag, note in notes.items()}
+        try:
+            num_left_out = self.notes.note_disk(self._tier.folder_id, given)
+        except CoordinationError as error:
+            _log.warning("the fleet's store can't note what the disk forgot, which is tried again: %s", error)
+            return False
+        if num_left_out:
+            text = "the fleet's store has no room to note %d tenants: an older copy of the disk's folder has them again"
+            _log.error(text, num_left_out)
+        self._tier.noted(notes)
         return True
 
     def _learned(self, tenant: str, generations: tuple[int, int]) -> bool:
@@ -299,11 +380,13 @@ class DiskDebts:
 
     def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
         """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
+        self._tier.adopt(tenant)
         before = self._known.get(tenant, (0, generations[1]))
         if before[0] < generations[0]:
             self._tier.purge(tenant)
         if generations[1]:
             self._tier.learn_generation(tenant, generations[1])
+        self._begin_to_note()
         if len(self._known) >= _MAX_KNOWN:
             self._known = {
                 each: known for each, known in self._known.copy().items() if each in self._own or known[0]
@@ -333,6 +416,7 @@ class DiskDebts:
         with self._owing:
             if self._owed.get(tenant) == asked:
                 del self._owed[tenant]
+        self._wait_until_noted()
         return True
 
     def _pay_removed(self) -> None:
@@ -360,13 +444,43 @@ class DiskDebts:
         self._problems[""] = str(problem)
         return False
 
+    def _begin_to_adopt(self) -> None:
+        """Let the folder adopt all ``_unadopted``, unless that runs."""
+        if self._unadopted and (self._adopting is None or self._adopting.is_done):
+            self._adopting = self._admin.submit(lambda job, memory: self._adopted(), is_load=True)
+
+    def _adopted(self) -> bool:
+        """Let the folder adopt all ``_unadopted``, in a thread. Returns whether that is done."""
+        while self._unadopted:
+            tenant = next(iter(self._unadopted))
+            try:
+                self._tier.adopt(tenant)
+            except (OSError, TierError) as error:
+                _log.error(
+                    "the disk has nothing of tenant %r, as it can't note whose it is: %s", tenant, error
+                )
+                return False
+            self._unadopted.discard(tenant)
+        return True
+
     def _pay_if_due(self) -> None:
         """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
-        if (self._owed or self._removed) and self._clock() >= self._pays_at:
+        is_behind = bool(self._owed or self._removed or self._unadopted) or self._tier.has_unnoted
+        if is_behind and self._clock() >= self._pays_at:
+            if self._noting is None or self._noting.is_done:
+                self._begin_to_note()
+            self._begin_to_adopt()
             self._pay_removed()
             self._pays_at = self._clock() + PAY_AGAIN_S
             for tenant in self.owed:
                 self.pay(tenant, 0.0)
+
+    def _forgot_all(self) -> bool:
+        """Forget all records, in a thread. Raises as ``DiskTier.purge_all``."""
+        try:
+            return self._tier.purge_all()
+        finally:
+            self._wait_until_noted()
 
     def _reset_if_due(self) -> None:
         """Begin a reset that is due, and end one that is over. One that failed is repeated."""
@@ -374,5 +488,5 @@ class DiskDebts:
             self._must_reset |= not self._resetting.wait(0)
             self._resetting = None
         if self._must_reset and self._resetting is None:
-            self._resetting = self._admin.submit(lambda job, memory: self._tier.purge_all(), is_load=True)
+            self._resetting = self._admin.submit(lambda job, memory: self._forgot_all(), is_load=True)
             self._must_reset = self._resetting is None

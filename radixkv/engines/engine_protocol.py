@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -344,6 +344,16 @@ class TierDetails:
     operations: Mapping[str, Durations] = field(default_factory=dict)
 
 
+class FolderNotes(Protocol):
+    """A store that keeps notes of the folders of disks. From any thread; may wait. Raises CoordinationError."""
+
+    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        """Return the notes of a folder with these tags; None for one that isn't there."""
+
+    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
+        """Keep notes of a folder, by tag; return how many have no room."""
+
+
 @runtime_checkable
 class Tiered(Protocol):
     """A cache with tiers below it. Others are left alone."""
@@ -355,12 +365,17 @@ class Tiered(Protocol):
         """Return details by tier, of the same tiers as ``tier_counts``. From any thread."""
 
     def follow_generations(
-        self, generation: Callable[[str], int | None], knows: Callable[[], bool], store_id: Callable[[], str]
+        self,
+        generation: Callable[[str], int | None],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str],
+        notes: FolderNotes | None,
     ) -> None:
         """Take the fleet's generations of tenants, whether all are known, and the id of their store from these.
 
         A generation is a number that grows with each purge. None: a purge is known, and hasn't reached the cache yet.
-        The id is empty without a store. A tier that outlives the process forgets everything if it changes.
+        The id is empty without a store. A tier that outlives the process forgets everything if it changes. ``notes``:
+        kept by that store, by which a tier notices that it is an older copy of itself.
         """
 
     def owed(self) -> frozenset[str]:
@@ -390,6 +405,9 @@ class Tiered(Protocol):
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
+
+        One that was removed and made again has another ``incarnation``: what the disk has of the earlier one is
+        forgotten by ``add_tenant``.
 
         Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
         """

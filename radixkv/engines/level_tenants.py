@@ -64,6 +64,8 @@ class LevelTenants:
             is_strict = settings is not None and settings.mode == "strict"
             (self._strict.add if is_strict else self._strict.discard)(tenant)
             self._to_own[tenant] = settings.guaranteed_blocks if settings is not None and is_strict else 0
+            if settings is not None and self._level.disk is not None:
+                self._level.disk.debts.set_incarnation(tenant, settings.incarnation)
             if self.shares is None:
                 return
             if settings is None or is_strict:

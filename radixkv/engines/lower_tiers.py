@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.cleaner import Cleaner
-from radixkv.engines.engine_protocol import TierDetails
+from radixkv.engines.engine_protocol import FolderNotes, TierDetails
 from radixkv.engines.gate import Gate
 from radixkv.engines.host_blocks import HostBlocks, StepReport, bytes_of_row
 from radixkv.engines.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
@@ -506,6 +506,8 @@ class LowerTiers:
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
+        if self.level.disk is not None:
+            self.level.disk.debts.set_incarnation(tenant.id, tenant.incarnation)
         try:
             self._give_share(tenant)
         except ArgumentError as error:
@@ -795,9 +797,12 @@ class LowerTiers:
         generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
     ) -> None:
         """Take from now on which purges the fleet knows of, whether it knows all, and from where: see ``Tiered``."""
         self._fleet_generation, self._knows, self._store_id = generation, knows, store_id
+        if self.level.disk is not None:
+            self.level.disk.debts.notes = notes
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.

@@ -16,7 +16,7 @@ from radixkv.index.validation import require_namespace, require_seconds
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
-    from radixkv.engines.engine_protocol import TierDetails
+    from radixkv.engines.engine_protocol import FolderNotes, TierDetails
     from radixkv.engines.lower_tiers import LowerTiers
     from radixkv.engines.tiers_by_dtype import TiersByDtype
 
@@ -155,10 +155,11 @@ class TieredCache(PrefixCache):
         generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
     ) -> None:
         """Take the fleet's generations of tenants, whether all are known, and the id of their store from these."""
         if self._lower is not None:
-            self._lower.follow_generations(generation, knows, store_id)
+            self._lower.follow_generations(generation, knows, store_id, notes)
 
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier: see ``LowerTiers.counts``."""

@@ -41,7 +41,7 @@ from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_level import DiskLevel
-    from radixkv.engines.engine_protocol import TierDetails
+    from radixkv.engines.engine_protocol import FolderNotes, TierDetails
     from radixkv.engines.tier_settings import Disks
     from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
     from radixkv.index.cache import PrefixCache
@@ -368,10 +368,11 @@ class TiersByDtype:
         generation: Callable[[str], int | None],
         knows: Callable[[], bool],
         store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
     ) -> None:
         """See LowerTiers."""
         for each in self.tiers.values():
-            each.follow_generations(generation, knows, store_id)
+            each.follow_generations(generation, knows, store_id, notes)
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """See LowerTiers. Those of lossy tiers have their dtype behind the name: ``host_int8``."""

@@ -499,7 +499,8 @@ class PrefixCache(CacheState):
         """Set a tenant's guarantee and limit from now on, or change those of a tenant that was added before.
 
         Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
-        in the order of the old policy. With another ``tier_dtype``, and tiers below, all its namespaces are cleared.
+        in the order of the old policy. With another ``incarnation``, or another ``tier_dtype`` and tiers below, all
+        its namespaces are cleared, and what a disk has of it.
 
         Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in these cases:
 
@@ -516,8 +517,8 @@ class PrefixCache(CacheState):
             allowed = "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or by scrub_blocks"
             raise ConfigError("mode", tenant.mode, allowed)
         with self._lock, Mending(self):
-            is_other_dtype = tenant_settings.add(self, tenant)
-        follow(self, tenant.id, is_other_dtype)
+            forgets = tenant_settings.add(self, tenant)
+        follow(self, tenant.id, forgets=forgets)
 
     def remove_tenant(self, tenant: TenantId) -> None:
         """Remove a tenant's guarantee and limit and forget all its blocks. Its running sequences continue.
@@ -530,7 +531,7 @@ class PrefixCache(CacheState):
         with forgetting(self._below, tenant):
             with self._lock, Mending(self):
                 namespaces = tenant_settings.remove(self, tenant)
-            follow(self, tenant, False)
+            follow(self, tenant)
             for namespace in namespaces:
                 self.clear(namespace)
 

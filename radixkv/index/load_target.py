@@ -12,12 +12,13 @@ more is written; what was written before stays right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
-from radixkv.index.below import Below, Loading, Part, moved
+from radixkv.index.below import Below, Loading, Part, forgetting, moved
 from radixkv.index.blocks import unpack
 from radixkv.index.cachelock import CacheLock
 from radixkv.index.holders import LeaseState, SequenceState
@@ -272,25 +273,21 @@ def forgotten_too(below: Below | None, state: SequenceState, forget: Callable[[]
         return forget()
 
 
-def follow(cache: CacheState, tenant: str, is_other_dtype: bool) -> None:
+def follow(cache: CacheState, tenant: str, *, forgets: bool = False) -> None:
     """Let what lies below follow a tenant's settings. Call it without the lock.
 
-    ``is_other_dtype``: its ``tier_dtype`` has changed. Then all that it has is forgotten, here and below. Meanwhile
-    nothing of it is kept or loaded, so nothing of one dtype is kept as another.
+    ``forgets``: all that the tenant has is forgotten, here and below: it is another tenant's, or of another
+    ``tier_dtype``. Meanwhile nothing of it is kept or loaded, so nothing of one is kept as the other's.
     """
     below = cache._below
-    if below is None:
-        return
-    settings = partial(_settings, cache, tenant)
-    if not is_other_dtype:
-        below.follow(settings)
-        return
-    with below.forgotten(tenant, None):
-        below.follow(settings)
-        with cache._lock:
-            namespaces = cache._tenants[tenant].namespaces if tenant in cache._tenants else []
-        for namespace in namespaces:
-            clear(cache, namespace)
+    with forgetting(below, tenant) if forgets else nullcontext():
+        if below is not None:
+            below.follow(partial(_settings, cache, tenant))
+        if forgets:
+            with cache._lock:
+                namespaces = cache._tenants[tenant].namespaces if tenant in cache._tenants else []
+            for namespace in namespaces:
+                clear(cache, namespace)
 
 
 def _settings(cache: CacheState, tenant: str) -> Tenant:

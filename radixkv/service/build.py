@@ -164,6 +164,7 @@ def _attach(coordinator: Coordinator, cache: EngineCache) -> None:
         coordinator.purges.applied,
         lambda: coordinator.knows_generations,
         lambda: coordinator.store_id,
+        coordinator,
     )
 
 

@@ -527,6 +527,27 @@ class DiskTier:
         """Whether a tenant has keys here, or may have some. No I/O, O(1)."""
         return self._folder.is_known(tenant)
 
+    def set_incarnation(self, tenant: str, incarnation: str) -> None:
+        """Find from now on records of this incarnation of a tenant alone (``Tenant.incarnation``); empty: of any. O(1).
+
+        Until they are purged, records of another one are in the way of the tenant's. Records of which the folder
+        doesn't know it are found after ``adopt``.
+        """
+        self._folder.set_incarnation(tenant, incarnation)
+
+    def incarnation(self, tenant: str) -> str | None:
+        """Return the incarnation that a tenant's records are of; empty if the folder doesn't know, None without any."""
+        return self._folder.incarnation_of_keys(tenant)
+
+    def adopt(self, tenant: str) -> None:
+        """Note durably that a tenant's records are of its incarnation, where the folder doesn't know. Costs four syncs.
+
+        Nothing happens without records, and once it is known. Raises OSError, TierError; then repeat it.
+        """
+        self._require_folder()
+        if self._folder.incarnation_of_keys(tenant) == "":
+            self._folder.make_keys(tenant)
+
     def purge_tag(self, tag: str) -> int:
         """Forget everything of the tenant with this tag, as ``purge`` does."""
         self._require_folder()
@@ -574,6 +595,54 @@ class DiskTier:
             log.warning("the fleet's store is another one, and may lack purges: the disk forgets everything")
             self.purge_all()
         self._folder.remember_store(store_id)
+
+    @property
+    def folder_id(self) -> bytes:
+        """16 bytes that name the folder and every copy of it."""
+        return self._folder.id
+
+    def noted_tags(self) -> list[str]:
+        """Return the tags of tenants of which ``compare_notes`` wants notes. O(tenants)."""
+        return self._folder.purged_tags()
+
+    def compare_notes(self, notes: Mapping[str, bytes | None]) -> int:
+        """Forget tenants of which a note tells a later generation than the folder: it is an older copy of itself.
+
+        ``notes``: by tag, what ``unnoted`` returned last for each, perhaps in another process; None for none. Returns
+        the number of these tenants. O(tenants), and a ``purge`` for each of them. Raises as ``purge``, after it has
+        tried all; then repeat it.
+        """
+        self._require_folder()
+        problem: OSError | TierError | None = None
+        num_older = 0
+        for tag, note in notes.items():
+            generation = self._folder.generation_in(tag, note)
+            if not self._folder.compare_note(tag, generation):
+                continue
+            num_older += 1
+            raised = partial(self._folder.raise_generation_of, tag, above=generation)
+            try:
+                self._forget_tag(tag, raised, is_certain=True)
+            except (OSError, TierError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        if num_older:
+            log.warning("%s is an older copy: it forgets %d tenants", self._folder.path, num_older)
+        return num_older
+
+    def unnoted(self) -> dict[str, bytes]:
+        """Return notes of tenants whose generation was raised here since ``noted`` was told so, by tag. O(these)."""
+        return self._folder.unnoted()
+
+    @property
+    def has_unnoted(self) -> bool:
+        """Whether there may be such tenants. O(1)."""
+        return self._folder.has_unnoted
+
+    def noted(self, notes: Mapping[str, bytes]) -> None:
+        """Take that these notes are kept outside of the folder now. O(these)."""
+        self._folder.noted(notes)
 
     def sync(self) -> None:
         """Make every record durable that is sealed by now. Waits for the disk. Raises OSError, TierError."""

@@ -14,6 +14,10 @@ its files 0600. All are opened relative to the folder's descriptor, and never th
 of identities. A root key is random. Without its file, all records of that generation can't be opened, found, or
 compared with a guessed prompt, also with the secret. A new secret seals ``master`` again.
 
+**Incarnations.** A root key's file also says of which of several tenants of the same name it is, one after the other
+(``Tenant.incarnation``). Once a process has named another one, the key is neither used nor replaced before a purge. A
+key that says nothing gets the name that comes first.
+
 **Purge.** First the file of the root key is renamed to ``.gone``, so that no later opening takes it, whatever fails or
 hangs next. Then the generation is raised durably, and the key is overwritten, synced and removed. If the generation
 can't be written, the key is destroyed nevertheless: that needs no space, and gives some. What a crash cut off is
@@ -26,7 +30,7 @@ import logging
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -67,11 +71,14 @@ log = logging.getLogger("radixkv.tiers")
 
 
 class TenantKeys:
-    """The keys of a tenant in one generation. ``key_id``: 16 bytes that name them. Thread-safe."""
+    """The keys of a tenant in one generation. ``key_id``: 16 bytes that name them. Thread-safe.
 
-    def __init__(self, key_id: bytes, generation: int, root: bytes) -> None:
-        self.key_id, self.generation = key_id, generation
-        self._root = root
+    ``incarnation``: of the tenant, as it stands in the key's file; empty if that says nothing.
+    """
+
+    def __init__(self, key_id: bytes, generation: int, root: bytes, incarnation: str = "") -> None:
+        self.key_id, self.generation, self.incarnation = key_id, generation, incarnation
+        self.root = root
         self._identities = mac(root, "identities")
         self._data: dict[int, AESGCM] = {}
         self._located: dict[Namespace, blake2b] = {}
@@ -82,7 +89,7 @@ class TenantKeys:
         if found is None:
             if len(self._data) >= _MOST_PARTS:
                 self._data = {}
-            found = self._data[part] = AESGCM(mac(self._root, "data", part)[:16])
+            found = self._data[part] = AESGCM(mac(self.root, "data", part)[:16])
         return found
 
     def locator(self, namespace: Namespace) -> blake2b:
@@ -91,7 +98,7 @@ class TenantKeys:
         if found is None:
             if len(self._located) >= 4 * _MOST_PARTS:
                 self._located = {}
-            key = mac(self._root, "locators", namespace.framed())
+            key = mac(self.root, "locators", namespace.framed())
             found = self._located[namespace] = blake2b(digest_size=ID_BYTES, key=key)
         return found
 
@@ -179,6 +186,10 @@ class TierFolder(PrivateFolder):
         self._generations: dict[str, Generations | None] = {}
         """By tag. None: nobody knows them, as the file is damaged or a purge has failed."""
         self._keys: dict[str, TenantKeys] = {}
+        self._incarnations: dict[str, str] = {}
+        """By tag, those that ``set_incarnation`` was told."""
+        self._unnoted: set[str] = set()
+        """Tags of tenants whose generation ``noted`` wasn't told of."""
         self._is_current = True
         if num_slots is None and not Path(path).is_dir():
             raise ConfigError("folder", str(path), "a folder that a disk tier has used; there is none")
@@ -248,44 +259,111 @@ class TierFolder(PrivateFolder):
         return (self._generations.get(self.tag(tenant), _NOT_PURGED) or _NOT_PURGED).fleet
 
     def keys(self, tenant: str) -> TenantKeys | None:
-        """Return the keys of the tenant's generation, or None if there are none. O(1)."""
-        return self.keys_of(self.tag(tenant))
+        """Return the keys of the tenant's generation, or None if there are none of its incarnation. O(1)."""
+        tag = self.tag(tenant)
+        found, incarnation = self._keys.get(tag), self._incarnations.get(tag)
+        is_its = found is None or not incarnation or found.incarnation == incarnation
+        return found if is_its else None
 
     def keys_of(self, tag: str) -> TenantKeys | None:
-        """Return the keys of the tenant with this tag, or None if there are none. O(1)."""
+        """Return the keys of the tenant with this tag, of any incarnation, or None if there are none. O(1)."""
         return self._keys.get(tag)
 
+    def set_incarnation(self, tenant: str, incarnation: str) -> None:
+        """Use from now on keys of this incarnation of a tenant alone; empty: of any. O(1), no I/O."""
+        self._incarnations[self.tag(tenant)] = incarnation
+
+    def incarnation_of_keys(self, tenant: str) -> str | None:
+        """Return the incarnation that a tenant's keys are of, empty if they don't say; None without keys. O(1)."""
+        found = self._keys.get(self.tag(tenant))
+        return None if found is None else found.incarnation
+
     def make_keys(self, tenant: str) -> TenantKeys:
-        """Return the keys of the tenant's generation. To make them takes two syncs. Raises OSError, TierError."""
+        """Return the keys of the tenant's generation. To make them, or to note its incarnation, takes two or four
+        syncs.
+
+        Raises OSError. Raises TierError if nobody knows its generation, or the keys are of another incarnation: then
+        purge the tenant.
+        """
         tag = self.tag(tenant)
-        found = self._keys.get(tag)
+        found = self.keys(tenant)
         if found is not None:
             return found
         with self._lock_of(tag):
-            found = self._keys.get(tag)
+            found, incarnation = self._keys.get(tag), self._incarnations.get(tag, "")
             if found is None:
                 generation = self.generation(tenant)
                 root, key_id = secrets.token_bytes(_KEY_BYTES), self._key_id(tag, generation)
-                content = _ROOT.pack(bytes.fromhex(tag), generation, root)
-                name = key_id.hex()
-                self.write_small(self._in_keys, name, seal(self.master.key, f"{KEYS}/{name}", content))
-                found = self._keys[tag] = TenantKeys(key_id, generation, root)
+                made = TenantKeys(key_id, generation, root, incarnation)
+                self.write_small(self._in_keys, key_id.hex(), self._sealed_root(tag, made, incarnation))
+                found = self._keys[tag] = made
+            elif incarnation and not found.incarnation:
+                self.rewrite_secret(
+                    self._in_keys, found.key_id.hex(), self._sealed_root(tag, found, incarnation)
+                )
+                found.incarnation = incarnation
+            elif incarnation and found.incarnation != incarnation:
+                raise TierError("the keys of a tenant are those of an earlier one with its name: purge it")
             return found
+
+    def _sealed_root(self, tag: str, keys: TenantKeys, incarnation: str) -> bytes:
+        content = _ROOT.pack(bytes.fromhex(tag), keys.generation, keys.root) + incarnation.encode()
+        return seal(self.master.key, f"{KEYS}/{keys.key_id.hex()}", content)
 
     def raise_generation(self, tenant: str, fleet: int | None = None) -> bool:
         """Forget everything of a tenant, as ``raise_generation_of`` does."""
         return self.raise_generation_of(self.tag(tenant), fleet)
 
-    def raise_generation_of(self, tag: str, fleet: int | None = None) -> bool:
+    def raise_generation_of(self, tag: str, fleet: int | None = None, *, above: int = 0) -> bool:
         """Forget everything of the tenant with this tag: raise its generation and destroy its keys, durably.
 
-        ``fleet``: the generation that the fleet has. If the folder knows it already, or without one if the tenant has
-        no key, nothing changes and this returns False. Takes about four syncs.
+        ``fleet``: the generation that the fleet has. ``above``: the generation here gets greater than this. If the
+        folder has both already, or without ``fleet`` if the tenant has no key, nothing changes and this returns False.
+        Takes about four syncs.
 
         Raises OSError; then the tenant has no keys until the call is repeated. Another opening finds none, unless
         the disk did nothing at all.
         """
-        return self._raise(tag, fleet)
+        return self._raise(tag, fleet, above)
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes that name this folder and every copy of it, and reveal nothing without its key."""
+        return mac(self.master.key, "folder")[:ID_BYTES]
+
+    # --- notes of generations, kept outside of the folder, so that an older copy of it shows
+
+    def purged_tags(self) -> list[str]:
+        """Return the tags of tenants that have keys, or a generation. O(tenants)."""
+        return sorted({*self._keys, *self._generations})
+
+    def generation_in(self, tag: str, note: bytes | None) -> int:
+        """Return the generation here that a note tells; 0 if it is none of a folder with this key."""
+        content = None if note is None else unseal(self.master.key, f"{GENERATIONS}/{tag}", note)
+        return _GENERATIONS.unpack(content)[0] if content and len(content) == _GENERATIONS.size else 0
+
+    def compare_note(self, tag: str, generation: int) -> bool:
+        """Whether a tenant's generation here is older than a note's. If it is newer, it must be noted. O(1)."""
+        here = (self._generations.get(tag, _NOT_PURGED) or _NOT_PURGED).here
+        if here > generation:
+            self._unnoted.add(tag)
+        return here < generation
+
+    def unnoted(self) -> dict[str, bytes]:
+        """Return notes of all tenants whose generation isn't noted yet, by tag. O(these)."""
+        known = [(tag, self._generations.get(tag)) for tag in list(self._unnoted)]
+        return {tag: self._sealed_generations(tag, each) for tag, each in known if each is not None}
+
+    @property
+    def has_unnoted(self) -> bool:
+        """Whether there may be such tenants. O(1)."""
+        return bool(self._unnoted)
+
+    def noted(self, notes: Mapping[str, bytes]) -> None:
+        """Take that these notes are kept now. O(these)."""
+        for tag, note in notes.items():
+            if self.generation_in(tag, note) == (self._generations.get(tag) or _NOT_PURGED).here:
+                self._unnoted.discard(tag)
 
     def all_keys(self) -> list[TenantKeys]:
         """Return the keys of all tenants."""
@@ -325,7 +403,7 @@ class TierFolder(PrivateFolder):
         names = filter(is_tag, self.files.names(self._in_keys))
         return [name for name in names if self._unless_unreadable(self._opened_root, name) is None]
 
-    def _raise(self, tag: str, fleet: int | None) -> bool:
+    def _raise(self, tag: str, fleet: int | None, above: int = 0) -> bool:
         with self._lock_of(tag):
             is_certain = self._generations.get(tag, _NOT_PURGED) is not None
             keys = self._keys.get(tag)
@@ -345,6 +423,7 @@ class TierFolder(PrivateFolder):
                 and is_certain
                 and fleet is None
                 and keys is None
+                and generation >= above
                 and not self._has_any(names)
             ):
                 return False
@@ -353,7 +432,8 @@ class TierFolder(PrivateFolder):
             if not is_certain:
                 names |= self._names_of(tag)
             self._mark(names)
-            raised = Generations(generation + 1 if generation else _first(), max(before, fleet or 0))
+            here = max(generation + 1 if generation else _first(), above + 1)
+            raised = Generations(here, max(before, fleet or 0))
             try:
                 self._write_generations(tag, raised)
             except OSError:  # a full disk has space again when the keys are removed
@@ -361,6 +441,7 @@ class TierFolder(PrivateFolder):
                 self._write_generations(tag, raised)
             self._destroy_keys(names)
             self._generations[tag] = raised
+            self._unnoted.add(tag)
             return True
 
     def _lock_of(self, tag: str) -> threading.Lock:
@@ -410,8 +491,10 @@ class TierFolder(PrivateFolder):
         return Generations(*_GENERATIONS.unpack(content))
 
     def _write_generations(self, tag: str, generations: Generations) -> None:
-        content = _GENERATIONS.pack(*generations)
-        self.write_small(self._in_generations, tag, seal(self.master.key, f"{GENERATIONS}/{tag}", content))
+        self.write_small(self._in_generations, tag, self._sealed_generations(tag, generations))
+
+    def _sealed_generations(self, tag: str, generations: Generations) -> bytes:
+        return seal(self.master.key, f"{GENERATIONS}/{tag}", _GENERATIONS.pack(*generations))
 
     def _names_of(self, tag: str) -> set[str]:
         """Return the names of all keys that a tenant has, also of those to destroy. O(tenants)."""
@@ -423,14 +506,16 @@ class TierFolder(PrivateFolder):
                 found.add(name)
         return found
 
-    def _opened_root(self, name: str, file: str = "") -> tuple[bytes, int, bytes] | None:
-        """Return the tag, the generation and the root key in a file, by default the one with the key's name."""
+    def _opened_root(self, name: str, file: str = "") -> tuple[bytes, int, bytes, str] | None:
+        """Return what stands in a key's file, by default the one with the key's name: tag, generation, root key,
+        incarnation.
+        """
         sealed = self.read_small(self._in_keys, file or name)
         content = None if sealed is None else unseal(self.master.key, f"{KEYS}/{name}", sealed)
-        if content is None or len(content) != _ROOT.size:
+        if content is None or len(content) < _ROOT.size:
             return None
-        tag, generation, root = _ROOT.unpack(content)
-        return tag, generation, root
+        tag, generation, root = _ROOT.unpack_from(content)
+        return tag, generation, root, content[_ROOT.size :].decode("ascii", "replace")
 
     def _read_tenants(self) -> None:
         """Read the generations and keys of all tenants. Destroy keys of past generations, which a crash left.
@@ -454,7 +539,7 @@ class TierFolder(PrivateFolder):
                 continue
             tag, known = root[0].hex(), self._generations.get(root[0].hex(), _NOT_PURGED)
             if known is not None and known.here == root[1]:
-                self._keys[tag] = TenantKeys(bytes.fromhex(name), root[1], root[2])
+                self._keys[tag] = TenantKeys(bytes.fromhex(name), *root[1:])
             elif known is not None:
                 self.destroy(self._in_keys, name)
 

@@ -217,6 +217,21 @@ class PrivateFolder:
         self.files.rename(new, name, folder)
         self.files.sync_folder(folder)
 
+    def rewrite_secret(self, folder: int, name: str, content: bytes) -> None:
+        """Replace a small file so, and overwrite the bytes that it had. Raises OSError; then one of them is there."""
+        descriptor = self.files.open(name, os.O_WRONLY, folder)
+        try:
+            self.write_small(folder, name, content)
+            self._overwrite(descriptor)
+        finally:
+            self.files.close(descriptor)
+
+    def _overwrite(self, descriptor: int) -> None:
+        """Overwrite a small file in its size, and wait for the medium."""
+        size = min(os.fstat(descriptor).st_size, MAX_SMALL_BYTES)
+        write_exactly(self.files, descriptor, memoryview(bytes(size)), 0)
+        self.files.sync(descriptor)
+
     @contextmanager
     def new_file(self, folder: int, name: str) -> Iterator[int]:
         """Make a file, to be written in the ``with``. An error there removes it. Raises OSError."""
@@ -248,9 +263,7 @@ class PrivateFolder:
             self.files.remove(name, folder)
             return
         try:
-            size = min(os.fstat(descriptor).st_size, MAX_SMALL_BYTES)
-            write_exactly(self.files, descriptor, memoryview(bytes(size)), 0)
-            self.files.sync(descriptor)
+            self._overwrite(descriptor)
         finally:
             self.files.close(descriptor)
         self.files.remove(name, folder)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from radixkv.config import CacheConfig, Tenant
+from radixkv.coordination.store.memory import MemoryStore
 from radixkv.engines import lower_tiers
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.lower_tiers import LowerTiers
@@ -275,6 +277,100 @@ def test_another_store_of_the_fleets_purges_empties_the_disk(tmp_path: Path) -> 
         assert ask(engine, PROMPT) == (answer, 0)
         disk = lower_of(engine).level.disk
         assert disk is not None and disk.tier.store_id == "c" * 32
+
+
+class Notes:
+    """A store of the fleet, as a disk uses it. ``hold``: its calls wait for this event."""
+
+    def __init__(self) -> None:
+        self.store, self.hold = MemoryStore(), threading.Event()
+        self.hold.set()
+
+    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        return self.store.notes(folder, tags)
+
+    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
+        is_set(self.hold)
+        return self.store.keep_notes(folder, notes).value
+
+    def num(self) -> int:
+        """How many notes it has."""
+        return sum(map(len, self.store.noted.values()))
+
+    def follow(self, engine: HFEngine) -> None:
+        assert isinstance(engine.cache, TieredCache)
+        engine.cache.follow_generations(lambda tenant: 0, lambda: True, lambda: "a" * 32, self)
+
+
+@pytest.mark.parametrize("forget", ["clear", "weights", "removed meanwhile", "store away"])
+def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
+    tmp_path: Path, forget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet's generation stays: it is this folder that forgot, and the store's note of it shows that."""
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    folder, notes = tmp_path / "disk", Notes()
+    with on_disk(folder) as engine:
+        answer, _ = ask(engine, PROMPT, "a")
+        ask(engine, PROMPT, "b")
+    shutil.copytree(folder, tmp_path / "old")
+    with on_disk(folder, awaits=True) as engine:
+        cache, name = engine.cache, engine.namespace("a")
+        assert isinstance(cache, TieredCache)
+        notes.follow(engine)
+        assert eventually(lambda: disk_counts(engine)["open"] == 1) and not notes.num()
+        match forget:
+            case "clear":
+                assert ask(engine, PROMPT) == (answer, 40)
+                cache.clear(name)
+                assert notes.num() == 1, "before the call returns"
+            case "weights":
+                engine.weights_changed()
+            case "removed meanwhile":
+                cache.forget_all_but(["b"])
+            case _:
+                notes.store.is_reachable = False
+                cache.purge("a")
+                assert not cache.owed() and not notes.num(), (
+                    "the disk forgot it, and the store doesn't know yet"
+                )
+                notes.store.is_reachable = True
+        assert eventually(lambda: notes.num() == (2 if forget == "weights" else 1))
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "old", folder)
+    with on_disk(folder, awaits=True) as engine:
+        notes.store.is_reachable = False
+        notes.follow(engine)
+        assert eventually(lambda: lower_of(engine).level.disk.debts._meeting is not None)  # type: ignore[union-attr]
+        assert disk_counts(engine)["open"] == 0, "closed until the store answers"
+        notes.store.is_reachable = True
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        assert ask(engine, PROMPT) == (answer, 0)
+        assert ask(engine, PROMPT, "b") == (answer, 0 if forget == "weights" else 40)
+    with on_disk(folder, awaits=True) as engine:
+        notes.follow(engine)
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        assert ask(engine, PROMPT) == (answer, 40), "once is enough"
+
+
+def test_a_store_that_hangs_holds_up_one_clear_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.NOTE_S", 0.05)
+    folder, notes = tmp_path / "disk", Notes()
+    answer = filled(folder)
+    with on_disk(folder, awaits=True) as engine:
+        notes.follow(engine)
+        assert eventually(lambda: disk_counts(engine)["open"] == 1)
+        notes.hold.clear()
+        try:
+            for _ in range(2):
+                engine.cache.purge("a")
+                assert isinstance(engine.cache, TieredCache) and not engine.cache.owed()
+                assert ask(engine, PROMPT) == (answer, 0)
+                assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
+        finally:
+            notes.hold.set()
+        assert eventually(lambda: notes.num() == 1)
 
 
 def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(

@@ -127,6 +127,53 @@ def test_an_older_folder_put_back_is_purged_again(replica: Replica, tmp_path: Pa
         assert found(live) == (False, True)
 
 
+@pytest.mark.parametrize("was_purged", [False, True])
+def test_an_older_folder_put_back_is_cleared_again(
+    replica: Replica, tmp_path: Path, was_purged: bool
+) -> None:
+    """A clear concerns this disk alone: the fleet's generation of the tenant stays."""
+    if was_purged:
+        purged_long_ago(replica)
+    else:
+        with replica.life() as live:
+            found(live)
+    old = Path(shutil.copytree(replica.folder, tmp_path / "old"))
+    with replica.life() as live:
+        cleared = live.acme.delete("/v1/cache")
+        assert cleared.status_code == 200 and not cleared.json()["owed"]
+        assert ask(live.acme)[1] == 0
+    with replica.life() as live:
+        assert found(live) == (True, True), "what came after it is there"
+    shutil.rmtree(replica.folder)
+    shutil.copytree(old, replica.folder)
+    with replica.life() as live:
+        assert found(live) == (False, True)
+    with replica.life() as live:
+        assert found(live) == (True, True), "once is enough"
+
+
+def test_a_clear_while_redis_is_away_is_noted_later(
+    replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    with replica.life() as live:
+        found(live)
+    shutil.copytree(replica.folder, tmp_path / "old")
+    with replica.life() as live:
+        replica.redis.go_away()
+        try:
+            assert live.acme.delete("/v1/cache").status_code == 200
+            assert ask(live.acme)[1] == 0
+        finally:
+            replica.redis.come_back()
+        with closing(redis.Redis.from_url(replica.redis.url)) as store:
+            eventually(lambda: store.keys("rk1:{d:*}:n"))
+    shutil.rmtree(replica.folder)
+    (tmp_path / "old").rename(replica.folder)
+    with replica.life() as live:
+        assert found(live) == (False, True)
+
+
 @pytest.mark.parametrize("change", ["torn", "too large", "other tenant's", "removed"])
 def test_a_wrong_file_of_generations_destroys_that_tenants_records_alone(
     replica: Replica, change: str

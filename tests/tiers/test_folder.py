@@ -898,3 +898,111 @@ def test_all_is_forgotten_also_of_a_tenant_whose_keys_are_made_meanwhile(tmp_pat
         tier.apply_generations({})
         assert load(tier, ACME, prompt(1)) is None
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
+
+
+# --- notes of generations, kept outside of the folder
+
+
+class Notes(dict[str, bytes]):
+    """What a store keeps of a folder: it survives when an older copy of the folder is put back."""
+
+    def compare(self, tier: DiskTier) -> int:
+        """What a process does first. Returns how many tenants have to be forgotten."""
+        num_older = tier.compare_notes({tag: self.get(tag) for tag in tier.noted_tags()})
+        self.take(tier)
+        return num_older
+
+    def take(self, tier: DiskTier) -> int:
+        """Keep what the tier has to note. Returns of how many tenants."""
+        notes = tier.unnoted()
+        self.update(notes)
+        tier.noted(notes)
+        assert not tier.has_unnoted and not tier.unnoted()
+        return len(notes)
+
+
+def put_back(old: Path, folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(old, folder)
+
+
+def test_an_older_copy_forgets_the_tenants_that_were_purged_since(tmp_path: Path) -> None:
+    folder, notes = tmp_path / "t", Notes()
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        assert notes.compare(tier) == notes.take(tier) == 0, "nothing was purged"
+    shutil.copytree(folder, tmp_path / "oldest")
+    with tier_in(folder) as tier:
+        tier.purge("acme")
+        assert notes.take(tier) == 1
+        assert store(tier, ACME, prompt(2))
+        folder_id = tier.folder_id
+    shutil.copytree(folder, tmp_path / "older")
+    with tier_in(folder) as tier:
+        assert notes.compare(tier) == 0
+        assert right_or_missing(tier, ACME, prompt(2))
+        tier.purge("acme")
+        notes.take(tier)
+    for old in ("oldest", "older"):
+        put_back(tmp_path / old, folder)
+        with tier_in(folder) as tier:
+            assert tier.folder_id == folder_id and notes.compare(tier) == 1
+            assert load(tier, ACME, prompt(1)) is load(tier, ACME, prompt(2)) is None
+            assert right_or_missing(tier, GLOBEX, prompt(1)), "only what was purged"
+            assert store(tier, ACME, prompt(3))
+        with tier_in(folder) as tier:
+            assert notes.compare(tier) == 0 and right_or_missing(tier, ACME, prompt(3)), "once is enough"
+    with tier_in(tmp_path / "another") as tier:
+        assert tier.folder_id != folder_id
+
+
+def test_a_tenant_without_keys_in_an_older_copy_is_compared_too(tmp_path: Path) -> None:
+    folder, notes = tmp_path / "t", Notes()
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1))
+        tier.purge("acme")
+    shutil.copytree(folder, tmp_path / "old")
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1))
+        assert notes.compare(tier) == 0 and len(notes) == 1, "what an earlier process could not note"
+        tier.purge("acme")
+        notes.take(tier)
+    put_back(tmp_path / "old", folder)
+    with tier_in(folder) as tier:
+        assert notes.compare(tier) == 1 and store(tier, ACME, prompt(2))
+    with tier_in(folder) as tier:
+        assert notes.compare(tier) == 0 and right_or_missing(tier, ACME, prompt(2))
+
+
+@pytest.mark.parametrize("forged", ["torn", "another tenant's", "another folder's", "nothing"])
+def test_a_note_that_no_folder_made_counts_as_none(tmp_path: Path, forged: str) -> None:
+    """A writer to the store can't let a disk forget, nor make its generation unusable."""
+    notes, other = Notes(), Notes()
+    with tier_in(tmp_path / "t") as tier, tier_in(tmp_path / "other") as stranger:
+        for each, kept in ((tier, notes), (stranger, other)):
+            assert store(each, ACME, prompt(1)) and store(each, GLOBEX, prompt(1))
+            each.purge("globex")
+            kept.take(each)
+        ((_, note),) = notes.items()
+        content = {"torn": note[:-1], "another tenant's": note, "nothing": b""}
+        bad = content.get(forged, next(iter(other.values())))
+        assert tier.compare_notes({tier.tag("acme"): bad}) == 0
+        assert right_or_missing(tier, ACME, prompt(1))
+
+
+def test_an_older_copy_that_cannot_forget_tries_all_and_again(tmp_path: Path) -> None:
+    folder, notes, files = tmp_path / "t", Notes(), FaultyFiles()
+    with tier_in(folder) as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+    shutil.copytree(folder, tmp_path / "old")
+    with tier_in(folder) as tier:
+        tier.purge_all()
+        assert notes.take(tier) == 2
+    put_back(tmp_path / "old", folder)
+    with tier_in(folder, files=files) as tier:
+        files.before = failing("write sync rename remove")
+        with pytest.raises(OSError, match="Input/output error"):
+            notes.compare(tier)
+        assert load(tier, ACME, prompt(1)) is load(tier, GLOBEX, prompt(1)) is None
+        files.before = lambda call: None
+        assert notes.compare(tier) == 2

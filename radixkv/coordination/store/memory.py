@@ -21,6 +21,7 @@ from radixkv.coordination.store.protocol import (
     LISTED_S,
     MAX_CONFIRMED,
     MAX_JOBS,
+    MAX_NOTES,
     MAX_PARTS,
     MAX_PINS,
     MAX_PURGES,
@@ -99,6 +100,7 @@ class MemoryStore(Store):
         self.num_jobs = 0
         self._id = secrets.token_hex(16)
         self.pinned: dict[bytes, dict[str, Pinned]] = {}
+        self.noted: dict[bytes, dict[bytes, bytes]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -111,7 +113,7 @@ class MemoryStore(Store):
     def lose(self) -> None:
         """Forget everything, as a store does that restarts without having saved."""
         with self._lock:
-            for kept in (self.records, self.accounts, self.announced, self.jobs, self.pinned):
+            for kept in (self.records, self.accounts, self.announced, self.jobs, self.pinned, self.noted):
                 kept.clear()
             self._id = secrets.token_hex(16)
 
@@ -449,6 +451,25 @@ class MemoryStore(Store):
                 )
                 for _, each in sorted(self._pinned(tenant).items())
             ]
+
+    # ---- notes of folders
+
+    def keep_notes(self, folder: bytes, notes: Mapping[bytes, bytes]) -> Durable:
+        with self._open():
+            kept, num_left_out = self.noted.setdefault(folder, {}), 0
+            for tag, note in notes.items():
+                if tag in kept or len(kept) < MAX_NOTES:
+                    kept[tag] = note
+                else:
+                    num_left_out += 1
+            return Durable(num_left_out, None)
+
+    def notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        with self._open():
+            kept = self.noted.get(folder, {})
+            return [kept.get(tag) for tag in tags]
+
+    # ---- inside
 
     def _pinned(self, tenant: bytes) -> dict[str, Pinned]:
         """Return a tenant's pins that haven't expired."""

@@ -7,10 +7,11 @@
     a tenant                  set_limit, reserve, raise_generation, announce, confirm, tenant, look_at, purges, identity
     a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
     pins of a tenant          keep_pin, end_pin, state_pin, pins
+    a disk's folder           keep_notes, notes
 
-Every operation except ``fetch`` and ``read`` concerns one replica, one tenant or one job, so a store can put these on
-any shard. Each operation may raise StoreUnavailable; then it is unknown whether it happened. All writes may be
-repeated: a second write has no further effect, or gets a verdict (``GAP``) that reports it.
+Every operation except ``fetch`` and ``read`` concerns one replica, one tenant, one job or one folder, so a store can
+put these on any shard. Each operation may raise StoreUnavailable; then it is unknown whether it happened. All writes
+may be repeated: a second write has no further effect, or gets a verdict (``GAP``) that reports it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ Beyond it, those of replicas that aren't listed are forgotten.
 """
 MAX_PURGES = 65_536
 """Most announced raises. A replica that boots after more purges than this gets no hint of the oldest."""
+MAX_NOTES = 65_536
+"""Most notes kept of a disk's folder; beyond it, no further ones are."""
 ENTRIES_A_READ = 512
 
 Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
@@ -319,6 +322,15 @@ class Store(Protocol):
 
     def pins(self, tenant: bytes) -> list[FleetPin]:
         """Return the pins that haven't expired, by id, with their parts by replica."""
+
+    def keep_notes(self, folder: bytes, notes: Mapping[bytes, bytes]) -> Durable:
+        """Keep notes of a disk's folder, by their tags of 16 bytes; ``value`` is how many have no room.
+
+        What they say is known to the folder alone. Each replaces that of the same tag. None expires.
+        """
+
+    def notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        """Return the notes of a folder with these tags."""
 
     def close(self) -> None:
         """Close the connections."""

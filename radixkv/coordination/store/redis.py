@@ -1,7 +1,7 @@
 """The store over Redis 6.2 or newer, or Valkey: single, Cluster or Sentinel.
 
 All keys are under ``rk1:``. ``{…}`` is the hash tag: the keys of one replica share a shard, and so do the keys of one
-tenant, and of one job:
+tenant, of one job, and of one folder:
 
     {r:RID}:meta      hash     the registration: epoch, nonce, address, proof, canary, last_seq …
     {r:RID}:lease     string   the nonce, expiring: liveness
@@ -11,15 +11,17 @@ tenant, and of one job:
     {t:TD}:q          hash     a tenant: limit, said, generation, token, raised, r:RID share, c:RID nonce and proof
     {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID its state on that replica
     {w:JOB}:job       hash     a warm job, kept for an hour
+    {d:FOLDER}:n      hash     notes of a disk's folder: what its tenants' generations are, sealed by the folder
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
     jobs              zset     warm jobs by the ms at which they end, for counting
     store             string   a random id; another one shows that all this was lost
 
-Writes that must not be lost (epoch, limit, generation, pin) wait for a second copy: ``Connection.run_durably``.
+Writes that must not be lost (epoch, limit, generation, pin, note) wait for a second copy: ``Connection.run_durably``.
 
 Bounds: 1,024 replicas; 65,536 announced purges; snapshots of 4 M segments. A log reaches back to the snapshot before
 the last one. 4,096 jobs of 1,024 parts, for an hour. 256 pins a tenant and as many ended ones, of 1,024 parts.
+65,536 notes a folder.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from radixkv.coordination.store.protocol import (
     LISTED_S,
     MAX_CONFIRMED,
     MAX_JOBS,
+    MAX_NOTES,
     MAX_PARTS,
     MAX_PINS,
     MAX_PURGES,
@@ -486,6 +489,30 @@ class RedisStore(Store):
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_pins_key(tenant)], [])
         return parse_pins(dict(zip(pairs[::2], pairs[1::2], strict=True)), int(now_ms))
 
+    # ---- notes of folders
+
+    @translated()
+    def keep_notes(self, folder: bytes, notes: Mapping[bytes, bytes]) -> Durable:
+        num_left_out, replicated = 0, None
+        for some in _slices(list(notes)):
+            args: Args = [MAX_NOTES, *(item for tag in some for item in (tag.hex(), notes[tag]))]
+            left_out, has_copy = self.connection.run_durably(scripts.NOTE, [_notes_key(folder)], args)
+            num_left_out += int(left_out)
+            replicated = has_copy if replicated is None or has_copy is False else replicated
+        return Durable(num_left_out, replicated)
+
+    @translated()
+    def notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        key, found = _notes_key(folder), list[bytes | None]()
+        for some in _slices(tags):
+            (reply,) = self.connection.gather([("HMGET", key, *(tag.hex() for tag in some))])
+            if is_wrong_type(reply):
+                self.connection.repair([key])
+                reply = [None] * len(some)
+            _raise_first([reply])
+            found += reply
+        return found
+
 
 def _raise_first(replies: Sequence[Any]) -> None:
     for reply in replies:
@@ -533,6 +560,10 @@ def _tenant_key(tenant: bytes) -> str:
 
 def _pins_key(tenant: bytes) -> str:
     return f"{PREFIX}{{t:{tenant.hex()}}}:p"
+
+
+def _notes_key(folder: bytes) -> str:
+    return f"{PREFIX}{{d:{folder.hex()}}}:n"
 
 
 def _job_key(job_id: str) -> str:

@@ -47,6 +47,8 @@ deletes a key of another type (``REPAIR``), then runs the script again.
     unpin     KEYS pins                           ARGV pin keep-ms stated -> 1 unless it was ended before
     state     KEYS pins                           ARGV pin replica epoch value max-parts -> 1 if set
 
+    note      KEYS n                              ARGV max (field value) … -> how many have no room
+
     repair    KEYS any                            ARGV type … of each -> the indices, from 1, of those that had another
               type, and are deleted
 
@@ -385,6 +387,21 @@ table.insert(answer, 1, whole(now_ms()))
 return answer
 """
 )
+
+NOTE = """
+local num_free, num_left_out = nil, 0
+for at = 2, #ARGV, 2 do
+  local is_new = redis.call('HEXISTS', KEYS[1], ARGV[at]) == 0
+  if is_new and not num_free then num_free = tonumber(ARGV[1]) - #redis.call('HKEYS', KEYS[1]) end
+  if is_new and num_free <= 0 then
+    num_left_out = num_left_out + 1
+  else
+    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
+    if is_new then num_free = num_free - 1 end
+  end
+end
+return num_left_out
+"""
 
 JOB = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end

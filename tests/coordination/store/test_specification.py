@@ -68,13 +68,17 @@ pins = st.builds(
 owners = st.sampled_from(
     [*[Writer("a", 1, "one")] * 2, Writer("a", 1, "other"), Writer("b", 2, "one"), NOBODY]
 )
+note_tags = [letter * 16 for letter in (b"x", b"y", b"z")]
+notes = st.dictionaries(
+    st.sampled_from(note_tags), st.sampled_from([b"1", b"2", b"\0"]), min_size=1, max_size=3
+)
 faults = st.sampled_from([None, None, None, "before", "after", "drop"])
 
 
 def clone(memory: MemoryStore) -> MemoryStore:
     """An equal store on the same clock."""
     other = MemoryStore(memory.clock)
-    for kept in ("records", "accounts", "announced", "jobs", "pinned"):
+    for kept in ("records", "accounts", "announced", "jobs", "pinned", "noted"):
         setattr(other, kept, copy.deepcopy(getattr(memory, kept)))
     return other
 
@@ -97,6 +101,7 @@ def readable(store: Store) -> dict[str, Any]:
         "unannounced": store.unannounced({b"v" * 32: 0, b"u" * 32: 10**14, b"t" * 32: 1}),
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
+        "notes": [store.notes(folder, note_tags) for folder in (b"t" * 32, b"u" * 32)],
     }
 
 
@@ -387,6 +392,13 @@ class Machine(RuleBasedStateMachine):
     @rule(tenant=tenants, pin=pins, part=parts, fault=faults)
     def state_pin(self, tenant: bytes, pin: FleetPin, part: JobPart, fault: str | None) -> None:
         self.both(lambda store: store.state_pin(tenant, pin.id, part), fault)
+
+    @rule(folder=tenants, notes=notes, most=st.sampled_from([1, 2, 65_536]), fault=faults)
+    def keep_notes(self, folder: bytes, notes: dict[bytes, bytes], most: int, fault: str | None) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("memory", "redis"):
+                patch.setattr(f"radixkv.coordination.store.{module}.MAX_NOTES", most)
+            self.both(lambda store: store.keep_notes(folder, notes), fault)
 
     @rule(name=names)
     def lease_runs_out(self, name: str) -> None:
