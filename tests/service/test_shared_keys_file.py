@@ -22,7 +22,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError, ControlError
 from radixkv.service.auth import Keyring, Principal
-from radixkv.service.key_store import FileBusy, KeyStore
+from radixkv.service.key_store import FileBusy, KeyStore, Refused
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import KEYS, Running, client, service_in_thread
@@ -257,6 +257,21 @@ def test_keys_are_revoked_while_the_engine_takes_no_change(
         write(keys, acme=entry("acme"), globex=entry("globex"))
         assert {*a.look().pending} == {"globex"} and not a.serves("globex")
     assert not a.look().pending and a.serves("globex") and a.tenant_sync.num_removals("globex") == 1
+
+
+def test_keys_are_revoked_and_the_rest_is_tried_again_if_applying_it_fails(keys: Path) -> None:
+    a = Replica(keys, 64)
+
+    def crash(_: Keyring) -> Refused:
+        raise ValueError("a bug")
+
+    a.store.on_change, take = crash, a.store.on_change
+    write(keys, acme=entry("acme", weight=2))
+    with pytest.raises(ValueError):
+        a.look()
+    assert not a.serves("globex") and a.store.ring.settings["acme"].weight == 1
+    a.store.on_change = take
+    assert a.look().settings["acme"].weight == 2 and a.tenant_sync.num_removals("globex") == 1
 
 
 def test_a_file_that_cannot_be_written_has_the_same_incarnations_everywhere(
