@@ -339,6 +339,21 @@ def test_a_change_waits_for_the_lock_no_longer_than_its_limit(keys: Path) -> Non
     assert len(store._ring.keys) == 4
 
 
+def test_an_edit_by_hand_is_not_overwritten(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor takes no lock: what it saves while a change is written stands, and the change is refused."""
+    a = Replica(keys, 64)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("radixkv.signing.os.fsync", lambda _: write(keys, acme=entry("acme")))
+        with pytest.raises(OSError, match="changed"):
+            a.store.put_tenant("acme", TenantSettings(weight=2))
+        assert "globex" not in keys.read_text() and a.store.ring.settings["acme"] == TenantSettings()
+        write(keys, acme=entry("acme"), initech=entry("globex"))
+        assert a.look().tenants == ("acme",) and a.store.problem is not None
+        assert "initech" not in keys.read_text()
+    assert a.look().tenants == ("acme",) and a.store.problem is None
+
+
 @pytest.mark.parametrize("kind", ["a link", "open to others", "a pipe"])
 def test_a_lock_that_others_could_hold_is_refused(keys: Path, kind: str) -> None:
     store, lock = KeyStore.open(keys), keys.with_name(LOCK)
