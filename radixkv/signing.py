@@ -24,6 +24,7 @@ The body's digest is a separate header. So the receiver verifies the headers bef
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -34,7 +35,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -223,10 +224,11 @@ class KeySet:
         return self._keys[purpose]
 
 
-def write_private(path: Path | str, content: bytes) -> None:
+def write_private(path: Path | str, content: bytes, is_current: Callable[[], bool] = lambda: True) -> None:
     """Replace a file by one that only this user can read (mode 0600). A symbolic link stays, and its target changes.
 
-    Readers find the old content or the new one, also after a crash. Raises OSError; then the old file is there.
+    Readers find the old content or the new one, also after a crash. ``is_current()``: asked just before; if False,
+    BlockingIOError is raised. Raises OSError; then the old file is there.
     """
     target = Path(path).resolve()
     new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -235,6 +237,8 @@ def write_private(path: Path | str, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if not is_current():
+            raise BlockingIOError(errno.EAGAIN, "another writer has just changed it; try again")
         new.replace(target)
     except OSError:
         new.unlink(missing_ok=True)

@@ -368,13 +368,16 @@ class KeysFile:
 
     @classmethod
     def of(cls, ring: Keyring) -> KeysFile:
-        """Return a file that says what a ring has."""
+        """Return a file that says what a ring has. O(keys + tenants)."""
+        keys: dict[Principal, list[Key]] = {}
+        for key in ring.keys:
+            keys.setdefault(key.principal, []).append(key)
         tenants = {
-            name: Entry(tuple(ring.of(Principal(name))), ring.incarnation(name), settings)
+            name: Entry(tuple(keys.get(Principal(name), ())), ring.incarnation(name), settings)
             for name, settings in ring.settings.items()
         }
-        own = tuple(ring.of(Principal(None)))
-        return cls(Entry(own) if own else None, tenants)
+        own = keys.get(Principal(None))
+        return cls(None if own is None else Entry(tuple(own)), tenants)
 
     def require_sound(self) -> None:
         """Raise the first ConfigError of anything that is wrong in the file."""
@@ -468,13 +471,13 @@ class KeysFile:
         for entry in (*tenants.values(), self.entry(Principal(None))):
             for key in entry.keys:
                 holders.setdefault(key.digest, []).append(key)
-        for found in holders.values():
-            first, *others = found
-            shared = found if any(key.principal != first.principal for key in others) else others
-            for key in shared:
-                other = next(each for each in found if each is not key).principal.place
-                allowed = f"a key that no other entry has; {other} has the same"
-                problem = ConfigError("keys", f"{place}: {key.principal.place}", allowed)
+        for first, *others in holders.values():
+            if not others:
+                continue
+            allowed = f"a key that no other entry has; {first.principal.place} has the same"
+            problem = ConfigError("keys", f"{place}: {others[0].principal.place}", allowed)
+            is_ones_own = all(key.principal == first.principal for key in others)
+            for key in others if is_ones_own else (first, *others):
                 if key.principal.tenant is not None:
                     tenants[key.principal.tenant] = tenants[key.principal.tenant].without(key, problem)
                 elif operator is not None:

@@ -230,7 +230,7 @@ class KeyStore:
         for a file that can't be read, FileBusy, OSError. Then nothing of the edit is in force or in the file.
         """
         with self._locked():
-            before = self._file
+            before, seen = self._file, self._signature()
             if self._path is not None:
                 before = self._parsed()
                 before = before.named(self._incarnations_of(before))
@@ -241,7 +241,7 @@ class KeyStore:
                     self._apply(before)
                     raise error
             try:
-                self._write(after.document())
+                self._write(after.document(), seen)
             except OSError:
                 self._apply(before)
                 raise
@@ -318,10 +318,13 @@ class KeyStore:
             return file
         try:
             with self._file_lock(wait_s):
-                document = read_document(self._path)
+                seen, document = self._signature(), read_document(self._path)
                 file = KeysFile.parse(document, self._place)
                 found = self._incarnations_of(file)
-                self._write(with_incarnations(document, found))
+                if found:
+                    self._write(with_incarnations(document, found), seen)
+        except BlockingIOError as error:
+            raise FileBusy(str(error.strerror)) from None
         except OSError as error:
             if not self._is_unwritable:
                 log.warning(
@@ -386,9 +389,10 @@ class KeyStore:
             message = f"another process holds the lock {lock}; try again, and if this lasts, end that process"
             raise FileBusy(message) from None
 
-    def _write(self, document: object) -> None:
+    def _write(self, document: object, seen: tuple[int, int, int] | None) -> None:
+        """Replace the file, unless somebody has edited it since ``seen``: an editor takes no lock. Raises OSError."""
         if self._path is not None:
-            write_private(self._path, _as_json(document))
+            write_private(self._path, _as_json(document), lambda: self._signature() == seen)
 
 
 def _new_key(principal: Principal) -> tuple[str, Key]:

@@ -8,6 +8,7 @@ guarantees that shrink first, those that grow last. One that can't be kept leave
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.config import Tenant
@@ -29,7 +30,6 @@ class TenantSync:
         self._cache, self._coordinator = cache, coordinator
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}
-        self._incarnations: dict[str, str] = {}
         self._granted: dict[str, int] = {}
         self._removals: dict[str, int] = {}
         self._unpurged: set[str] = set()
@@ -70,7 +70,7 @@ class TenantSync:
         with self._lock:
             settings = self._settings.get(tenant)
             if settings is not None and self._granted.get(tenant) != blocks:
-                held = settings.tenant(tenant, blocks)
+                held = replace(settings.tenant(tenant, blocks), incarnation=self._told[tenant].incarnation)
                 self._cache.add_tenant(held)
                 self._told[tenant] = held
                 if blocks is None:
@@ -89,8 +89,8 @@ class TenantSync:
 
     def _take(self, ring: Keyring) -> dict[str, RadixKVError]:
         refused: dict[str, RadixKVError] = {}
-        for name in [*self._told]:
-            if name not in ring.settings or ring.incarnation(name) != self._incarnations[name]:
+        for name, told in [*self._told.items()]:
+            if name not in ring.settings or ring.incarnation(name) != told.incarnation:
                 try:
                     self._remove(name)
                 except (ArgumentError, ControlError) as error:
@@ -98,7 +98,8 @@ class TenantSync:
         wanted: dict[str, Tenant] = {}
         for name, settings in ring.settings.items():
             try:
-                wanted[name] = settings.tenant(name, self._granted.get(name))
+                own = settings.tenant(name, self._granted.get(name))
+                wanted[name] = replace(own, incarnation=ring.incarnation(name))
             except ArgumentError as error:
                 refused.setdefault(name, error)
         for each in sorted(wanted.values(), key=self._growth):
@@ -111,7 +112,6 @@ class TenantSync:
                 refused[each.id] = error
             else:
                 self._told[each.id], self._settings[each.id] = each, ring.settings[each.id]
-                self._incarnations[each.id] = ring.incarnation(each.id)
         self._coordinator.purges.meet(self._told)
         return refused
 
@@ -127,7 +127,7 @@ class TenantSync:
         self._strike(tenant)
         self._cache.remove_tenant(tenant)
         self._leaving.discard(tenant)
-        del self._told[tenant], self._settings[tenant], self._incarnations[tenant]
+        del self._told[tenant], self._settings[tenant]
         self._granted.pop(tenant, None)
 
     def _strike(self, tenant: str) -> None:

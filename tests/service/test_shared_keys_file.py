@@ -22,7 +22,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError, ControlError
 from radixkv.service.auth import Keyring, Principal
-from radixkv.service.key_store import FileBusy, KeyStore
+from radixkv.service.key_store import FileBusy, KeyStore, Refused
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import KEYS, Running, client, service_in_thread
@@ -259,6 +259,21 @@ def test_keys_are_revoked_while_the_engine_takes_no_change(
     assert not a.look().pending and a.serves("globex") and a.tenant_sync.num_removals("globex") == 1
 
 
+def test_keys_are_revoked_and_the_rest_is_tried_again_if_applying_it_fails(keys: Path) -> None:
+    a = Replica(keys, 64)
+
+    def crash(_: Keyring) -> Refused:
+        raise ValueError("a bug")
+
+    a.store.on_change, take = crash, a.store.on_change
+    write(keys, acme=entry("acme", weight=2))
+    with pytest.raises(ValueError):
+        a.look()
+    assert not a.serves("globex") and a.store.ring.settings["acme"].weight == 1
+    a.store.on_change = take
+    assert a.look().settings["acme"].weight == 2 and a.tenant_sync.num_removals("globex") == 1
+
+
 def test_a_file_that_cannot_be_written_has_the_same_incarnations_everywhere(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +337,21 @@ def test_a_change_waits_for_the_lock_no_longer_than_its_limit(keys: Path) -> Non
     assert keys.read_text() == before and len(store._ring.keys) == 3
     store.create(Principal("acme"))
     assert len(store._ring.keys) == 4
+
+
+def test_an_edit_by_hand_is_not_overwritten(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor takes no lock: what it saves while a change is written stands, and the change is refused."""
+    a = Replica(keys, 64)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("radixkv.signing.os.fsync", lambda _: write(keys, acme=entry("acme")))
+        with pytest.raises(OSError, match="changed"):
+            a.store.put_tenant("acme", TenantSettings(weight=2))
+        assert "globex" not in keys.read_text() and a.store.ring.settings["acme"] == TenantSettings()
+        write(keys, acme=entry("acme"), initech=entry("globex"))
+        assert a.look().tenants == ("acme",) and a.store.problem is not None
+        assert "initech" not in keys.read_text()
+    assert a.look().tenants == ("acme",) and a.store.problem is None
 
 
 @pytest.mark.parametrize("kind", ["a link", "open to others", "a pipe"])
