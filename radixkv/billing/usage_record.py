@@ -23,7 +23,10 @@ _MAX_NAME: Final = 4_096
 
 
 class Row(NamedTuple):
-    """What sums are made of. ``tenancy`` counts how often a tenant of this name was removed before."""
+    """What sums are made of. ``tenancy`` counts how often a tenant of this name was removed before.
+
+    ``incarnation``: of the tenant in the keys file; empty without one.
+    """
 
     hour: int
     tenant: str
@@ -31,6 +34,7 @@ class Row(NamedTuple):
     key: str
     model: str
     kind: Kind
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,13 @@ class UsageRecord:
     tenancy: int = 0
     counts: Counts = field(default_factory=Counts)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
+    incarnation: str = ""
 
     @property
     def row(self) -> Row:
         """The row of sums that it belongs to."""
         hour = int(self.time_s // HOUR_S) * HOUR_S
-        return Row(hour, self.tenant, self.tenancy, self.key, self.model, self.kind)
+        return Row(hour, self.tenant, self.tenancy, self.key, self.model, self.kind, self.incarnation)
 
     def fields(self) -> dict[str, Any]:
         """Return it as JSON fields. Counts of 0 are left out."""
@@ -105,6 +110,8 @@ class UsageRecord:
             "model": self.model,
             **{name: count for name, count in counts.items() if count},
         }
+        if self.incarnation:
+            found["incarnation"] = self.incarnation
         if self.counts.written:
             found["written"] = {str(ttl_s): count for ttl_s, count in self.counts.written.items()}
         return found
@@ -112,7 +119,9 @@ class UsageRecord:
 
 def summed(row: Row, counts: Counts) -> UsageRecord:
     """Return the record of all requests of a row. It has no id."""
-    return UsageRecord(float(row.hour), row.tenant, row.kind, row.model, row.key, row.tenancy, counts, id="")
+    return UsageRecord(
+        float(row.hour), row.tenant, row.kind, row.model, row.key, row.tenancy, counts, "", row.incarnation
+    )
 
 
 def record_of(found: Mapping[str, Any]) -> UsageRecord | None:
@@ -127,7 +136,8 @@ def record_of(found: Mapping[str, Any]) -> UsageRecord | None:
         **{name: _count(found.get(name, 0)) for name in _NUMBERS}, written=_written(found.get("written", {}))
     )
     tenancy = _count(found.get("tenancy", 0))
-    return UsageRecord(time_s, tenant, found["kind"], model, key, tenancy, counts, record_id)
+    incarnation = _name(found.get("incarnation", ""))
+    return UsageRecord(time_s, tenant, found["kind"], model, key, tenancy, counts, record_id, incarnation)
 
 
 def _name(value: object) -> str:

@@ -38,6 +38,7 @@ class UsageSums:
         self._keep_s = keep_s
         self._tenants: dict[str, dict[Row, Counts]] = {}
         self._tenancies: dict[str, int] = {}
+        self._incarnations: dict[str, tuple[int, str]] = {}
         self._lock = threading.Lock()
 
     def add(self, record: UsageRecord) -> None:
@@ -45,6 +46,8 @@ class UsageSums:
         with self._lock:
             if record.kind == "removed":
                 self._tenancies[record.tenant] = max(self._tenancy(record.tenant), record.tenancy + 1)
+            elif record.incarnation and record.tenancy >= self._incarnations.get(record.tenant, (0, ""))[0]:
+                self._incarnations[record.tenant] = record.tenancy, record.incarnation
             rows = self._tenants.setdefault(record.tenant, {})
             row = record.row
             is_new = row not in rows
@@ -56,6 +59,12 @@ class UsageSums:
         """Return how often a tenant of this name was removed."""
         with self._lock:
             return self._tenancy(tenant)
+
+    def incarnation(self, tenant: str) -> str:
+        """Return the incarnation of the tenant that has this name now; empty if no record says it."""
+        with self._lock:
+            tenancy, incarnation = self._incarnations.get(tenant, (0, ""))
+            return incarnation if tenancy == self._tenancy(tenant) else ""
 
     def of(self, tenant: str, start_s: float, end_s: float, more: Iterable[UsageRecord] = ()) -> list[Sum]:
         """Return a tenant's rows with hours that begin in ``[start_s, end_s)``, in order. O(the tenant's rows).

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -84,7 +83,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)
     name, meter = model_name(settings), None
     if settings.usage is not None:
-        meter = _meter(settings.usage, name, keys.ring.tenants, tenant_sync)
+        meter = _meter(settings.usage, name, keys, tenant_sync)
     return Service(
         engine,
         tokenizer,
@@ -100,7 +99,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     )
 
 
-def _meter(settings: UsageSettings, model: str, tenants: Collection[str], tenant_sync: TenantSync) -> Meter:
+def _meter(settings: UsageSettings, model: str, keys: KeyStore, tenant_sync: TenantSync) -> Meter:
     """Open the usage log, and take its sums of the last weeks. O(files), and O(records) of files without an end."""
     kept = UsageSums(KEEP_S)
     key = None if settings.secret is None else key_from(settings.secret)
@@ -116,8 +115,8 @@ def _meter(settings: UsageSettings, model: str, tenants: Collection[str], tenant
         raise ConfigError(
             "--usage", str(settings.folder), f"a folder that can be used ({error.strerror})"
         ) from None
-    meter = Meter(model, kept, writer, tenant_sync.num_removals)
-    meter.forget_absent(tenants)
+    meter = Meter(model, kept, writer, tenant_sync.num_removals, lambda tenant: keys.ring.incarnation(tenant))
+    meter.forget_absent(keys.ring.tenants)
     return meter
 
 

@@ -86,7 +86,12 @@ class Service:
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
-        self.meter = meter or Meter(model_name, removals=tenant_sync.num_removals, clock=clock)
+        self.meter = meter or Meter(
+            model_name,
+            removals=tenant_sync.num_removals,
+            incarnation=lambda tenant: self.keyring.incarnation(tenant),
+            clock=clock,
+        )
         self.left_undone: TierError | None = None
         """What ``close`` couldn't do."""
         self._sample_at = 0.0

@@ -45,6 +45,7 @@ class Payer(NamedTuple):
     tenant: str
     key: str = ""
     tenancy: int = 0
+    incarnation: str = ""
 
 
 class Level(NamedTuple):
@@ -84,7 +85,7 @@ class _Held:
 class Meter:
     """Counts usage of one service process. Thread-safe. ``close`` it.
 
-    ``removals``: how often a tenant of a name was removed in this process.
+    ``removals``: how often a tenant of a name was removed in this process. ``incarnation``: of the tenant of a name.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class Meter:
         sums: UsageSums | None = None,
         log: UsageWriter | None = None,
         removals: Callable[[str], int] = lambda tenant: 0,
+        incarnation: Callable[[str], str] = lambda tenant: "",
         *,
         wall: Callable[[], float] = time.time,
         clock: Clock = monotonic,
     ) -> None:
         self._model, self._sums, self._log = model, sums or UsageSums(KEEP_S), log
-        self._removals, self._wall, self._clock = removals, wall, clock
+        self._removals, self._incarnation = removals, incarnation
+        self._wall, self._clock = wall, clock
         self._noticed: dict[str, int] = {}
         self._held: dict[str, _Held] = {}
         self._told_at, self._hour = clock(), int(wall() // HOUR_S)
@@ -108,7 +111,7 @@ class Meter:
         """Return who pays for a request that begins now."""
         with self._lock:
             self._notice(tenant)
-            return Payer(tenant, key, self._sums.tenancy(tenant))
+            return self._payer(tenant, key)
 
     def bill(self, kind: Kind, payer: Payer, usage: RequestUsage) -> Written | None:
         """Count a request that ended. From any thread, about 50 µs. Returns what ``settled`` waits for."""
@@ -143,10 +146,12 @@ class Meter:
                 self._told_at, self._hour = now_s, hour
 
     def forget_absent(self, tenants: Collection[str]) -> None:
-        """End the tenancies of tenants in the log that no longer exist. Called once, at the start."""
+        """End the tenancies of tenants in the log that no longer exist, or were made again. Called once, at the start."""
         with self._lock:
-            for tenant in {*self._sums.tenants()} - {*tenants, OPERATOR}:
-                self._record("removed", Payer(tenant, "", self._sums.tenancy(tenant)), Counts())
+            for tenant in {*self._sums.tenants()} - {OPERATOR}:
+                logged, now = self._sums.incarnation(tenant), self._incarnation(tenant)
+                if tenant not in tenants or (logged and now and logged != now):
+                    self._end(tenant)
 
     def of(self, tenant: str, start_s: float, end_s: float) -> list[Sum]:
         """Return a tenant's own rows, with what it held up to now. O(the tenant's rows)."""
@@ -181,7 +186,16 @@ class Meter:
         self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None
     ) -> Written | None:
         moment = self._wall() if time_s is None else time_s
-        record = UsageRecord(moment, payer.tenant, kind, self._model, payer.key, payer.tenancy, counts)
+        record = UsageRecord(
+            moment,
+            payer.tenant,
+            kind,
+            self._model,
+            payer.key,
+            payer.tenancy,
+            counts,
+            incarnation=payer.incarnation,
+        )
         self._sums.add(record)
         return None if self._log is None else self._log.record(record)
 
@@ -190,12 +204,20 @@ class Meter:
         removals = self._removals(tenant)
         if removals > self._noticed.get(tenant, 0):
             self._noticed[tenant] = removals
-            self._record("removed", Payer(tenant, "", self._sums.tenancy(tenant)), Counts())
+            self._end(tenant)
+
+    def _end(self, tenant: str) -> None:
+        """End the tenancy of a tenant."""
+        earlier = Payer(tenant, "", self._sums.tenancy(tenant), self._sums.incarnation(tenant))
+        self._record("removed", earlier, Counts())
+
+    def _payer(self, tenant: str, key: str = "") -> Payer:
+        return Payer(tenant, key, self._sums.tenancy(tenant), self._incarnation(tenant))
 
     def _advance(self, tenant: str, level: Level | None, now_s: float) -> None:
         """Count what a tenant held until now, and take what it holds from now on; None: it is gone."""
         self._notice(tenant)
-        payer = Payer(tenant, "", self._sums.tenancy(tenant))
+        payer = self._payer(tenant)
         held = self._held.get(tenant)
         if held is not None:
             held.advance(now_s)
@@ -223,7 +245,16 @@ class Meter:
             held.advance(now_s)
             payer = held.payer
             found.append(
-                UsageRecord(self._wall(), payer.tenant, "held", self._model, "", payer.tenancy, held.counts())
+                UsageRecord(
+                    self._wall(),
+                    payer.tenant,
+                    "held",
+                    self._model,
+                    "",
+                    payer.tenancy,
+                    held.counts(),
+                    incarnation=payer.incarnation,
+                )
             )
         return [each for each in found if each.counts != Counts()]
 

@@ -96,6 +96,21 @@ def test_a_tenant_of_a_removed_name_sees_nothing_of_before() -> None:
     assert len(again.meter.all("acme", 0, EVER)) == 4
 
 
+def test_a_tenant_that_was_made_again_while_the_process_was_away_sees_nothing_of_before() -> None:
+    sums = UsageSums(KEEP_S)
+    for incarnation, expected in (
+        ("first", [16]),
+        ("first", [32]),
+        ("second", [16]),
+        ("", [16, 16]),
+        ("third", [16]),
+    ):
+        meter = Meter("m", sums, incarnation=lambda tenant, now=incarnation: now)  # type: ignore[misc]
+        meter.forget_absent(["acme"])
+        meter.bill("completion", meter.payer("acme", "k"), RequestUsage(read=16))
+        assert [each.counts.read for each in meter.of("acme", 0, EVER)] == expected, incarnation
+
+
 def test_held_tokens_count_for_the_time_between_samples() -> None:
     metered = Metered()
     metered.meter.sample({"acme": Level(100, 40), "globex": Level(7, 0)})
