@@ -91,7 +91,10 @@ class ControlCache:
         self._naming = threading.Lock()
 
     def cache_salt(self, namespace: Namespace, as_of: int | None = None) -> str:
-        """Return the salt of a namespace's requests, and remember the namespace. ``as_of``: see ``PrefixCache.open``."""
+        """Return the salt of a namespace's requests, and remember the namespace.
+
+        ``as_of``: see ``PrefixCache.open``.
+        """
         with self._naming:
             if as_of is not None:
                 self.endings.require_current(namespace, as_of)

@@ -33,8 +33,8 @@ from radixkv.index.tokens import TokenIds
 from radixkv.tiers.durations import Durations
 
 Ability: TypeAlias = Literal["as_of", "beams", "pins", "prefill", "publish", "samples"]
-"""What an engine may lack: the argument ``as_of``, beam search, pins, prefill without generation, bases, several samples
-of one prompt."""
+"""What an engine may lack: the argument ``as_of``, beam search, pins, prefill without generation, bases, several
+samples of one prompt."""
 
 ABILITIES: Final[frozenset[Ability]] = frozenset(("as_of", "beams", "pins", "prefill", "publish", "samples"))
 """All abilities."""
@@ -148,8 +148,8 @@ class EngineCache(Protocol):
     def endings(self) -> Endings:
         """When what was purged, cleared or removed. Must not wait.
 
-        A request notes ``endings.num`` when its caller is known, and gives it as ``as_of``, so that it is refused if what
-        it belongs to was forgotten while it waited.
+        A request notes ``endings.num`` when its caller is known, and gives it as ``as_of``. So it is refused if what it
+        belongs to was forgotten while it waited.
         """
 
     def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /, *, as_of: int | None = None) -> Pin:
@@ -253,8 +253,8 @@ class Engine(Protocol):
     ) -> Generation:
         """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
 
-        ``as_of``: ``EngineCache.endings.num`` when the request came. Raises StaleGeneration, at the latest when it begins,
-        if what it belongs to was forgotten since.
+        ``as_of``: ``EngineCache.endings.num`` when the request came. Raises StaleGeneration, at the latest when it
+        begins, if what it belongs to was forgotten since.
 
         See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.
         """
@@ -269,7 +269,10 @@ class Engine(Protocol):
         hints: RequestHints | None = None,
         as_of: int | None = None,
     ) -> Prefill:
-        """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``. ``as_of``: see ``generate``."""
+        """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``.
+
+        ``as_of``: see ``generate``.
+        """
 
     def publish(
         self,

@@ -387,8 +387,8 @@ class HFEngine(StockLoop):
         - ``as_of``: see ``PrefixCache.open``. It also holds if the request gives its room up and starts again.
 
         Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
-        ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration after
-        a purge, also in the middle. In any case nothing stays open, and what was committed stays matchable.
+        ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration
+        after a purge, also in the middle. In any case nothing stays open, and what was committed stays matchable.
         """
         started = self._clock()
         request = self._check_request(

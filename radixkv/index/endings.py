@@ -1,8 +1,8 @@
 """Endings: when each tenant and each namespace was forgotten last, so that a request that came before is refused.
 
 A request notes ``Endings.num`` when its caller is known, and gives it as ``as_of`` when it opens, however long it has
-waited by then. If its tenant was purged or removed meanwhile, or its namespace was cleared, it must not compute what was
-forgotten. All methods may be called from any thread, and never wait.
+waited by then. If its tenant was purged or removed meanwhile, or its namespace was cleared, it must not compute what
+was forgotten. All methods may be called from any thread, and never wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace
 
 MAX_ENDINGS: Final = 65_536
-"""Endings that are kept. A request that came before an older one is refused in any namespace: it has waited too long."""
+"""Endings that are kept. A request that came before an older one is refused anywhere: it has waited too long."""
 
 
 class Endings:
@@ -48,8 +48,8 @@ class Endings:
     def require_current(self, what: Namespace | str, as_of: int) -> None:
         """Raise StaleGeneration if a request has ended that came after the first ``as_of`` endings. O(1).
 
-        For a namespace: if ``PrefixCache.open`` would refuse it. For a tenant's id: if the tenant was purged or removed.
-        This is for a request that runs, because a clear lets it go on.
+        For a namespace: if ``PrefixCache.open`` would refuse it. For a tenant's id: if the tenant was purged or
+        removed. This is for a request that runs, because a clear lets it go on.
         """
         if as_of == self.num:
             return

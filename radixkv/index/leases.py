@@ -144,9 +144,7 @@ def take_lease(cache: CacheState, namespace: Namespace, key: bytes) -> Lease:
             raise
 
 
-def take_pin(
-    cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float, as_of: int | None
-) -> Pin:
+def take_pin(cache: CacheState, namespace: Namespace, key: bytes, ttl_s: float, as_of: int | None) -> Pin:
     """See PrefixCache.pin. ``key`` has whole blocks."""
     lease: LeaseState | None = None
     with cache._lock:

@@ -146,7 +146,7 @@ class Meter:
                 self._told_at, self._hour = now_s, hour
 
     def forget_absent(self, tenants: Collection[str]) -> None:
-        """End the tenancies of tenants in the log that no longer exist, or were made again. Called once, at the start."""
+        """End the tenancies of tenants in the log that no longer exist, or were made again. Called once."""
         with self._lock:
             for tenant in {*self._sums.tenants()} - {OPERATOR}:
                 logged, now = self._sums.incarnation(tenant), self._incarnation(tenant)

@@ -1,9 +1,9 @@
-"""Random lives of a tenant on two replicas: nothing that came before a purge, a clear, a removal or a revocation goes on.
+"""Random lives of a tenant on two replicas: what came before a purge, a clear, a removal or a revocation doesn't go on.
 
-Two services share a keys file and a Redis, each behind a proxy. A life is one tenant's: its requests wait or run at both,
-or their answers are not read, while it is purged, cleared, removed and made again, its keys are revoked and rotated, a
-replica loses Redis for a while, and Redis loses everything. Each prompt is of one request alone. So at the end it is
-known whose KV a match finds.
+Two services share a keys file and a Redis, each behind a proxy. A life is one tenant's. Its requests wait or run at
+both, or their answers are not read. Meanwhile it is purged, cleared, removed and made again, its keys are revoked and
+rotated, a replica loses Redis for a while, and Redis loses everything. Each prompt is of one request alone. So at the
+end it is known whose KV a match finds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from functools import partial, partialmethod
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,7 +54,11 @@ def body_of(kind: str, ids: list[int]) -> tuple[str, dict[str, Any]]:
         return "/v1/pins", {"token_ids": ids, "ttl_s": 600, "replicas": "all"}
     if kind == "message":
         text = " ".join(f"{each}" for each in ids)
-        return "/v1/messages", {"model": "radixkv-demo", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+        return "/v1/messages", {
+            "model": "radixkv-demo",
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": text}],
+        }
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 4}
     if kind == "several":
         body |= {"n": 2, "temperature": 1.0}
@@ -100,11 +104,18 @@ class Fleet:
     def __init__(self, stack: ExitStack, redis: RedisServer, folder: Path) -> None:
         self.redis, self.num_arrived = redis, Counter[str]()
         keys = folder / "keys.json"
-        keys.write_text(json.dumps({"operator": KEYS["operator"], "tenants": {"globex": {"keys": [KEYS["globex"]]}}}))
+        keys.write_text(
+            json.dumps({"operator": KEYS["operator"], "tenants": {"globex": {"keys": [KEYS["globex"]]}}})
+        )
         keys.chmod(0o600)
         (folder / "secret").write_bytes(b"a secret of this test's fleet")
         (folder / "secret").chmod(0o600)
-        given = {"keys": str(keys), "fleet-secret": str(folder / "secret"), "num-blocks": "2048", "max-queued": "64"}
+        given = {
+            "keys": str(keys),
+            "fleet-secret": str(folder / "secret"),
+            "num-blocks": "2048",
+            "max-queued": "64",
+        }
         self.proxies: dict[str, TcpProxy] = {}
         self.live: dict[str, Running] = {}
         for name in NAMES:
@@ -121,10 +132,9 @@ class Fleet:
 
     def _is_well(self, live: Running) -> bool:
         known = live.operator.get("/v1/replicas").json()["replicas"]
-        return (
-            live.service.fleet.coordinator.health().state == "ok"
-            and {each["id"] for each in known if each["reachable"]} == {*NAMES}
-        )
+        return live.service.fleet.coordinator.health().state == "ok" and {
+            each["id"] for each in known if each["reachable"]
+        } == {*NAMES}
 
     def count(self, service: Service, tenant: str | None) -> None:
         """Note that a request's key was checked."""
@@ -226,7 +236,9 @@ class Life:
 
         def said() -> None:
             assert answered(lambda: operator.post(path)).status_code == 200
-            eventually(lambda: answered(lambda: operator.get(path)).json()["complete"], "the purge is complete")
+            eventually(
+                lambda: answered(lambda: operator.get(path)).json()["complete"], "the purge is complete"
+            )
 
         self.ends("purge", lambda each: True, said)
 
@@ -312,7 +324,9 @@ class Life:
             elif each.answer is not None:
                 each.answer.exception(timeout=LIMIT_S)
         for live in self.fleet.live.values():
-            eventually(lambda live=live: live.service.worker.num_unfinished == 0, "the model has no work left")  # type: ignore[misc]
+            eventually(
+                lambda live=live: live.service.worker.num_unfinished == 0, "the model has no work left"
+            )  # type: ignore[misc]
         self.fleet.settle()
 
     def compare(self) -> None:
@@ -322,7 +336,9 @@ class Life:
                 continue
             what = f"{each.kind} at {each.replica}, tenant {self.tenant}"
             if each.was_waiting and each.answer is not None and each.kind not in ("job", "pin"):
-                assert status_of(each.answer.result()) in ERRORS, f"{what}: answered {each.answer.result().text}"
+                assert status_of(each.answer.result()) in ERRORS, (
+                    f"{what}: answered {each.answer.result().text}"
+                )
             if each.kind == "message":
                 continue  # its ids are made of text
             for name in self.where(each) if each.is_forgotten or each.was_waiting else ():
@@ -334,7 +350,9 @@ class Life:
 
     def matched(self, name: str, key: str, ids: list[int]) -> int:
         with client(self.fleet.live[name].url, key) as tenant:
-            return int(answered(lambda: tenant.post("/v1/lookup", json={"token_ids": ids})).json()["matched_tokens"])
+            return int(
+                answered(lambda: tenant.post("/v1/lookup", json={"token_ids": ids})).json()["matched_tokens"]
+            )
 
 
 def _ask(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -382,3 +400,20 @@ def test_nothing_that_came_before_goes_on(fleet: Fleet) -> None:
     for seed in range(SEED, SEED + LIVES):
         Life(fleet, seed, seen).play()
     print(dict(seen))
+
+
+PLANTED: dict[str, tuple[type[Any], str, Any]] = {
+    "the engine begins what was forgotten": (Owner, "arguments", property(lambda owner: {})),
+    "a revoked key's requests go on": (Owner, "require_key", lambda owner: None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.parametrize("bug", PLANTED)
+def test_it_finds_planted_bugs(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    monkeypatch.setattr(*PLANTED[bug])
+    seen: Counter[str] = Counter()
+    with pytest.raises(AssertionError):
+        for seed in range(1_000, 1_060):
+            Life(fleet, seed, seen).play()

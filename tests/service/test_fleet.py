@@ -339,7 +339,9 @@ def test_after_a_lease_a_purge_is_complete_without_a_replica_that_was_cut_off(
     )
     assert matched(two, "demo-globex") == len(IDS), "its lease isn't over"
     lease_over(redis_server, "two")
-    eventually(lambda: reachable(one, "one"), "one has seen the last beat of two: a beat seen later counts anew")
+    eventually(
+        lambda: reachable(one, "one"), "one has seen the last beat of two: a beat seen later counts anew"
+    )
     clock.leap(float(LEASE_S))
     eventually(lambda: state()["complete"], "its lease is over")
     assert (state()["confirmed"], state()["unconfirmed"]) == (["one"], ["two"])

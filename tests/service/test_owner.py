@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +28,10 @@ def ids(number: int) -> list[int]:
 REQUESTS: dict[str, Callable[[list[int]], tuple[str, Body]]] = {
     "completion": lambda ids: ("/v1/completions", {"prompt": ids, "max_tokens": 2}),
     "several": lambda ids: ("/v1/completions", {"prompt": ids, "max_tokens": 2, "n": 2, "temperature": 1.0}),
-    "beams": lambda ids: ("/v1/completions", {"prompt": ids, "max_tokens": 2, "n": 2, "use_beam_search": True}),
+    "beams": lambda ids: (
+        "/v1/completions",
+        {"prompt": ids, "max_tokens": 2, "n": 2, "use_beam_search": True},
+    ),
     "stream": lambda ids: ("/v1/completions", {"prompt": ids, "max_tokens": 2, "stream": True}),
     "warm": lambda ids: ("/v1/warm", {"token_ids": ids}),
     "job": lambda ids: ("/v1/warm", {"token_ids": ids, "wait": False}),
@@ -160,7 +162,9 @@ def test_what_comes_after_a_purge_does_not_join_what_came_before(live: Running) 
 
 @pytest.mark.parametrize("kind", ["completion", "stream", "warm", "everywhere"])
 def test_a_revoked_key_ends_its_requests_and_no_others(live: Running, kind: str) -> None:
-    key_id = next(each["id"] for each in live.operator.get("/v1/keys").json()["keys"] if each["tenant"] == "acme")
+    key_id = next(
+        each["id"] for each in live.operator.get("/v1/keys").json()["keys"] if each["tenant"] == "acme"
+    )
     with waiting(live, kind) as asked:
         other = live.operator.post("/v1/tenants/acme/keys").json()["key"]
         assert live.operator.delete(f"/v1/keys/{key_id}").status_code == 204
@@ -171,7 +175,9 @@ def test_a_revoked_key_ends_its_requests_and_no_others(live: Running, kind: str)
         assert another.post("/v1/lookup", json={"token_ids": ids(0)}).json()["matched_tokens"] == 0
 
 
-def test_an_answer_that_is_ready_is_not_sent_after_a_purge(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_ready_is_not_sent_after_a_purge(
+    live: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request ran to its end; the purge comes while its bill is written."""
     settled = live.service.meter.settled
 

@@ -109,9 +109,7 @@ async def warm_for_replica(call: Call[Service]) -> Response:
     return reply(JobAccepted(job=body.job), 202)
 
 
-async def ordered(
-    call: Call[Service], schema: type[Ordered]
-) -> tuple[Ordered, Owner, Namespace, bytes]:
+async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Owner, Namespace, bytes]:
     """Read another replica's signed order for a tenant: the body, who it belongs to, its prompt's namespace and key.
 
     Raises ApiError.

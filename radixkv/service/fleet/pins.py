@@ -403,9 +403,7 @@ class FleetPins:
     def _pin(self, mine: PinReplica, prompt_key: bytes, left_s: float) -> None:
         """Pin a prefix. In a thread, ``_drop`` may come meanwhile: then one of the two finds the other's work."""
         mine.pinned_key = prompt_key
-        mine.pin = self._promises.hold(
-            mine.fact.id, mine.namespace, prompt_key, left_s, mine.owner.as_of
-        )
+        mine.pin = self._promises.hold(mine.fact.id, mine.namespace, prompt_key, left_s, mine.owner.as_of)
         if not self._is_current(mine):
             self._unpin(mine, prompt_key, mine.pin)
 
