@@ -122,7 +122,7 @@ def servers(_servers: OneAddress) -> OneAddress:
 def fleet(servers: OneAddress) -> Iterator[RedisFleet]:
     """A fleet on the two servers, one of which follows the other."""
     servers.replicate()
-    with closing(RedisFleet(servers, WITH_REDIS_REPLICAS_S)) as fleet:  # type: ignore[arg-type]
+    with closing(RedisFleet(servers)) as fleet:  # type: ignore[arg-type]
         yield fleet
 
 
@@ -420,7 +420,7 @@ def test_no_purge_is_lost_in_many_failovers(servers: OneAddress, capsys: pytest.
     chance = random.Random(seed)
     servers.replicate()
     most_failed, longest_s, num_failovers = 0, 0.0, 0
-    with closing(RedisFleet(servers, None)) as fleet:  # type: ignore[arg-type]
+    with closing(RedisFleet(servers, WITH_REDIS_REPLICAS_S)) as fleet:  # type: ignore[arg-type]
         members = [Purged(fleet, name, lease_s=fleet.brief_s) for name in "abc"]
         purger = Purger(members, seed)
         try:
