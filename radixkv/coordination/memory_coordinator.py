@@ -36,8 +36,6 @@ class MemoryCoordinator(Coordinator):
         self._is_alone = store is None
         shared = MemoryStore(clock) if store is None else store
         super().__init__(settings, shared, shared.clock)
-        if self._is_alone:
-            self.lease_s = _WITHOUT_END_S
 
     @property
     def lease_s(self) -> float:

@@ -88,8 +88,6 @@ class Replica:
     def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
         """``wall``: seconds since 1970, sent in beats; other replicas compare it with their own clocks."""
         self.settings = settings
-        self.lease_s = settings.lease_s
-        """How long a beat counts."""
         self.store = store
         self.keys = FleetKeys(settings.fleet_secret)
         self.proofs = Proofs(self.keys)
