@@ -151,14 +151,12 @@ class KeyStore:
             return self._apply(self._file)
 
     def warnings(self) -> list[str]:
-        """Return what isn't in force here, without names or reasons: anybody may read it."""
-        found, num_pending = [], len(self.ring.pending)
+        """Return what isn't in force here, without names, numbers or reasons: anybody may read it."""
+        found = []
         if self.problem is not None:
             found.append("keys: the keys file can't be read, or not wholly; the log says why")
-        if num_pending:
-            found.append(
-                f"keys: changes of {num_pending} tenants are pending; the log and GET /v1/tenants say why"
-            )
+        if self.ring.pending:
+            found.append("keys: settings in the keys file are pending; the log and GET /v1/tenants say why")
         return found
 
     def create(self, principal: Principal) -> tuple[str, Key]:
@@ -249,12 +247,14 @@ class KeyStore:
 
     def _apply(self, file: KeysFile) -> Refused:
         """Bring what a file says into force, as far as possible. What is gone ends first, whatever fails then."""
+        self._must_read = True  # until all of it is done
         wanted = file.ring(self._ring)
         self._ring = self._ring.less(wanted)
         refused = self.on_change(wanted)
         self._ring = wanted.refusing({name: str(error) for name, error in refused.items()}, self._ring)
         self._file = file
         self.problem = str(file.problems[0]) if file.problems else None
+        self._must_read = False
         return refused
 
     def _look_again(self) -> None:
@@ -277,7 +277,7 @@ class KeyStore:
         if seen != self._seen:
             warn_unless_private(path, "keys file")
         if seen != self._seen or self._must_read:
-            self._seen, self._must_read = seen, True  # until all of it is done
+            self._seen, self._must_read = seen, True
             try:
                 file = self._named(wait_s=0.0)
             except FileBusy as error:

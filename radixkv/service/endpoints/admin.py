@@ -106,9 +106,9 @@ async def list_tenants(call: Call[Service]) -> Response:
 async def put_tenant(call: Call[Service]) -> Response:
     """Create a tenant, or replace its settings. A field that is left out gets its default. The keys stay.
 
-    Settings that this replica can't keep now are refused. Other replicas that share the keys file apply them within two
-    seconds. One that can't keep them goes on with those it had, doesn't serve a new tenant, and tries again every
-    second. `pending` in its `GET /v1/tenants` says why.
+    Settings that this replica can't keep now are refused. `pending` says what else of the tenant isn't in force here.
+    Other replicas that share the keys file apply the settings within two seconds. One that can't keep them goes on with
+    those it had, doesn't serve a new tenant, and tries again every second. Its `GET /v1/tenants` says why.
     """
     call.query()
     tenant = str(_tenant(call).tenant)
