@@ -51,6 +51,7 @@ _TYPES = {
     "q": "hash",
     "p": "hash",
     "job": "hash",
+    "n": "hash",
     "replicas": "zset",
     "purges": "zset",
     "jobs": "zset",
