@@ -91,6 +91,8 @@ class DiskDebts:
         self._noted_by = ""
         """The id of the store with whose notes the folder was compared."""
         self._noting: Job | None = None
+        self._note_problem = ""
+        """Why the store couldn't note something the last time."""
         self._noters = IOThreads(1, 1)
         self._admin = IOThreads(1, 1)
         self._removals: IOThreads | None = None
@@ -340,10 +342,9 @@ class DiskDebts:
 
     def _wait_until_noted(self) -> None:
         """Do so, and wait for it in a thread, unless the store didn't answer the last time."""
-        has_answered = self._noting is None or (self._noting.is_done and self._noting.wait(0))
         job = self._begin_to_note()
-        if job is not None and has_answered:
-            job.poll(NOTE_S)
+        if job is not None and not self._note_problem and not job.poll(NOTE_S):
+            self._note_problem = "it doesn't answer"
 
     def _note(self) -> bool:
         """Let the store note what was forgotten here. Returns whether that is done; else it is tried again."""
@@ -354,8 +355,11 @@ class DiskDebts:
         try:
             num_left_out = self.notes.note_disk(self._tier.folder_id, given)
         except CoordinationError as error:
-            _log.warning("the fleet's store can't note what the disk forgot, which is tried again: %s", error)
+            if self._note_problem != str(error):
+                _log.warning("the store can't note what the disk forgot, which is tried again: %s", error)
+            self._note_problem = str(error)
             return False
+        self._note_problem = ""
         if num_left_out:
             text = "the fleet's store has no room to note %d tenants: an older copy of the disk's folder has them again"
             _log.error(text, num_left_out)

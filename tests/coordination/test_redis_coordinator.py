@@ -274,6 +274,21 @@ def test_an_id_of_the_store_that_no_replica_wrote_is_replaced(fleet: RedisFleet,
     assert re.fullmatch("[0-9a-f]{32}", a.store_id) and fleet.client.get("rk1:store") == a.store_id.encode()
 
 
+def test_notes_of_a_folder_in_a_key_of_another_type_are_none(fleet: RedisFleet) -> None:
+    a, b = fleet.join("a"), fleet.join("b")
+    folder, tags = b"f" * 16, [b"t" * 16, b"u" * 16]
+    assert a.note_disk(folder, {tags[0]: b"note"}) == 0
+    assert b.disk_notes(folder, tags) == [b"note", None] and b.disk_notes(b"g" * 16, tags) == [None, None]
+    key = f"rk1:{{d:{folder.hex()}}}:n"
+    for _ in range(2):
+        fleet.client.delete(key)
+        fleet.client.rpush(key, "x")
+        assert b.disk_notes(folder, tags) == [None, None]
+    fleet.client.rpush(key, "x")
+    assert a.note_disk(folder, {tags[1]: b"later"}) == 0
+    assert b.disk_notes(folder, tags) == [None, b"later"]
+
+
 def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
     a = fleet.join("a")
     store(a, ACME, prompt(512))

@@ -99,6 +99,7 @@ def controlled(
             patience_s=0.0,
             owe_below=engine.tenants.owe,
             pay_below=engine.tenants.pay,
+            knows_below=engine.tenants.is_on_disk,
             follow_below=engine.tenants.follow,
             tiers=engine.level.tiers,
             on_keys=partial(engine.tenants.configure, tenants or {}),
@@ -206,6 +207,17 @@ def test_what_a_failing_disk_owes_is_told_and_tried_again(
         engine.step()
         assert engine.disk.debts.pay(engine.id_of("acme"), LIMIT_S)
         assert client.call("clear", where)["owed"] is False
+
+
+def test_an_operator_tells_whose_the_records_are(tmp_path: Path) -> None:
+    prompt = ids_of(8 * SIZE + 1)
+    for incarnation, is_there in (("first", False), ("first", True), ("second", False)):
+        with controlled(tmp_path) as (engine, client):
+            client.call("set_tenant", {"tenant": "acme", "incarnation": incarnation})
+            assert (engine.again("asked", prompt, facts_of("acme")) < len(prompt)) == is_there
+    with controlled(tmp_path) as (engine, client):
+        known = [client.call("purge", {"tenant": each})["known"] for each in ("acme", "acme", "nobody")]
+        assert known == [True, False, False], "only the disk had something"
 
 
 def failing_told(tried: threading.Event) -> Callable[[str], None]:

@@ -61,6 +61,7 @@ _TYPES = {
     "q": "hash",
     "p": "hash",
     "job": "hash",
+    "n": "hash",
     "replicas": "zset",
     "purges": "zset",
     "jobs": "zset",
