@@ -355,7 +355,7 @@ class Service:
                 lambda: 0 if self.events is None else self.events.journal.num_overflows,
             ),
             *reload_levels(lambda: self.reloads),
-            *key_levels(self.keys),
+            *key_levels(lambda: self.keys),
             *usage_levels(lambda: self.meter.log_state),
             (
                 "has_broken_laws",

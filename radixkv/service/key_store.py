@@ -421,17 +421,17 @@ def _as_json(document: object) -> bytes:
         return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def key_levels(keys: KeyStore) -> list[tuple[str, str, Callable[[], float]]]:
+def key_levels(keys: Callable[[], KeyStore]) -> list[tuple[str, str, Callable[[], float]]]:
     """Return the gauges of keys and tenants."""
     return [
         (
             "tenants_pending",
             "Tenants of the keys file of which not everything is in force here; the log says why",
-            lambda: len(keys.ring.pending),
+            lambda: len(keys().ring.pending),
         ),
         (
             "keys_file_failing",
             "1 while the keys file can't be read, or something in it that belongs to no tenant; the log says why",
-            lambda: keys.problem is not None,
+            lambda: keys().problem is not None,
         ),
     ]

@@ -116,7 +116,7 @@ class RouterHost:
     def _levels(self) -> list[Level]:
         return [
             *reload_levels(lambda: self.reloads),
-            *key_levels(self.keys),
+            *key_levels(lambda: self.keys),
             ("router_store_lost", "1 while the store doesn't answer", lambda: self.source.is_lost),
             ("router_replicas", "Live replicas", lambda: len(self._living())),
             (

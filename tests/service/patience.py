@@ -22,6 +22,7 @@ TIMES: dict[str, float] = {
     "fleet.peers._ORDER_TIMEOUT_S": PATIENT_S,
     "fleet.peers._PURGE_TIMEOUT_S": PATIENT_S,
     "fleet.warm_jobs._KNOWN_WITHIN_S": PATIENT_S,
+    "key_store.LOCK_WAIT_S": PATIENT_S,
     "reading_pool.MAX_READING_S": PATIENT_S,
     "server.GRACE_S": PATIENT_S,
     "server._HURRIED_GRACE_S": PATIENT_S,

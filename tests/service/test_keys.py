@@ -26,7 +26,7 @@ from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal
-from tests.waiting import ended, eventually
+from tests.waiting import LIMIT_S, ended, eventually
 
 BOSS, ACME = "the-operator-of-all-this", "the-first-key-of-acme"
 
@@ -241,7 +241,8 @@ def test_a_thread_follows_the_keys_file_and_outlives_errors(
     assert store.ring.tenants == ("initech",), "it ended"
 
 
-def test_stores_that_share_a_file_lose_nothing(keys_file: Path) -> None:
+def test_stores_that_share_a_file_lose_nothing(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.service.key_store.LOCK_WAIT_S", LIMIT_S)
     stores = [KeyStore.open(keys_file) for _ in range(4)]
 
     def change(store: KeyStore, number: int) -> None:

@@ -330,7 +330,10 @@ def test_a_lock_on_the_folder_stops_nothing(keys: Path) -> None:
     assert store.ring.authenticate(f"Bearer {KEYS['acme']}") is None
 
 
-def test_a_change_waits_for_the_lock_no_longer_than_its_limit(keys: Path) -> None:
+def test_a_change_waits_for_the_lock_no_longer_than_its_limit(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.service.key_store.LOCK_WAIT_S", 3.0)
     ticks = itertools.count()
     store = KeyStore(KeyStore.open(keys).ring, keys, clock=lambda: float(next(ticks)))
     before = keys.read_text()
