@@ -525,7 +525,7 @@ def new_incarnation() -> str:
 
 
 def lasting_incarnation(tenant: str) -> str:
-    """Return the incarnation of a tenant in a file that can't be written: all processes compute the same one.
+    """Return the incarnation of a tenant that a file names without one at the start, or that can't be written.
 
     It depends on the name alone, because nothing else of an entry stays when its keys and settings change.
     """

@@ -105,7 +105,7 @@ class KeyStore:
         warn_unless_private(path, "keys file")
         store = cls(Keyring.load(path), path)
         try:
-            store._file = store._named(LOCK_WAIT_S)
+            store._file = store._named(LOCK_WAIT_S, lasting_incarnation)
         except FileBusy as error:
             raise ConfigError(
                 "keys", str(path), f"a keys file that no other process locks ({error})"
@@ -308,8 +308,13 @@ class KeyStore:
         assert self._path is not None
         return KeysFile.parse(read_document(self._path), self._place)
 
-    def _named(self, wait_s: float) -> KeysFile:
+    def _named(
+        self, wait_s: float, make: Callable[[str], str] = lambda name: new_incarnation()
+    ) -> KeysFile:
         """Return what the file says, with an incarnation of each tenant. Those that it lacks are written, if possible.
+
+        ``make``: makes one by the tenant's name. A tenant that is there at the start has one that depends on its name
+        alone: a file that is written anew between two starts, without incarnations, names the same tenants.
 
         Raises ConfigError, and FileBusy if that needs the lock and another process has it for ``wait_s``.
         """
@@ -320,7 +325,7 @@ class KeyStore:
             with self._file_lock(wait_s):
                 seen, document = self._signature(), read_document(self._path)
                 file = KeysFile.parse(document, self._place)
-                found = self._incarnations_of(file)
+                found = self._incarnations_of(file, make)
                 if found:
                     self._write(with_incarnations(document, found), seen)
         except BlockingIOError as error:
