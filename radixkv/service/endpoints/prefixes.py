@@ -304,6 +304,7 @@ ENDPOINTS = (
         {204: None},
         body=ToldPurge,
         internal=True,
+        while_draining=True,
     ),
     Endpoint(
         "POST",
@@ -314,5 +315,6 @@ ENDPOINTS = (
         {200: ProofReply},
         body=Challenge,
         internal=True,
+        while_draining=True,
     ),
 )

@@ -249,6 +249,13 @@ def test_a_replica_that_leaves_is_no_longer_ranked(fleet: Fleet) -> None:
     assert fleet.router.rank(ACME, prompt(512)) == [] and not fleet.source.is_lost
 
 
+def test_a_replica_that_drains_is_no_longer_ranked(fleet: Fleet) -> None:
+    fleet.settle()
+    fleet.replicas["b"][0].drain()
+    fleet.source.poll()
+    assert sorted(each.replica.id for each in fleet.router.rank(ACME, prompt(512))) == ["a", "c"]
+
+
 def test_equal_prompts_go_to_one_replica_before_its_first_event(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.settle()
