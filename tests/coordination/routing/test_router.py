@@ -443,6 +443,8 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     assert found == {"a": 1040, "b": 512, "c": 0}
     replica.report_load(Load(7))
     assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
+    replica.drain()
+    assert {each.replica.id for each in router.rank(ACME, ids)} == {"b", "c"}, "nor does it rank itself then"
 
 
 def test_a_replica_hears_of_the_prompts_that_are_sent_to_it(fleet: Fleet) -> None:
