@@ -8,12 +8,13 @@
     coordinator.info()                  # ReplicaInfo of this process (.epoch 0 until registered)
     coordinator.health()                # Health: .state, .reason, counters; never touches the store
     coordinator.replicas()              # ReplicaInfo of all known replicas, this one first; local, quick
-    coordinator.peers()                 # only those that requests may be sent to (live, proven, compatible)
+    coordinator.peers()                 # those that prompts may be sent to: live, proven, compatible, not draining
     coordinator.hints(ns, token_ids)    # [Hint(replica, num_tokens)], longest first; local, quick
     coordinator.report_load(Load(...))  # goes out with the next beat
     job = coordinator.create_job(ns, num_tokens, ["a", "b"])     # StoreUnavailable
     coordinator.report_job(job.id, "running", 512)               # this replica's part; StoreUnavailable
     coordinator.job(job.id, tenant)     # WarmJob | None (also for another tenant's); StoreUnavailable
+    coordinator.drain()                 # no new prompts; still beats, and obeys purges
     coordinator.leave(); coordinator.close()                     # close() also leaves, and ends the threads
 
     headers = sign_request(secret, method="POST", path="/v1/warm", tenant="acme", body=body,

@@ -188,13 +188,17 @@ class JobRecords(Replica):
         return self.info().writer
 
     def _asked(self, replica_ids: Sequence[str], argument: str = "replica_ids") -> dict[str, Writer]:
-        """Return the registrations of live replicas.
+        """Return the registrations of live replicas that don't drain.
 
         Raises ArgumentError, or StoreUnavailable if the store can't tell.
         """
         for each in replica_ids:
             check_text(argument, each, "names of replicas, strings")
-        live = {info.id: info.writer for info in self.replicas() if info.live or info.is_self}
+        live = {
+            info.id: info.writer
+            for info in self.replicas()
+            if (info.live and not info.draining) or info.is_self
+        }
         unknown = next((name for name in replica_ids if name not in live), None)
         if unknown is not None and self.unavailable is not None:
             raise StoreUnavailable(self.unavailable)

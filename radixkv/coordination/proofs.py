@@ -4,7 +4,7 @@
     raise of a generation  tenant digest, generation, token, replica, nonce of its registration
     confirmation           tenant digest, generation, token, replica, nonce of its registration
     beat                   replica, epoch, nonce, number and time of the beat, lease, address, and its other fields
-    farewell               replica, epoch, nonce
+    drain, farewell        replica, epoch, nonce
     answer to a challenge  challenge, audience (replica, epoch, nonce), address
 
 Each purpose has its own key: HMAC-SHA256(fleet secret, ("key", purpose)). The fields are framed, so no two records
@@ -30,7 +30,8 @@ class Proofs:
 
     def __init__(self, keys: FleetKeys) -> None:
         self._raise, self._confirmation = keys.derived("raise"), keys.derived("confirmation")
-        self._beat, self._farewell = keys.derived("beat"), keys.derived("farewell")
+        self._beat, self._drain = keys.derived("beat"), keys.derived("drain")
+        self._farewell = keys.derived("farewell")
         self._challenge = keys.derived("challenge")
 
     def of_raise(self, tenant: bytes, raised: Raised) -> str:
@@ -78,6 +79,19 @@ class Proofs:
     def is_beat(self, registration: Registration) -> bool:
         """Whether this registration itself stated all covered fields; the reader must check the age."""
         return registration.beats > 0 and _is_same(registration.proof, self.of_beat(registration))
+
+    def of_drain(self, writer: Writer) -> str:
+        """Return the proof that a registration drains, from now until it leaves.
+
+        It is beside the beat's proof, not in it: replicas that don't know of it can still check the beat.
+        """
+        return mac(self._drain, "drain", *writer).hex()
+
+    def is_drain(self, registration: Registration) -> bool:
+        """Whether this registration itself has said that it drains."""
+        return registration.draining != "" and _is_same(
+            registration.draining, self.of_drain(registration.writer)
+        )
 
     def of_farewell(self, writer: Writer) -> str:
         """Return the proof that a registration gave its lease back."""

@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -109,6 +109,7 @@ class Replica:
         self._load = Load()
         self._weights = 0
         self._address = settings.address
+        self._draining = False
         self._state: State = "new"
         self._reason = ""
         self._closed = False
@@ -182,7 +183,7 @@ class Replica:
             if self._closed:
                 raise CoordinationError(f"the coordinator of replica {self.replica_id} is closed")
             self._address = self._address if address is None else address
-            self._registered = False
+            self._registered = self._draining = False
             self._set_state("new")
             try:
                 self._join()
@@ -210,6 +211,18 @@ class Replica:
             self._require_registration()
             self._heal()
             self._compact()
+
+    def drain(self) -> None:
+        """Tell the others to send no more prompts here, because this replica is about to leave.
+
+        It stays a member until then: it beats, takes purges, and keeps its shares of quotas. An unreachable store is no
+        error: the next beat says it.
+        """
+        self._draining = True
+        with self._writing:
+            if self._state == "ok":
+                with suppress(CoordinationError, ConfigError):
+                    self.beat()
 
     def leave(self) -> None:
         """Give the lease back, so that the others forget this replica at once. An unreachable store is no error."""
@@ -247,7 +260,7 @@ class Replica:
             reason=reason,
             epoch=self._epoch,
             last_seq=self._seq,
-            num_live_peers=len(self.peers()),
+            num_live_peers=len(self.peers(draining=True)),
             num_queued=self._publisher.num_queued,
             num_overflows=self._publisher.num_overflows,
             num_published=self._num_published,
@@ -287,15 +300,19 @@ class Replica:
             is_self=True,
             load=self._load,
             weights=self._weights,
+            draining=self._draining,
         )
 
     def replicas(self) -> list[ReplicaInfo]:
         """Return all known replicas, this one first, then by id; local. O(replicas)."""
         return [self.info(), *sorted((known.info for known in self._others()), key=lambda info: info.id)]
 
-    def peers(self) -> list[ReplicaInfo]:
-        """Return the other replicas that are ``reachable``, by id; local. O(replicas)."""
-        return [info for info in self.replicas()[1:] if info.reachable]
+    def peers(self, *, draining: bool = False) -> list[ReplicaInfo]:
+        """Return the other replicas that are ``reachable``, by id; ``draining``: also those that drain.
+
+        Local. O(replicas).
+        """
+        return [info for info in self.replicas()[1:] if (info.answers if draining else info.reachable)]
 
     @property
     def unavailable(self) -> str | None:
@@ -455,6 +472,7 @@ class Replica:
             lease_ms=max(1, int(self.lease_s * 1000)),
             beats=self._num_beats,
             stated_ms=int(self.wall() * 1000),
+            draining=self.proofs.of_drain(self._writer) if self._draining else "",
         )
         result = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
         self._check(result)

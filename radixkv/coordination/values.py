@@ -95,7 +95,7 @@ class ReplicaInfo:
     epoch: int
     """Fencing number of the registration; 0 before the first one."""
     address: str | None
-    """Base URL of its HTTP service, or None if it has none. Send nothing there unless ``reachable``."""
+    """Base URL of its HTTP service, or None if it has none. Send nothing there unless ``answers``."""
     fingerprint: str
     """Model fingerprint; only replicas with the same one can warm the same prefix."""
     block_size: int
@@ -116,11 +116,18 @@ class ReplicaInfo:
     """Nonce of the registration; with the epoch it identifies the registration. Empty until registered."""
     weights: int = 0
     """Version of the weights that it serves, as of its last beat. It holds nothing of another version."""
+    draining: bool = False
+    """Whether it is about to leave: it ends the requests that it has, and takes no new ones of clients."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether requests of replicas may be sent to ``address``, such as purges."""
+        return self.live and self.proven and self.incompatible is None and self.address is not None
 
     @property
     def reachable(self) -> bool:
-        """Whether a request may be sent to ``address``."""
-        return self.live and self.proven and self.incompatible is None and self.address is not None
+        """Whether prompts may be sent to ``address``."""
+        return self.answers and not self.draining
 
     @property
     def audience(self) -> str:

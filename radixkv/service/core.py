@@ -106,7 +106,6 @@ class Service:
             self.threads,
             tenant_sync,
             self.warmer,
-            self.drain,
             self.failures,
             self.limits,
             clock,

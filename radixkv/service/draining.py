@@ -1,6 +1,6 @@
 """How requests end when the process does.
 
-begin ──▶ new requests get 503, requests in progress continue ──▶ end ──▶ requests in progress get 503
+begin ──▶ new requests of clients get 503, requests in progress continue ──▶ end ──▶ requests in progress get 503
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Drain:
 
     def __init__(self) -> None:
         self.is_stopping = False
-        """Whether new requests are refused."""
+        """Whether new requests of clients are refused."""
         self.is_over = False
         """Whether requests in progress were told to end."""
         self._tasks: set[asyncio.Task[object]] = set()

@@ -285,6 +285,8 @@ class Endpoint(Generic[H_contra]):
     headers: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     internal: bool = False
+    while_draining: bool = False
+    """Whether it is answered while the process drains, as endpoints for anyone are."""
     dialect: Dialect = OWN
     """Form of its errors, and the name of the header with the request's id."""
 
@@ -295,7 +297,7 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     response: Response | None = None
     try:
         with host.drain.under_way():
-            if host.drain.is_stopping and endpoint.who != "anyone":
+            if host.drain.is_stopping and endpoint.who != "anyone" and not endpoint.while_draining:
                 raise Ended
             response = await _answer(call)
         return response

@@ -150,6 +150,7 @@ _REPLICA = {
     "is_self": True,
     "live": True,
     "reachable": True,
+    "draining": False,
     "address": "http://127.0.0.1:8400",
     "epoch": 1769851800000,
     "last_seq": None,

@@ -1,15 +1,16 @@
 """``radixkv serve``: one process from start to end.
 
-    bind ─▶ load ─▶ listen ─▶ register ─▶ serve ─▶ signal ─▶ leave the fleet, drain ─▶ end requests ─▶ close
+    bind ─▶ load ─▶ listen ─▶ register ─▶ serve ─▶ signal ─▶ drain ─▶ end requests ─▶ leave the fleet, close
 
 The port is taken before the model is loaded, so that a busy port is reported at once. The port listens before the
 replica registers, so that no other replica gets an address that doesn't answer.
 
 SIGINT and SIGTERM end the process with exit code 0, or with 1 if a disk still has what a purge was to destroy. While it
-drains, for at most ``Limits.drain_s``, requests in progress continue; ``/readyz`` says ``stopping``, and new requests
-get 503. Then each stream ends with an error event, and each request that still waits gets 503. A client has GRACE_S to
-read that; then its connection is cut. A second signal ends the draining and the grace at once. SIGHUP reloads the
-configuration (``reloading``).
+drains, for at most ``Limits.drain_s``, requests in progress continue; ``/readyz`` says ``stopping``, others send no
+prompts here, and new requests of clients get 503. The replica stays a member of its fleet until its last request has
+ended, so purges, removals of tenants and limits apply to the requests in progress. After the drain each stream ends
+with an error event, and each request that still waits gets 503. A client has GRACE_S to read that; then its connection
+is cut. A second signal ends the draining and the grace at once. SIGHUP reloads the configuration (``reloading``).
 """
 
 from __future__ import annotations
@@ -104,19 +105,19 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, end requests in progress, close."""
         self._host.drain.is_stopping = True
+        announcing = asyncio.create_task(self.announce())
+        await self._until_idle(self._host.limits.drain_s)
         if self._reloading is not None:
             self._reloading.cancel()
-        leaving = asyncio.create_task(self.leave())
-        await self._until_idle(self._host.limits.drain_s)
         self._host.drain.end()
         ending = asyncio.create_task(self.end_work())
         cutting = asyncio.create_task(self._cut_off())
         await super().shutdown(sockets)
-        await asyncio.gather(leaving, ending)
+        await asyncio.gather(announcing, ending)
         cutting.cancel()
 
-    async def leave(self) -> None:
-        """Tell others that this process ends."""
+    async def announce(self) -> None:
+        """Tell others that this process drains."""
 
     async def end_work(self) -> None:
         """End the work that streams wait for."""
@@ -159,7 +160,7 @@ class Listener(uvicorn.Server):
 
 
 class Server(Listener):
-    """The server of one service, which leaves the fleet before it stops."""
+    """The server of one service. Its fleet hears of the drain; ``Service.close`` leaves the fleet."""
 
     def __init__(
         self,
@@ -172,9 +173,9 @@ class Server(Listener):
         super().__init__(create_app(service, version=version), service, on_ready, tls, reloader)
         self._service = service
 
-    async def leave(self) -> None:
-        """Leave the fleet."""
-        await anyio.to_thread.run_sync(self._service.fleet.coordinator.leave)
+    async def announce(self) -> None:
+        """Tell the fleet to send no more prompts here."""
+        await anyio.to_thread.run_sync(self._service.fleet.coordinator.drain)
 
     async def end_work(self) -> None:
         """Cancel the model's work."""

@@ -8,7 +8,7 @@
 | of a tenant | TENANT_THREADS at once, however many requests it makes; ALL_TENANTS_THREADS for all tenants together |
 | to the cache | the caller's, if the cache is in another process; otherwise none: they take microseconds |
 
-Leaving the fleet, when the process ends, has a separate thread, so that it waits behind no other call.
+When the process ends, it tells the fleet so, and leaves it, in separate threads that wait behind no other call.
 """
 
 from __future__ import annotations

@@ -482,6 +482,28 @@ class CoordinatorContract(CoordinatorEssentials):
         a.register()
         fleet.eventually(lambda: names(b.peers()) == ["a"])
 
+    def test_a_replica_that_drains_gets_no_prompts_and_stays_a_member(self, fleet: Fleet) -> None:
+        first, second = Purged(fleet, "a"), Purged(fleet, "b")
+        a, b, ids = first.replica, second.replica, prompt(512)
+        first.warm(ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        a.drain()
+        fleet.eventually(lambda: b.peers() == [] and hinted(b, ACME, ids) == {})
+        (theirs,) = b.peers(draining=True)
+        assert theirs.live and theirs.draining and theirs.answers and not theirs.reachable
+        assert a.info().draining and not b.info().draining
+        with pytest.raises(ArgumentError, match="live replicas: b"):
+            b.create_job(ACME, 512, ["a"])
+        purge = b.purge("acme")
+        assert {*purge.confirmed, *purge.pending} == {"a", "b"}
+        fleet.eventually(lambda: b.purge_report("acme").confirmed == ("a", "b"))
+        assert first.purged == [("acme", 1)]
+        a.leave()
+        fleet.eventually(lambda: b.peers(draining=True) == [])
+        a.register()
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        assert not a.info().draining
+
     def test_a_restart_forgets_what_its_predecessor_held(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         old, new = prompt(512), prompt(512, seed=1)

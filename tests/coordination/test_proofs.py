@@ -67,6 +67,18 @@ def test_the_proof_of_a_beat_covers_all_that_it_states() -> None:
     assert not PROOFS.is_farewell(replace(gone, beats=1))
 
 
+def test_the_proof_of_a_drain_fits_one_registration() -> None:
+    """It is beside the proof of the beat, which replicas can check that know of no drain."""
+    signed = replace(BEAT, draining=PROOFS.of_drain(BEAT.writer))
+    signed = replace(signed, proof=PROOFS.of_beat(BEAT))
+    assert PROOFS.is_beat(signed) and PROOFS.is_drain(signed) and not OTHERS.is_drain(signed)
+    for changed in (
+        replace(signed, draining=""), replace(signed, draining=PROOFS.of_farewell(BEAT.writer)),
+        replace(signed, replica_id="b"), replace(signed, epoch=8), replace(signed, nonce="other"),
+    ):  # fmt: skip
+        assert not PROOFS.is_drain(changed), changed
+
+
 def test_an_answer_is_for_one_challenge_of_one_registration_at_one_address() -> None:
     answer = PROOFS.answer("ab" * 32, "a@7.nonce", "http://h")
     assert PROOFS.is_answer(answer, "ab" * 32, "a@7.nonce", "http://h")

@@ -90,6 +90,14 @@ def test_a_limit_set_on_one_replica_binds_all(store: MemoryStore) -> None:
     )
 
 
+def test_a_replica_that_drains_keeps_an_equal_share(store: MemoryStore) -> None:
+    a, b = Replica("a", store, acme={"fleet_blocks": 30}), Replica("b", store, acme={})
+    assert beaten(a, b) == [(30, 15, 15)] * 2
+    b.coordinator.drain()
+    c = Replica("c", store, acme={})
+    assert beaten(a, b, c) == [(30, 10, 10)] * 3
+
+
 def test_limits_added_to_or_removed_from_settings_are_published(store: MemoryStore) -> None:
     a = Replica("a", store, acme={"fleet_blocks": 40})
     assert beaten(a) == [(40, 40, 40)]

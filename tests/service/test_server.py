@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from radixkv.service.draining import Drain
 from radixkv.service.endpoint import Host
 from radixkv.service.intake import Intake
 from radixkv.service.options import ServeSettings
+from radixkv.service.reloading import Reloader, ReloadingHost
 from radixkv.service.server import ACCEPTS_A_TURN, WAITING_CONNECTIONS, Listener
 from tests.waiting import LIMIT_S, eventually_async, finished
 
@@ -75,6 +77,43 @@ def test_many_connections_may_wait() -> None:
         listening.bind(("127.0.0.1", 0))
         found = asyncio.run(finished(most_waiting(listening)))
     assert found == min(WAITING_CONNECTIONS, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+
+
+class _Follower(Reloader):
+    """Follows nothing, until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    async def follow(self, host: ReloadingHost, context: ssl.SSLContext | None) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_over = True
+
+
+def test_the_configuration_can_change_until_the_drain_is_over() -> None:
+    async def drained(listening: socket.socket) -> list[bool]:
+        host, follower, answered = _Host(), _Follower(), asyncio.Event()
+        host.drain_s = LIMIT_S
+        server = Listener(Starlette(), cast(Host, host), reloader=follower)
+        serving = asyncio.create_task(server.serve([listening]))
+        await eventually_async(lambda: server.started)
+        request = asyncio.create_task(answered.wait())
+        server.server_state.tasks.add(request)
+        request.add_done_callback(server.server_state.tasks.discard)
+        server.should_exit = True
+        await eventually_async(lambda: host.drain.is_stopping)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        found = [follower.is_over]
+        answered.set()
+        await serving
+        return [*found, follower.is_over]
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        assert asyncio.run(finished(drained(listening))) == [False, True]
 
 
 def test_the_garbage_collector_skips_loaded_objects() -> None:

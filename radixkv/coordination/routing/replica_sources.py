@@ -137,7 +137,7 @@ class Followed:
         return self.reader.is_lost or self._is_kept
 
     def members(self) -> Sequence[Member]:
-        """Return the replicas with a proven address in this fleet.
+        """Return the replicas with a proven address in this fleet, except those that drain.
 
         If a store comes back empty, as after a restart, known members are kept for ten seconds, while they register
         again.
@@ -151,7 +151,8 @@ class Followed:
                 if remote.info.proven and remote.info.incompatible is None
             ]
             self._is_kept = not found and self.reader.fetched_at < self.reader.failed_at + _KEPT_S
-            self._members = self._members if self._is_kept else found
+            known = self._members if self._is_kept else found
+            self._members = [each for each in known if not each.info.draining]
             self._remotes = remotes
         return self._members
 
@@ -262,8 +263,10 @@ class LocalSource(Followed):
         self._all: list[Member] = []
 
     def members(self) -> Sequence[Member]:
-        """Return this replica, which is live as long as it answers, and the others."""
+        """Return this replica, which is live as long as it answers, unless it drains, and the others."""
         others, info = super().members(), self._coordinator.info()
+        if info.draining:
+            return others
         known = self._all[0].info if self._all else None
         same = known is not None and (known.load, known.writer, known.weights) == (
             info.load,

@@ -113,6 +113,8 @@ class Registration:
     """When the last beat was sent: milliseconds since 1970 by the replica's own clock."""
     weights: int = 0
     """Version of the weights that it serves."""
+    draining: str = ""
+    """See ``Proofs.of_drain``; empty until it drains."""
 
     @property
     def writer(self) -> Writer:
@@ -150,6 +152,7 @@ REGISTRATION_FIELDS = (
     "beats",
     "replaced_ms",
     "stated_ms",
+    "draining",
 )
 MAX_LEASE_MS = 3_600_000
 """No replica uses a longer lease."""
@@ -170,12 +173,13 @@ def registration_fields(registration: Registration) -> dict[str, str]:
 
 
 def beat_fields(registration: Registration) -> dict[str, str]:
-    """Return a beat's fields: all that it signs, so that the beat restores any overwritten field."""
+    """Return a beat's fields: all that is signed, so that the beat restores any overwritten field."""
     return registration_fields(registration) | {
         "lease_ms": str(registration.lease_ms),
         "beats": str(registration.beats),
         "stated_ms": str(registration.stated_ms),
         "proof": registration.proof,
+        "draining": registration.draining,
     }
 
 
@@ -201,6 +205,7 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
         replaced_ms=_bounded(found["replaced_ms"], MAX_LEASE_MS),
         stated_ms=number(found["stated_ms"] or b"0"),
         weights=_weights(found["weights"]),
+        draining=_text(found["draining"] or b""),
     )
 
 

@@ -376,6 +376,7 @@ class Reader:
             live_until = min(self._sight(seen, after), live_until)
         off = _off(registration, self._wall()) if is_signed and registration.beats else None
         info = describe(registration, self._mine, is_signed, off, live_until - before, load)
+        info = replace(info, draining=self._proofs.is_drain(registration))
         if info.live and info.proven and info.incompatible is None:
             log = None if known is None else known.log
             if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):

@@ -306,6 +306,7 @@ ENDPOINTS = (
         {204: None},
         body=ToldPurge,
         internal=True,
+        while_draining=True,
     ),
     Endpoint(
         "POST",
@@ -316,5 +317,6 @@ ENDPOINTS = (
         {200: ProofReply},
         body=Challenge,
         internal=True,
+        while_draining=True,
     ),
 )

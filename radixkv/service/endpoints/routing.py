@@ -111,6 +111,7 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
         is_self=info.is_self,
         live=info.live,
         reachable=info.reachable,
+        draining=info.draining,
         address=info.address if info.proven or info.is_self else None,
         epoch=info.epoch,
         last_seq=info.last_seq if to_operator else None,

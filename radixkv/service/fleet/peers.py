@@ -139,12 +139,14 @@ class Fleet:
         return None if answer.status_code == 202 else _code(answer)
 
     async def send_purge(self, tenant: str, raised: Raised = NEVER) -> None:
-        """Send a purge to all replicas now. A replica that can't be reached learns of it with its next beat.
+        """Send a purge to all replicas now, also to those that drain.
+
+        A replica that can't be reached learns of it with its next beat.
 
         They forget the tenant in any case, and confirm ``raised`` if it was raised.
         """
         body = ToldPurge(**raised._asdict()).model_dump_json().encode()
-        peers = self.coordinator.peers()
+        peers = self.coordinator.peers(draining=True)
         asked = [self._post(peer, PURGE_PATH, tenant, body, _PURGE_TIMEOUT_S) for peer in peers]
         await asyncio.gather(*asked, return_exceptions=True)
 

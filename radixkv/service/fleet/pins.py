@@ -459,7 +459,10 @@ class FleetPins:
         await asyncio.gather(*(self._tell(mine, peer) for peer in lacking))
 
     def _lacking(self, mine: PinReplica, fact: FleetPin) -> list[ReplicaInfo]:
-        """Return live replicas that should have a part and have none, the best first."""
+        """Return live replicas that should have a part and have none, the best first.
+
+        A replica that drains doesn't count as one of a number of replicas.
+        """
         parts = {part.replica_id: part for part in fact.parts if part.state != "lost"}
         others = {
             peer.id: peer
@@ -469,7 +472,11 @@ class FleetPins:
         }
         if not fact.wanted.isdecimal():
             return [peer for peer in others.values() if self._is_for(fact, peer.id)]
-        num_hopeful = sum(part.state in ("queued", "running", "done") for part in parts.values())
+        leaving = {each.id for each in self._coordinator.replicas() if each.draining}
+        num_hopeful = sum(
+            part.state in ("queued", "running", "done") and name not in leaving
+            for name, part in parts.items()
+        )
         assert mine.prompt_key is not None
         best = [name for name in self._placement.best(mine.namespace, mine.prompt_key) if name in others]
         return [others[name] for name in best[: max(0, int(fact.wanted) - num_hopeful)]]

@@ -114,7 +114,9 @@ class Quotas:
         """Return this replica's equal share. The remainder goes to the first replicas by name."""
         info = self._coordinator.info()
         names = sorted(
-            each.id for each in [info, *self._coordinator.peers()] if each.fingerprint == info.fingerprint
+            each.id
+            for each in [info, *self._coordinator.peers(draining=True)]
+            if each.fingerprint == info.fingerprint
         )
         return limit // len(names) + (names.index(info.id) < limit % len(names))
 

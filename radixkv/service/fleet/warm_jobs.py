@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.config import Namespace
     from radixkv.coordination.values import ReplicaInfo
-    from radixkv.service.draining import Drain
     from radixkv.service.failures import Failures
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.fleet.placement import Placement
@@ -82,14 +81,13 @@ class WarmJobs:
         threads: Threads,
         tenant_sync: TenantSync,
         warmer: Warmer,
-        drain: Drain,
         failures: Failures,
         limits: Limits,
         clock: Clock,
     ) -> None:
         self._fleet, self._coordinator, self._placement = fleet, fleet.coordinator, placement
         self._ask_store, self._tenant_sync = threads.ask_store, tenant_sync
-        self._warmer, self._drain, self._failures, self._clock = warmer, drain, failures, clock
+        self._warmer, self._failures, self._clock = warmer, failures, clock
         self.table = JobTable(
             clock,
             self._left,
@@ -273,7 +271,7 @@ class WarmJobs:
 
     def _left(self, job: Job) -> None:
         """Handle a job that left the table. If a client asked for it here, delete its record."""
-        if job.is_mine and not self._drain.is_stopping:
+        if job.is_mine:
             task = asyncio.create_task(self._forget(job.id))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
@@ -491,7 +489,7 @@ class WarmJobs:
 
     def _as_known(self, job: Job) -> WarmJob:
         """Return a job without the store: this replica's part, and others' as last read, until their leases expire."""
-        record, living = job.record, {each.writer for each in self._coordinator.peers()}
+        record, living = job.record, {each.writer for each in self._coordinator.peers(draining=True)}
         if record is None:
             others = [JobPart(*each, "failed", error="store_unavailable") for each in sorted(job.delivered)]
             record = WarmJob(job.id, b"", b"", job.num_tokens, tuple(others), num_left_out=job.num_left_out)

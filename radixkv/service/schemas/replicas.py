@@ -72,8 +72,10 @@ class ReplicaReply(ReplyBody):
     is_self: bool = Field(description="whether this replica answers the request")
     live: bool = Field(description="whether its lease has not expired")
     reachable: bool = Field(
-        description="whether requests may be sent there: it is live and compatible, and its address is proven"
+        description="whether requests may be sent there: it is live and compatible, its address is proven, and it "
+        "doesn't drain"
     )
+    draining: bool = Field(description="whether it is about to end: it takes no new requests")
     address: str | None = Field(description="base URL; null: it has none, or the address isn't proven")
     epoch: int = Field(description="grows with each registration of the same id")
     last_seq: int | None = Field(

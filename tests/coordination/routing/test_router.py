@@ -249,6 +249,13 @@ def test_a_replica_that_leaves_is_no_longer_ranked(fleet: Fleet) -> None:
     assert fleet.router.rank(ACME, prompt(512)) == [] and not fleet.source.is_lost
 
 
+def test_a_replica_that_drains_is_no_longer_ranked(fleet: Fleet) -> None:
+    fleet.settle()
+    fleet.replicas["b"][0].drain()
+    fleet.source.poll()
+    assert sorted(each.replica.id for each in fleet.router.rank(ACME, prompt(512))) == ["a", "c"]
+
+
 def test_equal_prompts_go_to_one_replica_before_its_first_event(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.settle()
@@ -436,6 +443,8 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     assert found == {"a": 1040, "b": 512, "c": 0}
     replica.report_load(Load(7))
     assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
+    replica.drain()
+    assert {each.replica.id for each in router.rank(ACME, ids)} == {"b", "c"}, "nor does it rank itself then"
 
 
 def test_a_replica_hears_of_the_prompts_that_are_sent_to_it(fleet: Fleet) -> None:

@@ -15,7 +15,22 @@ from radixkv.coordination.store.wire import Confirmed, Raised, Registration, Wir
 from radixkv.coordination.values import JobPart, Load, WarmJob, Writer
 
 REGISTRATION = Registration(
-    "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000, 2**53 - 1
+    "a",
+    7,
+    "nonce",
+    "http://h",
+    "fp",
+    16,
+    1,
+    "canary",
+    3,
+    "proof",
+    1500,
+    4,
+    7,
+    1_700_000_000_000,
+    2**53 - 1,
+    "drains",
 )
 
 digests = st.binary(min_size=16, max_size=16)
@@ -146,12 +161,13 @@ def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
 def test_registrations_survive_a_round_trip() -> None:
     fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
     fields |= {"lease_ms": "1500", "beats": "4", "replaced_ms": "7", "stated_ms": "1700000000000"}
+    fields |= {"draining": "drains"}
     values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
     assert wire.parse_registration("a", values) == REGISTRATION
-    unheard = wire.parse_registration("a", [*values[:-5], *[None] * 5])
+    unheard = wire.parse_registration("a", [*values[:-6], *[None] * 6])
     stated = unheard.proof, unheard.lease_ms, unheard.beats, unheard.replaced_ms, unheard.stated_ms
-    assert stated == ("", 0, 0, 0, 0), "before the first beat"
-    for index in range(len(values) - 5):
+    assert (*stated, unheard.draining) == ("", 0, 0, 0, 0, ""), "before the first beat"
+    for index in range(len(values) - 6):
         for bad in (None, b"\xff", b"9" * 300):
             if bad is None and wire.REGISTRATION_FIELDS[index] == "weights":
                 continue  # wire versions before 6 had no weights
