@@ -308,9 +308,7 @@ class KeyStore:
         assert self._path is not None
         return KeysFile.parse(read_document(self._path), self._place)
 
-    def _named(
-        self, wait_s: float, make: Callable[[str], str] = lambda name: new_incarnation()
-    ) -> KeysFile:
+    def _named(self, wait_s: float, make: Callable[[str], str] = lambda name: new_incarnation()) -> KeysFile:
         """Return what the file says, with an incarnation of each tenant. Those that it lacks are written, if possible.
 
         ``make``: makes one by the tenant's name. A tenant that is there at the start has one that depends on its name
