@@ -135,7 +135,7 @@ class Master(NamedTuple):
 
 _MASTER: Final = struct.Struct(f"<{_KEY_BYTES}sQQ16s")
 _OLD_MASTER_BYTES: Final = _MASTER.size - 16
-"""Of a folder that doesn't know the scheme of its records, and so begins anew."""
+"""Of a folder of an earlier release, which doesn't say the scheme of its records: that of its next opening."""
 
 
 def seal(key: bytes, name: str, content: bytes) -> bytes:
@@ -196,6 +196,9 @@ class TierFolder(PrivateFolder):
         super().__init__(path, files, signs=False)
         try:
             master = self._master()
+            is_adopted = master is not None and not master.scheme and scheme is not None
+            if master is not None and is_adopted:
+                master = master._replace(scheme=scheme)
             self.may_make = num_slots is not None
             self.is_new = master is None or (
                 num_slots is not None and master[1:] != (num_slots, record_bytes, scheme)
@@ -215,6 +218,8 @@ class TierFolder(PrivateFolder):
                 self.master = master
             if not self.is_new:
                 self._seal_again()
+                if is_adopted:
+                    self.finish()
             self.store: str | None = None
             """The id of the store that ``remember_store`` was told last; None before, empty if its file is damaged."""
             self.make_private(self.folder)

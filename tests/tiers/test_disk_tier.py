@@ -135,7 +135,7 @@ def test_a_record_of_another_engine_is_refused_also_where_locators_collide(
 
 
 def test_a_folder_of_another_scheme_begins_anew(tmp_path: Path) -> None:
-    """So does one that doesn't say of which scheme its records are."""
+    """One that doesn't say of which scheme its records are keeps them, and has the scheme of its next opening."""
     for scheme in ("exact", "fp8", "exact"):
         with tier_in(tmp_path / "t", scheme=scheme) as tier:
             assert len(tier) == 0 and load(tier, ACME, prompt(1)) is None
@@ -145,9 +145,11 @@ def test_a_folder_of_another_scheme_begins_anew(tmp_path: Path) -> None:
         *numbers, _ = tier._folder.master
         sealed = seal(tier._folder._wrapping[0], MASTER, struct.pack("<32sQQ", *numbers))
     (tmp_path / "t" / MASTER).write_bytes(sealed)
-    for kept in (0, 1):
+    for _ in range(2):
         with tier_in(tmp_path / "t") as tier:
-            assert len(tier) == kept and store(tier, ACME, prompt(1))
+            assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
+    with tier_in(tmp_path / "t", scheme="fp8") as tier:
+        assert len(tier) == 0
 
 
 def test_the_tag_decides_even_if_identities_were_not_compared(
