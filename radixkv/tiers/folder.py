@@ -196,9 +196,9 @@ class TierFolder(PrivateFolder):
         super().__init__(path, files, signs=False)
         try:
             master = self._master()
-            is_adopted = master is not None and not master.scheme and scheme is not None
-            if master is not None and is_adopted:
-                master = master._replace(scheme=scheme)
+            is_adopted = False
+            if master is not None and not master.scheme and scheme is not None:
+                master, is_adopted = master._replace(scheme=scheme), True
             self.may_make = num_slots is not None
             self.is_new = master is None or (
                 num_slots is not None and master[1:] != (num_slots, record_bytes, scheme)
