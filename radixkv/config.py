@@ -221,7 +221,7 @@ class Tenant:
       publish bases. A change forgets what the tenant has.
     - ``incarnation``: at most 64 printable ASCII characters, by which tenants of one name differ, if one was removed
       and another one made later; empty for none. Another one forgets what the tenant has, also on a disk that no
-      process had meanwhile.
+      process had meanwhile. It is no setting: two that differ in it alone are equal.
     - ``policy``: the name of its eviction policy, as in ``CacheConfig.policy``, or a function that makes one, called
       like a ``radixkv_policies.Policy``. None: the cache's.
 
@@ -237,7 +237,7 @@ class Tenant:
     policy: str | Callable[..., Any] | None = None
     max_pins: int = MAX_PINS
     tier_dtype: TierDtype = "exact"
-    incarnation: str = ""
+    incarnation: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check_tenant_id(self.id)

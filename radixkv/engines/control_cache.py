@@ -171,7 +171,7 @@ class ControlCache:
 
     def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: float, /, *, as_of: int | None = None) -> Pin:
         """Keep a resident prefix for some seconds."""
-        where = {"model": self._model, "cache_salt": self.cache_salt(namespace, as_of)}
+        where = self._where(namespace) if as_of is None else self._where_still(namespace, as_of)
         answer = self._short("pin", {**where, "ttl_s": ttl_s}, ids)
         return _pin(answer, namespace)
 
@@ -273,6 +273,9 @@ class ControlCache:
 
     def _where(self, namespace: Namespace) -> dict[str, Any]:
         return {"model": self._model, "cache_salt": self.cache_salt(namespace)}
+
+    def _where_still(self, namespace: Namespace, as_of: int) -> dict[str, Any]:
+        return {"model": self._model, "cache_salt": self.cache_salt(namespace, as_of)}
 
     def _there(self, salt: str) -> Namespace:
         return self._reader.read(salt).namespace(self._model)

@@ -50,12 +50,12 @@ class Owner:
             raise revoked()
 
     def require(self, namespace: Namespace | None = None) -> None:
-        """Raise ApiError 401 if its key was revoked, StaleGeneration if its tenant was purged or removed meanwhile.
+        """Raise StaleGeneration if its tenant was purged or removed meanwhile, ApiError 401 if its key was revoked.
 
         ``namespace``: of a request that waits; also if that was cleared.
         """
-        self.require_key()
         self.engine.cache.endings.require_current(self.tenant if namespace is None else namespace, self.as_of)
+        self.require_key()
 
     @property
     def arguments(self) -> dict[str, Any]:
