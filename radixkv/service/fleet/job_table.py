@@ -175,6 +175,7 @@ class JobTable:
         self.drop(tenant, job)
         for task in job.tasks:
             task.cancel()
+        job.is_known.set()  # nobody will learn of it any more
 
     def run(self, job: Job, task: Coroutine[Any, Any, None]) -> None:
         """Run a task of a job until it ends or the table is closed."""

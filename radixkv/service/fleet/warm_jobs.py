@@ -189,6 +189,7 @@ class WarmJobs:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_KNOWN_WITHIN_S):
                     await job.is_known.wait()
+            order.owner.require()
         return job_id
 
     async def _require_current(self, order: Order, job: Job) -> None:
