@@ -107,11 +107,12 @@ test-pure: WORKERS = $(CORES)
 test-pure: compile
 	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) -m pure $(PYTEST)
 
-# Random lives of the whole cache, of two systems side by side, of store outages, and of snapshots during changes.
+# Random lives of the whole cache, of two systems side by side, of store outages, of snapshots during changes, and of
+# tenants on two replicas that are purged, removed and revoked while their requests wait.
 lives: compile
 	@RADIXKV_EXAMPLES=$(LIVES) RADIXKV_SEED=$(LIVES_SEED) $(VENV)/bin/python -m pytest $(SPREAD) \
 	  --cpu-limit-s 36000 --wall-limit-s 72000 tests/isolation tests/index/test_snapshot.py \
-	  tests/index/test_changes.py tests/index/test_recovery.py $(PYTEST)
+	  tests/index/test_changes.py tests/index/test_recovery.py tests/service/test_endings_machine.py $(PYTEST)
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py
