@@ -1,9 +1,9 @@
 """Random lives of a tenant on two replicas: what came before a purge, a clear, a removal or a revocation doesn't go on.
 
-Two services share a keys file and a Redis, each behind a proxy. A life is one tenant's. Its requests wait or run at
-both, or their answers are not read. Meanwhile it is purged, cleared, removed and made again, its keys are revoked and
-rotated, a replica loses Redis for a while, and Redis loses everything. Each prompt is of one request alone. So at the
-end it is known whose KV a match finds.
+Two services with disks share a keys file and a Redis, each behind a proxy. A life is one tenant's. Its requests wait or
+run at both, or their answers are not read. Meanwhile it is purged, cleared, removed and made again, its keys are
+revoked and rotated, it gets settings that fit or don't, a replica loses Redis for a while or restarts with its disk,
+and Redis loses everything. Each prompt is of one request alone. So at the end it is known whose KV a match finds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "8")) // PARTS, 1)
 """Of each part."""
 STEPS = 14
 NAMES = ("one", "two")
+NUM_BLOCKS = {"one": "2048", "two": "1024"}
+SETTINGS = {"max_pinned_blocks": 600, "max_pins": 200}
 MOST_OPEN = 8
 """Requests of one life that aren't answered yet."""
 KINDS = ("completion", "several", "beams", "stream", "unread", "warm", "job", "everywhere", "pin", "message")
@@ -113,25 +115,49 @@ class Fleet:
         keys.chmod(0o600)
         (folder / "secret").write_bytes(b"a secret of this test's fleet")
         (folder / "secret").chmod(0o600)
-        given = {
+        self.given = {
             "keys": str(keys),
             "fleet-secret": str(folder / "secret"),
-            "num-blocks": "2048",
             "max-queued": "64",
+            "host-memory": "4MiB",
+            "disk-size": "32MiB",
+            "drain-s": "0.1",
         }
         self.proxies: dict[str, TcpProxy] = {}
         self.live: dict[str, Running] = {}
+        self.stacks: dict[str, ExitStack] = {}
+        self.folder = folder
         for name in NAMES:
-            proxy = self.proxies[name] = stack.enter_context(closing(TcpProxy(redis.host, redis.port)))
-            own = {"replica": name, "redis": f"redis://127.0.0.1:{proxy.port}/0"}
-            self.live[name] = stack.enter_context(service_in_thread(**given, **own))
+            self.proxies[name] = stack.enter_context(closing(TcpProxy(redis.host, redis.port)))
+            stack.callback(lambda name=name: self.stacks[name].close())  # type: ignore[misc]
+            self.start(name)
         self.threads = stack.enter_context(ThreadPoolExecutor(2 * MOST_OPEN))
         self.settle()
+
+    def start(self, name: str) -> None:
+        """Start a replica, with what its disk has. Before, stop the one of that name."""
+        if name in self.stacks:
+            self.stacks[name].close()
+            for other in NAMES:
+                if other != name:  # purges wait for the lease of a replica whose leave nobody saw
+                    eventually(lambda other=other: not self.sees(other, name), "its leave is seen")  # type: ignore[misc]
+        self.stacks[name] = ExitStack()
+        own = {
+            "replica": name,
+            "redis": f"redis://127.0.0.1:{self.proxies[name].port}/0",
+            "disk": str(self.folder / name),
+            "num-blocks": NUM_BLOCKS[name],
+        }
+        self.live[name] = self.stacks[name].enter_context(service_in_thread(**self.given, **own))
 
     def settle(self) -> None:
         """Wait until both replicas know each other, and Redis."""
         for live in self.live.values():
             eventually(lambda live=live: self._is_well(live), "the replicas know each other")  # type: ignore[misc]
+
+    def sees(self, name: str, other: str) -> bool:
+        """Whether a replica takes another one for live."""
+        return any(each.id == other and each.live for each in self.live[name].service.replicas())
 
     def _is_well(self, live: Running) -> bool:
         known = live.operator.get("/v1/replicas").json()["replicas"]
@@ -162,7 +188,16 @@ class Life:
     def play(self) -> None:
         """Make random steps, and compare what is left with what may be."""
         steps = [self.ask] * 9 + [self.hold, self.let_go] * 2
-        steps += [self.purge, self.clear, self.revoke, self.rotate, self.make_again, self.outage]
+        steps += [
+            self.purge,
+            self.clear,
+            self.revoke,
+            self.rotate,
+            self.make_again,
+            self.outage,
+            self.settings,
+        ]
+        steps += [self.restart] if self.random.random() < 0.2 else []
         try:
             for _ in range(STEPS):
                 self.random.choice(steps)()
@@ -174,9 +209,8 @@ class Life:
         return self.fleet.live[self.random.choice(NAMES)].operator
 
     def make(self) -> None:
-        settings = {"max_pinned_blocks": 600, "max_pins": 200}
         operator = self.operator()
-        answer = answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=settings))
+        answer = answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=SETTINGS))
         assert answer.status_code == 200, answer.text
         self.add_key(operator)
 
@@ -302,6 +336,31 @@ class Life:
             self.keys.clear()
             self.make()
 
+    def settings(self) -> None:
+        """Settings that fit at both replicas, at one of them, or at none."""
+        blocks = self.random.choice((8, 1_500, 4_000))
+        body = {**SETTINGS, "guaranteed_blocks": blocks}
+        operator = self.fleet.live["one"].operator
+        answer = answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=body))
+        assert answer.status_code in (200, 409, 422), answer.text
+        self.seen[f"settings of {blocks} blocks: {answer.status_code}"] += 1
+
+    def fit(self) -> None:
+        """Let the tenant have no guarantee any more."""
+        operator = self.fleet.live["one"].operator
+        assert answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=SETTINGS)).status_code == 200
+
+    def restart(self) -> None:
+        """A replica stops and starts again, with its disk."""
+        name = self.random.choice(NAMES)
+        if name in self.held:
+            self.held.pop(name).close()
+        self.fit()  # a replica doesn't start with guarantees that it can't keep
+        self.fleet.settle()  # it takes its leave; otherwise purges wait for its lease
+        self.fleet.start(name)
+        self.fleet.settle()
+        self.seen["a replica restarted"] += 1
+
     def outage(self) -> None:
         """A replica loses Redis for a while, or Redis loses everything."""
         if self.random.random() < 0.3:
@@ -321,6 +380,7 @@ class Life:
     def end(self) -> None:
         """Let everything go on, and wait for its end."""
         self.let_go()
+        self.fit()
         for each in self.asked:
             if each.unread is not None:
                 each.unread.close()
