@@ -58,6 +58,11 @@ class Owner:
         self.require_key()
 
     @property
+    def names_tenant(self) -> dict[str, str]:
+        """Fields of an order to another replica that say which tenant of the name it is for; none without a keys file."""
+        return {"incarnation": self.payer.incarnation} if self.payer.incarnation else {}
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Arguments for a call of the engine. Without its ability "as_of", it may begin what is forgotten just now."""
         return {"as_of": self.as_of} if "as_of" in self.engine.abilities else {}

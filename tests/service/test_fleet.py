@@ -19,6 +19,7 @@ import redis
 
 from radixkv.coordination import Settings
 from radixkv.errors import ConfigError
+from radixkv.service.auth import Keyring
 from radixkv.service.fleet.peers import MAX_AT_ONCE, PIN_PATH, PROVE_PATH, PURGE_PATH, WARM_PATH, Fleet
 from radixkv.service.problems import ApiError
 from radixkv.signing import SIGNED_HEADERS, sign_request
@@ -456,6 +457,23 @@ def test_a_replica_cannot_ask_for_a_further_fan_out(member: Running) -> None:
     headers = {**forged(member, body=body), "content-type": "application/json"}
     answer = member.nobody.post(WARM_PATH, content=body, headers=headers)
     assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"
+
+
+def test_an_order_for_an_earlier_or_later_tenant_of_the_name_is_refused(
+    member: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two replicas hasn't seen yet that the tenant was removed and made again."""
+
+    def missing(incarnation: str) -> str:
+        body = json.dumps({"job": "0" * 32, "token_ids": [1], "incarnation": incarnation}).encode()
+        headers = {**forged(member, body=body), "content-type": "application/json"}
+        answer = member.nobody.post(WARM_PATH, content=body, headers=headers)
+        assert answer.status_code == 404
+        return str(answer.json()["error"]["message"])
+
+    monkeypatch.setattr(Keyring, "incarnation", lambda ring, tenant: "1" * 16)
+    assert "tenant" in missing("2" * 16)
+    assert "job" in missing("1" * 16) and "job" in missing("")
 
 
 INTERNAL = (WARM_PATH, PURGE_PATH, PIN_PATH, PROVE_PATH)

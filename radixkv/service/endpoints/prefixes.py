@@ -120,6 +120,8 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
         raise not_found("tenant")
     reading = await call.read(schema)
     body, namespace = reading.body, service.namespace(tenant, reading.body.salt, reading.body.adapter)
+    if body.incarnation and service.keyring.incarnation(tenant) not in ("", body.incarnation):
+        raise not_found("tenant")  # the keys file was changed, and one of the two hasn't seen it yet
     if body.weights != namespace.weights:
         raise other_weights()
     return body, service.owner(tenant, body.key_id, call.as_of), namespace, reading.prompts[0].key

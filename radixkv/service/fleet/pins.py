@@ -495,6 +495,7 @@ class FleetPins:
             "adapter": namespace.adapter,
             "weights": namespace.weights,
             "key_id": mine.owner.key_id,
+            **mine.owner.names_tenant,
         }
         if mine.content is not None:
             document["content"] = asdict(mine.content)

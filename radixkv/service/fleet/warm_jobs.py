@@ -469,6 +469,7 @@ class WarmJobs:
             "weights": namespace.weights,
             "left_out": job.num_left_out,
             "key_id": job.owner.key_id,
+            **job.owner.names_tenant,
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 

@@ -102,6 +102,8 @@ class PromptOrder(RequestBody):
     )
     key_id: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
     """Of the key that pays; empty: none was used."""
+    incarnation: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
+    """Of the tenant, as the sender's keys file names it: the receiver may not have seen yet that it was made again."""
 
 
 class LookupRequest(PromptFields):
