@@ -59,7 +59,7 @@ class Owner:
 
     @property
     def names_tenant(self) -> dict[str, str]:
-        """Fields of an order to another replica that say which tenant of the name it is for; none without a keys file."""
+        """Fields of an order to another replica: which tenant of the name it is for. None without a keys file."""
         return {"incarnation": self.payer.incarnation} if self.payer.incarnation else {}
 
     @property
