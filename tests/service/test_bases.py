@@ -34,6 +34,7 @@ def live(shared: Running) -> Iterator[Running]:
         assert shared.operator.delete(f"/v1/bases/{base['id']}").status_code == 204
     for tenant in (shared.acme, shared.globex):
         tenant.delete("/v1/cache")
+    shared.service.cache.purge(OPERATOR_ACCOUNT)  # what bases left
     audit.check(shared.service.cache)
 
 

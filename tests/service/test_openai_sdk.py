@@ -42,7 +42,8 @@ def acme(url: str) -> Iterator[Any]:
 
 
 def test_a_chat_has_the_fields_of_the_sdk_and_reports_what_was_cached(acme: Any) -> None:
-    cold, warm = (acme.chat.completions.create(messages=CHAT, **FEW) for _ in range(2))
+    salt = {"salt": "the fields"}
+    cold, warm = (acme.chat.completions.create(messages=CHAT, extra_body=salt, **FEW) for _ in range(2))
     assert cold.object == "chat.completion" and cold.model == MODEL and cold.id.startswith("chatcmpl-")
     (choice,) = warm.choices
     assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length")
