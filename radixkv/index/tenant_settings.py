@@ -41,6 +41,8 @@ def add(cache: CacheState, tenant: Tenant) -> bool:
     state.set(tenant)
     cache._evictor.settle_promises(cache._tenants.values())
     cache._evictor.keep_limit(state, 0)
+    if is_another:
+        cache._endings.end_tenant(tenant.id)
     return is_another or is_other_dtype
 
 

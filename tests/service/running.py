@@ -83,11 +83,14 @@ def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
 
 
 def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a whole request was sent. Closing it is how the test hangs up."""
+    """A connection on which a whole request was sent. Closing it is how the test hangs up.
+
+    ``who``: a name of KEYS, or a key.
+    """
     place, content = urlsplit(live.url), json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[who]}", "content-type: application/json",
-        f"content-length: {len(content)}", "", "",
+        f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS.get(who, who)}",
+        "content-type: application/json", f"content-length: {len(content)}", "", "",
     )  # fmt: skip
     connection = socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
     connection.sendall("\r\n".join(head).encode() + content)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -31,7 +30,7 @@ from radixkv.service.core import Service
 from radixkv.service.owner import Owner
 from tests.isolation.lives import SEED
 from tests.redis_server import RedisServer
-from tests.service.running import KEYS, Running, answered, client, model_held, service_in_thread
+from tests.service.running import KEYS, Running, answered, client, model_held, sent, service_in_thread
 from tests.service.surroundings import surroundings as surroundings
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import LIMIT_S, eventually
@@ -238,7 +237,7 @@ class Life:
         place = f"{name}:{self.tenant}"
         before = self.fleet.num_arrived[place]
         if kind == "unread":
-            asked = Asked(kind, name, key_id, ids, None, _sent(live.url, key, path, body))
+            asked = Asked(kind, name, key_id, ids, None, sent(live, key, path, body))
         else:
             asked = Asked(kind, name, key_id, ids, self.fleet.threads.submit(_ask, live.url, key, path, body))
         eventually(lambda: self.fleet.num_arrived[place] > before, "the key of the request is checked")
@@ -421,18 +420,6 @@ class Life:
 def _ask(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
     with client(url, key) as someone:
         return someone.post(path, json=body)
-
-
-def _sent(url: str, key: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent, whose answer nobody reads."""
-    place, content = urlsplit(url), json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", "content-type: application/json",
-        f"content-length: {len(content)}", "", "",
-    )  # fmt: skip
-    connection = socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
-    connection.sendall("\r\n".join(head).encode() + content)
-    return connection
 
 
 @pytest.fixture
