@@ -188,3 +188,18 @@ def test_an_answer_that_is_ready_is_not_sent_after_a_purge(
     monkeypatch.setattr(live.service.meter, "settled", purged_meanwhile)
     for path, body in (REQUESTS["completion"](ids(0)), REQUESTS["warm"](ids(1)), REQUESTS["stream"](ids(2))):
         assert status(live.acme.post(path, json=body)) == 409
+
+
+def test_a_pin_outlives_the_key_that_asked_for_it(live: Running) -> None:
+    """It is the tenant's: after its key was revoked, it is pinned again if the cache loses it."""
+    path, body = REQUESTS["pin"](ids(0))
+    assert status(live.acme.post(path, json=body)) == 201
+    key_id = next(
+        each["id"] for each in live.operator.get("/v1/keys").json()["keys"] if each["tenant"] == "acme"
+    )
+    give_key(live)
+    assert live.operator.delete(f"/v1/keys/{key_id}").status_code == 204
+    for namespace in live.service.cache.namespaces("acme"):
+        live.service.cache.clear(namespace)
+    eventually(lambda: live.service.cache.pins("acme"), "it is pinned again")
+    assert matched(live, 0) == 128

@@ -350,7 +350,9 @@ class FleetPins:
         mine.until = now + mine.fact.remaining_s
         may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
         if mine.prompt_key is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
-            mine.owner = replace(mine.owner, as_of=as_of)
+            mine.owner = replace(
+                mine.owner, as_of=as_of, keys=None
+            )  # a pin outlives the key that asked for it
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
 
     # ---- this replica's part
