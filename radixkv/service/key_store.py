@@ -13,7 +13,8 @@ can't be in force yet, such as a guarantee that running requests leave no room f
 and tried again at each look. While the file isn't a keys file at all, the keyring in force stays; ``problem`` says why.
 
 Each tenant of the file gets an incarnation (``auth``): from the process that makes it, or that first notices it in the
-file and gets the lock. A tenant that is in force keeps its own, if an edit leaves it out. If the file can't be written,
+file and gets the lock. A tenant that has none at a start gets one that depends on its name alone (``_named``). A tenant
+that is in force keeps its own, if an edit leaves it out. If the file can't be written,
 all processes compute the same one from the name; then a tenant made again between two looks isn't noticed. Without a
 file (the demo keys), changes last as long as the process.
 """
