@@ -82,10 +82,10 @@ def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
     return found
 
 
-def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a whole request was sent. Closing it is how the test hangs up.
+def sent(live: Running, who: str, path: str, body: dict[str, Any], all_but: int = 0) -> socket.socket:
+    """A connection on which a request was sent. Closing it is how the test hangs up.
 
-    ``who``: a name of KEYS, or a key.
+    ``who``: a name of KEYS, or a key. ``all_but``: how many of the body's last bytes are not sent.
     """
     place, content = urlsplit(live.url), json.dumps(body).encode()
     head = (
@@ -93,7 +93,7 @@ def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.soc
         "content-type: application/json", f"content-length: {len(content)}", "", "",
     )  # fmt: skip
     connection = socket.create_connection((place.hostname, place.port), timeout=LIMIT_S)
-    connection.sendall("\r\n".join(head).encode() + content)
+    connection.sendall("\r\n".join(head).encode() + content[: len(content) - all_but])
     return connection
 
 

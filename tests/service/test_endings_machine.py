@@ -1,13 +1,16 @@
 """Random lives of a tenant on two replicas: what came before a purge, a clear, a removal or a revocation doesn't go on.
 
 Two services with disks share a keys file and a Redis, each behind a proxy. A life is one tenant's. Its requests wait or
-run at both, or their answers are not read. Meanwhile it is purged, cleared, removed and made again, its keys are
-revoked and rotated, it gets settings that fit or don't, a replica loses Redis for a while or restarts with its disk,
-and Redis loses everything. Each prompt is of one request alone. So at the end it is known whose KV a match finds.
+run at both, their bodies arrive late, their answers are not read, or they find KV that only the host's memory or the
+disk still has. Meanwhile it is purged, cleared, removed and made again, its keys are revoked and rotated, it gets
+settings that fit or don't, its blocks are evicted, a replica loses Redis for a while or restarts with its disk, and
+Redis loses everything or fails over. Only requests that ask again have a prompt of another one. So at the end it is
+known whose KV a match finds.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -24,12 +27,12 @@ from typing import Any
 import httpx
 import pytest
 
-from radixkv import audit
+from radixkv import PrefixCache, audit
 from radixkv.service import key_store
 from radixkv.service.core import Service
 from radixkv.service.owner import Owner
 from tests.isolation.lives import SEED
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, follows, need_binary
 from tests.service.running import KEYS, Running, answered, client, model_held, sent, service_in_thread
 from tests.service.surroundings import surroundings as surroundings
 from tests.tcp_proxy import TcpProxy
@@ -40,13 +43,18 @@ LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "8")) // PARTS, 1)
 """Of each part."""
 STEPS = 14
 NAMES = ("one", "two")
+REST_BYTES = 20
 NUM_BLOCKS = {"one": "2048", "two": "1024"}
+AT_ONCE = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
 SETTINGS = {"max_pinned_blocks": 600, "max_pins": 200}
 MOST_OPEN = 8
 """Requests of one life that aren't answered yet."""
-KINDS = ("completion", "several", "beams", "stream", "unread", "warm", "job", "everywhere", "pin", "message")
-ERRORS = {401, 404, 409, 499, 503}
-"""What a request may be answered that was ended: revoked, gone, forgotten, cut off, or not possible now."""
+KINDS = (
+    "completion", "several", "beams", "stream", "unread", "warm", "job", "everywhere", "pin", "message", "again",
+    "late",
+)  # fmt: skip
+ERRORS = {401, 404, 408, 409, 499, 503}
+"""What a request may be answered that was ended: revoked, gone, too slow, forgotten, cut off, or not possible now."""
 
 
 def body_of(kind: str, ids: list[int]) -> tuple[str, dict[str, Any]]:
@@ -93,6 +101,8 @@ class Asked:
     ids: list[int]
     answer: Future[httpx.Response] | None
     unread: socket.socket | None = None
+    rest: bytes = b""
+    """What has not been sent yet of a late body."""
     held: ExitStack | None = None
     """What held the model when it came."""
     is_over: bool = False
@@ -105,8 +115,13 @@ class Asked:
 class Fleet:
     """Two replicas, and what their tests may do to them."""
 
-    def __init__(self, stack: ExitStack, redis: RedisServer, folder: Path) -> None:
-        self.redis, self.num_arrived = redis, Counter[str]()
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.servers: list[RedisServer] = []
+        for name in ("redis-one", "redis-two"):
+            (folder / name).mkdir()
+            self.servers.append(RedisServer(need_binary(), folder / name, *AT_ONCE))
+            stack.callback(self.servers[-1].kill)
+        self.num_arrived = Counter[str]()
         keys = folder / "keys.json"
         keys.write_text(
             json.dumps({"operator": KEYS["operator"], "tenants": {"globex": {"keys": [KEYS["globex"]]}}})
@@ -127,7 +142,9 @@ class Fleet:
         self.stacks: dict[str, ExitStack] = {}
         self.folder = folder
         for name in NAMES:
-            self.proxies[name] = stack.enter_context(closing(TcpProxy(redis.host, redis.port)))
+            self.proxies[name] = stack.enter_context(
+                closing(TcpProxy(self.servers[0].host, self.servers[0].port))
+            )
             stack.callback(lambda name=name: self.stacks[name].close())  # type: ignore[misc]
             self.start(name)
         self.threads = stack.enter_context(ThreadPoolExecutor(2 * MOST_OPEN))
@@ -164,6 +181,21 @@ class Fleet:
             each["id"] for each in known if each["reachable"]
         } == {*NAMES}
 
+    def lose_everything(self) -> None:
+        """Let Redis lose all that it had."""
+        self.servers[0].restart()
+
+    def fail_over(self) -> None:
+        """Let a replica of Redis take its place. Connections to the demoted server stay."""
+        old, new = self.servers
+        new.command(f"REPLICAOF {old.host} {old.port}")
+        eventually(lambda: follows(new), "the replica of Redis follows")
+        new.command("REPLICAOF NO ONE")
+        old.command(f"REPLICAOF {new.host} {new.port}")
+        self.servers.reverse()
+        for proxy in self.proxies.values():
+            proxy.target = new.host, new.port
+
     def count(self, service: Service, tenant: str | None) -> None:
         """Note that a request's key was checked."""
         name = next((name for name, live in self.live.items() if live.service is service), "")
@@ -196,7 +228,7 @@ class Life:
             self.outage,
             self.settings,
         ]
-        steps += [self.restart] if self.random.random() < 0.2 else []
+        steps += [self.evict] * 2 + ([self.restart] if self.random.random() < 0.2 else [])
         try:
             for _ in range(STEPS):
                 self.random.choice(steps)()
@@ -233,11 +265,16 @@ class Life:
         name, kind = self.random.choice(NAMES), self.random.choice(KINDS)
         key_id = self.random.choice([*self.keys])
         ids, live, key = self.prompt(), self.fleet.live[name], self.keys[key_id]
+        if kind == "again" and self.asked:
+            ids = self.random.choice(self.asked).ids
         path, body = body_of(kind, ids)
         place = f"{name}:{self.tenant}"
         before = self.fleet.num_arrived[place]
         if kind == "unread":
             asked = Asked(kind, name, key_id, ids, None, sent(live, key, path, body))
+        elif kind == "late":
+            asked = Asked(kind, name, key_id, ids, None, sent(live, key, path, body, REST_BYTES))
+            asked.rest = json.dumps(body).encode()[-REST_BYTES:]
         else:
             asked = Asked(kind, name, key_id, ids, self.fleet.threads.submit(_ask, live.url, key, path, body))
         eventually(lambda: self.fleet.num_arrived[place] > before, "the key of the request is checked")
@@ -254,6 +291,16 @@ class Life:
     def let_go(self) -> None:
         for stack in [self.held.pop(name) for name in [*self.held]]:
             stack.close()
+        for each in self.asked:
+            if each.rest and each.unread is not None:
+                each.answer = self.fleet.threads.submit(_finish, each.unread, each.rest)
+                each.rest = b""
+
+    def evict(self) -> None:
+        """Let a replica have blocks only in its host's memory and on its disk."""
+        cache = self.fleet.live[self.random.choice(NAMES)].service.cache
+        assert isinstance(cache, PrefixCache)
+        self.seen["evicted"] += cache.evict(max(map(int, NUM_BLOCKS.values()))) > 0
 
     # ---- what ends requests
 
@@ -264,7 +311,9 @@ class Life:
         for each in ended:
             each.is_over = True
             each.is_forgotten = what not in ("revocation", "rotation")
-            each.was_waiting = each.held is not None and self.held.get(each.replica) is each.held
+            each.was_waiting = bool(each.rest) or (
+                each.held is not None and self.held.get(each.replica) is each.held
+            )
             self.seen[f"{what} ended {'waiting ' * each.was_waiting}{each.kind}"] += 1
 
     def purge(self) -> None:
@@ -362,9 +411,14 @@ class Life:
 
     def outage(self) -> None:
         """A replica loses Redis for a while, or Redis loses everything."""
-        if self.random.random() < 0.3:
-            self.fleet.redis.restart()
+        what = self.random.choice(("cut off", "cut off", "lost", "failed over"))
+        if what == "lost":
+            self.fleet.lose_everything()
             self.seen["Redis lost everything"] += 1
+            return
+        if what == "failed over":
+            self.fleet.fail_over()
+            self.seen["Redis failed over"] += 1
             return
         name = self.random.choice(NAMES)
         proxy, coordinator = self.fleet.proxies[name], self.fleet.live[name].service.fleet.coordinator
@@ -381,14 +435,12 @@ class Life:
         self.let_go()
         self.fit()
         for each in self.asked:
+            if each.answer is not None:
+                each.answer.exception(timeout=LIMIT_S)
             if each.unread is not None:
                 each.unread.close()
-            elif each.answer is not None:
-                each.answer.exception(timeout=LIMIT_S)
         for live in self.fleet.live.values():
-            eventually(
-                lambda live=live: live.service.worker.num_unfinished == 0, "the model has no work left"
-            )  # type: ignore[misc]
+            eventually(partial(_is_idle, live), "the model has no work left")
         self.fleet.settle()
 
     def compare(self) -> None:
@@ -403,8 +455,15 @@ class Life:
                 )
             if each.kind == "message":
                 continue  # its ids are made of text
-            for name in self.where(each) if each.is_forgotten or each.was_waiting else ():
+            for name in self.where(each) if self.is_gone(each) else ():
+                others = [other for other in self.asked if other.ids is each.ids and not self.is_gone(other)]
+                if any(name in self.where(other) for other in others):
+                    continue
                 assert self.matched(name, key, each.ids) == 0, f"{what}: matched at {name}"
+
+    def is_gone(self, each: Asked) -> bool:
+        """Whether nothing that it left may be matched."""
+        return each.is_over and (each.is_forgotten or each.was_waiting)
 
     def where(self, each: Asked) -> tuple[str, ...]:
         """The replicas where nothing of it may be."""
@@ -417,15 +476,28 @@ class Life:
             )
 
 
+def _is_idle(live: Running) -> bool:
+    return live.service.worker.num_unfinished == 0
+
+
 def _ask(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
     with client(url, key) as someone:
         return someone.post(path, json=body)
 
 
+def _finish(connection: socket.socket, rest: bytes) -> httpx.Response:
+    """Send the rest of a request, and return its answer: 499 if the connection is closed."""
+    answer = http.client.HTTPResponse(connection)
+    try:
+        connection.sendall(rest)
+        answer.begin()
+        return httpx.Response(answer.status, content=answer.read(), headers=dict(answer.getheaders()))
+    except (OSError, http.client.HTTPException):
+        return httpx.Response(499)
+
+
 @pytest.fixture
-def fleet(
-    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surroundings: None
-) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surroundings: None) -> Iterator[Fleet]:
     monkeypatch.setattr(key_store, "LOOK_EVERY_S", 0.02)
     made: list[Fleet] = []
     owner = Service.owner
@@ -438,7 +510,7 @@ def fleet(
 
     monkeypatch.setattr(Service, "owner", counted)
     with ExitStack() as stack:
-        made.append(Fleet(stack, redis_server, tmp_path))
+        made.append(Fleet(stack, tmp_path))
         yield made[0]
         for live in made[0].live.values():
             audit.check(live.service.cache)
