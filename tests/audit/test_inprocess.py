@@ -26,6 +26,8 @@ from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
 from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
 
+pytestmark = pytest.mark.slow
+
 Check = Callable[[InProcess], inprocess.Found]
 
 

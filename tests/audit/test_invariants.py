@@ -363,6 +363,7 @@ def test_differences_name_what_changed() -> None:
     assert invariants.differences(before, cache.snapshot()) == ["free_ids", "trees", "tenants"]
 
 
+@pytest.mark.slow
 def test_the_audit_is_cheap_to_import() -> None:
     """The import loads neither Hypothesis nor torch, redis or starlette."""
     code = (

@@ -17,6 +17,8 @@ from radixkv.audit.verdict import AuditReport, Verdict
 from radixkv.errors import ArgumentError, ConfigError
 from tests.audit.openai_server import Behaviour, openai_server
 
+pytestmark = pytest.mark.slow
+
 PLAN = TimingPlan(samples=40, control=30, prompt_words=4)
 
 

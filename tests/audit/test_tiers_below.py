@@ -260,6 +260,7 @@ def _live(cache: TieredCache, engine: Owner, seed: int) -> None:
                 engine.ask([dice.randrange(3), *PROMPT[: dice.randrange(4, 40)]], namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "lossy", "disk", "lossy disk"])
 def test_sound_tiers_under_load_break_no_law(kind: str, tmp_path: Path) -> None:
     owner = {

@@ -29,6 +29,7 @@ def result() -> dict[str, Any]:
     return measured()
 
 
+@pytest.mark.slow
 def test_each_figure_is_present_and_is_json(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
     found = {each["name"]: each for each in result["figures"]}

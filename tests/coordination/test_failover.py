@@ -162,6 +162,7 @@ def test_every_operation_reaches_the_server_that_got_the_address(servers: OneAdd
             operation()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_read_leaves_a_server_that_became_a_replica(servers: OneAddress, waits: bool) -> None:
     """Whether it waits there at that moment, or comes over a connection that is kept there."""

@@ -56,6 +56,8 @@ from tests.redis_server import ClusterServers, RedisServer, SentinelServers, nee
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import LIMIT_S, ended, eventually
 
+pytestmark = pytest.mark.slow
+
 BEAT_S = 0.2
 WITH_REDIS_REPLICAS_S = 4.0
 """The timeout for a reply where servers have had replicas: important writes wait half of it for one that is gone."""

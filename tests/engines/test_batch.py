@@ -24,6 +24,8 @@ from radixkv.service.worker import ModelWorker, Work
 from tests.engines.support import engine_over, model_of, prompt_of, stock
 from tests.waiting import LIMIT_S, ended, eventually
 
+pytestmark = pytest.mark.slow
+
 
 def seeds(num: int, num_releases: int) -> list[Any]:
     """The first ``num`` seeds of a test; the others up to ``num_releases`` are for releases."""

@@ -632,6 +632,7 @@ def lives(num: int, num_steps: int = 300) -> int:
     return loaded
 
 
+@pytest.mark.slow
 def test_random_lives_commit_only_their_own_kv() -> None:
     assert lives(25) > 1_000
 

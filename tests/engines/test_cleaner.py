@@ -18,6 +18,8 @@ from radixkv.engines.tiered_cache import TieredCache
 from tests.engines.test_cache_tiers import NS, OTHER, SIZE
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 4 * AHEAD_PART
 MOST = NUM_BLOCKS // AHEAD_PART
 

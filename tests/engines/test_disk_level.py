@@ -33,6 +33,8 @@ from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import LIMIT_S, eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 100, 2)
 SECRET = b"a secret of the fleet"
 SLOTS = 510

@@ -25,6 +25,8 @@ from tests.tiers.support import FaultyFiles, num_of
 from tests.tiers.support import patience as patience
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS, NUM_SLOTS = 40, 80
 """Of the cache, and of the disk: a tenant has twice as much of the disk."""
 ACME = Tenant("a", guaranteed_blocks=10, max_blocks=20)

@@ -28,6 +28,8 @@ from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
 from tests.waiting import eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 SECRET = b"a secret of the fleet"
 DISK_BYTES = 4 << 20
 PROMPT = prompt_of(41)

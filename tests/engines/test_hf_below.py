@@ -187,6 +187,7 @@ def test_a_disk_that_hangs_costs_hits_only(tmp_path: Path, monkeypatch: pytest.M
         reads.open()
 
 
+@pytest.mark.slow
 def test_requests_side_by_side_over_a_small_cache(tmp_path: Path) -> None:
     """Preempted, purged and evicted while their KV comes from below: the right tokens."""
     with tiered(num_blocks=24, disk=options(tmp_path / "disk")) as engine:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from radixkv.config import Namespace
 from radixkv.engines.leaving_slots import LEAST_PART, MOST_PART, LeavingSlots
 from radixkv.index.tokens import encode
@@ -15,6 +17,8 @@ from tests.engines.test_second_level import SIZE, Engine, ids_of
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import is_set
+
+pytestmark = pytest.mark.slow
 
 NUM_SLOTS, DISK_SLOTS = 320, 192
 LONG, SHORT = NUM_SLOTS // 10, 2

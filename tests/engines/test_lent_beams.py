@@ -19,6 +19,8 @@ from radixkv.index.lent_beams import LentBeams
 from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
 from tests.engines.test_same_tokens import MODES, all_pairs
 
+pytestmark = pytest.mark.slow
+
 BEAMS = {name: settings for name, settings in MODES.items() if "num_beams" in settings}
 
 

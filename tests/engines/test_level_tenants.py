@@ -31,6 +31,8 @@ from tests.tiers.support import FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
 from tests.waiting import LIMIT_S, eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 DESTROYING = "write rename remove"
 """System calls without which a folder can't destroy a key."""
 NUM_SLOTS, DISK_SLOTS = 64, 192

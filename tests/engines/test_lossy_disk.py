@@ -27,6 +27,8 @@ from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 
 class LossyDiskOwner(LossyOwner):
     """Tenant a is lossy, tenant b exact; each has a disk. ``is_added``: False leaves a without settings, exact."""

@@ -251,6 +251,7 @@ def test_an_end_of_sequence_id_that_does_not_exist_is_ignored() -> None:
         assert made.token_ids == stock(model, [prompt], 5, eos=None)
 
 
+@pytest.mark.slow
 def test_half_precision(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="bfloat16")

@@ -16,6 +16,8 @@ from radixkv.engines.hf_packed import Chunk, Newest, PackedForward, serves
 from radixkv.storage.device import DeviceStorage
 from tests.engines.support import ARCHITECTURES, model_of, prompt_of
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 
 

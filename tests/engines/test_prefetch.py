@@ -16,6 +16,8 @@ from tests.engines.test_loading_from_disk import DiskOwner, Reads, Sleeper, fold
 from tests.tiers.support import FaultyFiles, clock, patience
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["clock", "folder", "patience"]  # fixtures
 
 

@@ -15,6 +15,8 @@ from radixkv.engines import process_guard
 from radixkv.engines.process_guard import LOG_BYTES, owned_folder, remove_abandoned
 from tests.waiting import LIMIT_S, eventually
 
+pytestmark = pytest.mark.slow
+
 TREE = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -34,6 +34,8 @@ from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
 from tests.waiting import LIMIT_S, eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 BANK = Tenant("a", guaranteed_blocks=12, max_blocks=12, mode="strict")
 OWN = BANK.guaranteed_blocks * NUM_SLOTS // NUM_BLOCKS
 BANDWIDTH = 1e12

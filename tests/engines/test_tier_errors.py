@@ -25,6 +25,8 @@ from tests.engines.test_loading_from_disk import DiskOwner, SlowLife
 from tests.tiers.support import clock, patience
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["clock", "patience"]  # fixtures
 
 CALLS: list[tuple[Any, str]] = [

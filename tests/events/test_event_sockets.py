@@ -27,6 +27,8 @@ from radixkv.events.event_subscriber import EventSubscriber
 from tests.events.support import BLOCK, KEYS, Held, VBatch, VCleared, VRemoved, VStored, vllm_decoder
 from tests.waiting import LIMIT_S, eventually
 
+pytestmark = pytest.mark.slow
+
 LIMIT_MS = int(1_000 * LIMIT_S)
 ANY = "tcp://127.0.0.1:*"
 SALT = "salt-of-a-tenant-0123456789"

@@ -18,6 +18,8 @@ from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.signing import KeySet
 from tests.examples.running import ROOT
 
+pytestmark = pytest.mark.slow
+
 KEYS = KeySet.derive([b"the fleet's own secret"])
 ACME, GLOBEX = ({"authorization": f"Bearer demo-{name}"} for name in ("acme", "globex"))
 

@@ -480,6 +480,7 @@ def random_lives() -> tuple[int, int, int]:
     return forgotten, kept, checked
 
 
+@pytest.mark.slow
 def test_after_the_engine_learned_of_failed_loads_nothing_wrong_is_found() -> None:
     forgotten, kept, checked = random_lives()
     assert forgotten > 50 and kept > 75 and checked > 175, (forgotten, kept, checked)

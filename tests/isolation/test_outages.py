@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -117,6 +118,7 @@ class Outages(properties.TwoRuns):
         self.seen.update(["down" if kind < 2 else "up"])
 
 
+@pytest.mark.slow
 def test_observations_of_a_do_not_depend_on_b_while_the_store_fails_and_returns() -> None:
     Outages.seen = Counter()
     report = properties.run(PrefixCache, LIVES, 40, seed=SEED, machine=Outages, policies=["lru", "s3fifo"])

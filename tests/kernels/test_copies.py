@@ -179,6 +179,7 @@ def test_more_programs_than_a_grid_allows_are_several_launches(
     np.testing.assert_array_equal(blocks_of(pool), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_hundred_thousand_pairs(device: str) -> None:
     pool, _ = Shape("latent", 100_001, 1, 1, 1, 4, torch.int8).pool(device)

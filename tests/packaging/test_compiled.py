@@ -21,6 +21,8 @@ import radixkv
 from tests.packaging.building import ROOT, build, files_of, hasty_compiler
 from tests.waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 CODE = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))

@@ -29,6 +29,8 @@ from tests.packaging.building import ROOT
 from tests.redis_server import RedisServer
 from tests.waiting import LIMIT_S, eventually
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from tests.service.running import Running
 

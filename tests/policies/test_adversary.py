@@ -15,6 +15,8 @@ from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.clock import ManualClock
 from radixkv_policies.auto import FREE_LOSS, MAX_LOSS
 
+pytestmark = pytest.mark.slow
+
 NS = Namespace("a", "m")
 NUM_REQUESTS = 3_000
 PROMPT = 3

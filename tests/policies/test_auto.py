@@ -13,6 +13,8 @@ from radixkv.clock import ManualClock
 from radixkv_policies import Learned, RequestHints
 from radixkv_policies.auto import FREE_LOSS, MAX_LOSS, RELEASE, Auto, _Shadows
 
+pytestmark = pytest.mark.slow
+
 NS = Namespace("a", "m")
 
 

@@ -182,6 +182,7 @@ def test_a_trace_cannot_name_a_policy(folder: Path) -> None:
     assert not (folder / "imported").exists()
 
 
+@pytest.mark.slow
 def test_the_simulator_with_processes(folder: Path) -> None:
     """The command as it is run: spawned workers also import the policy from the working directory."""
     trace = folder / "trace.jsonl"

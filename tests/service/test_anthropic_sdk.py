@@ -11,6 +11,8 @@ import pytest
 
 from tests.service.running import KEYS, requested, served
 
+pytestmark = pytest.mark.slow
+
 anthropic = pytest.importorskip("anthropic")
 
 MODEL = "radixkv-demo"

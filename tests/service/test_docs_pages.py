@@ -113,6 +113,7 @@ def used_types() -> set[tuple[str, int | None]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_has_the_types_of_the_code_with_their_statuses() -> None:
     used = used_types()
     assert len(used) > 25

@@ -171,6 +171,7 @@ def test_a_sick_engine_shows(toy: Running) -> None:
         engine.sick.clear()
 
 
+@pytest.mark.slow
 def test_the_service_needs_no_torch_without_hf() -> None:
     code = (
         "import sys, radixkv.service.build, radixkv.service.core, radixkv.engines;"

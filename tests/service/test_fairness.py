@@ -71,6 +71,7 @@ def test_an_unread_stream_is_suspended_until_it_is_read(roomy: Running) -> None:
         assert "".join(each["text"] for each in pieces if each["index"] == choice["index"]) == choice["text"]
 
 
+@pytest.mark.slow
 def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Running) -> None:
     worker = roomy.service.worker
     streams = [asked(roomy, "globex", {**ENDLESS, "stream": stream}) for stream in (True, True, True, False)]

@@ -386,6 +386,7 @@ def test_a_replica_that_was_cut_off_keeps_its_pins_for_their_time(join: Join, pr
     )
 
 
+@pytest.mark.slow
 def test_another_secret_is_refused_at_the_start(join: Join, tmp_path: Path) -> None:
     join("one")
     (tmp_path / "other").write_text("a secret of some other fleet")

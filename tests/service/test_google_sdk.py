@@ -220,6 +220,7 @@ def test_a_content_that_ends_while_it_is_made_is_no_error(acme: Any) -> None:
         eventually(lambda name=content.name: status(acme.caches.get, name=name) == 404)
 
 
+@pytest.mark.slow
 def test_a_content_ends_with_its_time(acme: Any) -> None:
     content = created(acme, ttl="1.5s")
     eventually(lambda: status(acme.caches.get, name=content.name) == 404)

@@ -200,6 +200,7 @@ def be_busy(acme: httpx.Client) -> None:
         acme.get("/v1/stats", params={"tenant": WORDS})
 
 
+@pytest.mark.slow
 def test_a_busy_service_logs_at_the_level_debug(logs: str) -> None:
     for line in (
         "POST /v1/warm: 200",

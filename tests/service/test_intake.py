@@ -343,6 +343,7 @@ def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pyte
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_process_ends_when_its_service_is_gone() -> None:
     process = ReadingProcess(Specification(None, TOKENIZER.digest, RULES))
     process.start()
@@ -492,11 +493,13 @@ def test_no_body_stops_the_event_loop(attacked: Running, caller: str, path: str,
     raise AssertionError(f"{least_s} s of work between two turns of the loop")
 
 
+@pytest.mark.slow
 def test_settings_of_a_tenant_are_short(attacked: Running) -> None:
     answer = attacked.operator.put("/v1/tenants/new", content=b"{%s}" % names(100_000), headers=JSON)
     assert answer.status_code == 413 and refusal(answer)["allowed"] == "at most 16384 bytes"
 
 
+@pytest.mark.slow
 def test_long_texts_of_one_tenant_keep_no_other_waiting(attacked: Running) -> None:
     """While texts come without end, the service answers another tenant's lookups and clear, and the operator."""
     long = json.dumps({"prompt": "Many words, " * 43_000}).encode()
@@ -526,6 +529,7 @@ def test_long_texts_of_one_tenant_keep_no_other_waiting(attacked: Running) -> No
     assert attacked.operator.delete("/v1/tenants/third").status_code == 204
 
 
+@pytest.mark.slow
 def test_short_bodies_beyond_a_tenants_loop_time_are_read_in_a_process(
     attacked: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

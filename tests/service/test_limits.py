@@ -24,6 +24,8 @@ from tests.service.running import Running, client, model_held, service_in_thread
 from tests.service.test_refusals import refusal
 from tests.waiting import LIMIT_S, ended, eventually
 
+pytestmark = pytest.mark.slow
+
 LOOKUP = {"token_ids": [5] * 16}
 
 

@@ -27,6 +27,8 @@ from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, s
 from tests.tiers.support import failing
 from tests.waiting import LIMIT_S, eventually
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from radixkv.engines.tiers_by_dtype import TiersByDtype
 

@@ -15,6 +15,8 @@ from radixkv.service.key_store import LOOK_EVERY_S
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 PROMPT = {"token_ids": [*range(100, 164)]}
 SETTINGS = {"guaranteed_blocks": 8, "max_pinned_blocks": 8}
 NEVER = "0" * 32

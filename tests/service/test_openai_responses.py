@@ -39,6 +39,7 @@ def acme(url: str) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_response_has_the_fields_of_the_sdk_and_is_the_answer_of_a_chat(acme: Any) -> None:
     asked = {"instructions": RULES, "input": ASKED, "extra_body": {"salt": "same"}}
     reply = acme.responses.create(**asked, **FEW)

@@ -41,6 +41,7 @@ def acme(url: str) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_chat_has_the_fields_of_the_sdk_and_reports_what_was_cached(acme: Any) -> None:
     salt = {"salt": "the fields"}
     cold, warm = (acme.chat.completions.create(messages=CHAT, extra_body=salt, **FEW) for _ in range(2))

@@ -14,6 +14,8 @@ from radixkv.service.error_types import ERROR_TYPES
 from radixkv.service.operations import OPERATIONS, PARAMETERS, TAGS
 from tests.service.running import Running, answered, service_in_thread
 
+pytestmark = pytest.mark.slow
+
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 JSON = "application/json"
 

@@ -17,6 +17,8 @@ from tests.service.running import Running, service_in_thread
 from tests.tokenizer.kinds import train_byte_level
 from tests.waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_running_service_is_healthy_and_ready(live: Running) -> None:
     for path in ("/healthz", "/readyz"):

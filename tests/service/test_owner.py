@@ -190,6 +190,7 @@ def test_an_answer_that_is_ready_is_not_sent_after_a_purge(
         assert status(live.acme.post(path, json=body)) == 409
 
 
+@pytest.mark.slow
 def test_a_pin_outlives_the_key_that_asked_for_it(live: Running) -> None:
     """It is the tenant's: after its key was revoked, it is pinned again if the cache loses it."""
     path, body = REQUESTS["pin"](ids(0))

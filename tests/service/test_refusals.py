@@ -296,6 +296,7 @@ def test_a_prompt_beyond_the_limit_names_the_limit(live: Running, path: str) -> 
     assert error["field"] == "prompt" and str(limit) in error["allowed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_text_beyond_any_tokenizer_is_not_tokenized(live: Running, path: str) -> None:
     answer = live.acme.post(path, json={"prompt": "x" * 1_000_000})

@@ -19,6 +19,8 @@ from tests.service.running import KEYS, Running, client, served, service_in_thre
 from tests.service.test_tiers_served import PROMPT, ask, metric, tier_options
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 OTHER = PROMPT[::-1]
 
 

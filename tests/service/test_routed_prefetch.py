@@ -12,6 +12,8 @@ from radixkv.index.cache import PrefixCache
 from tests.service.running import Running, service_in_thread
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from radixkv.engines.lower_tiers import LowerTiers
     from radixkv.engines.prefetch import Prefetch

@@ -389,6 +389,7 @@ def test_a_router_reports_why_its_store_does_not_answer(secret: Path, tmp_path: 
         assert "the store is unavailable: Redis: ConnectionError" in printed and "hidden" not in printed
 
 
+@pytest.mark.slow
 def test_the_router_needs_no_torch() -> None:
     code = "import radixkv.service.standalone, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LIMIT_S)

@@ -116,6 +116,7 @@ def test_the_configuration_can_change_until_the_drain_is_over() -> None:
         assert asyncio.run(finished(drained(listening))) == [False, True]
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_skips_loaded_objects() -> None:
     """A collection over all modules and the model would stop every request for 0.2 s."""
     code = """

@@ -265,6 +265,7 @@ def random_request(draw: random.Random, salt: str) -> tuple[str, dict[str, Any],
     return path, {**common, **options, name: blocks, most: 1}, messages
 
 
+@pytest.mark.slow
 def test_usage_of_random_requests_adds_up_to_the_prompt(live: Running, salt: str) -> None:
     draw, num_written = random.Random(23), 0
     for _ in range(120):

@@ -9,6 +9,8 @@ import pytest
 from fuzz.stalls import LIMIT_S, Loop, Recipe, least_stall_s, places, watched_service
 from radixkv.service.app import ENDPOINTS
 
+pytestmark = pytest.mark.slow
+
 MAX = 4 * 2**20
 WORST = [
     Recipe("tenant", "POST", "/v1/lookup", ("messages",), "list of empty messages", MAX),  # 6.1 s

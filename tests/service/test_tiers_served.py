@@ -32,6 +32,8 @@ from tests.service.running import ALWAYS, KEYS, Running, client, served, service
 from tests.tiers.support import FaultyFiles, failing
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "".join(f"Rule {number}: answer politely, and name page {7 * number}.\n" for number in range(20))
 
 

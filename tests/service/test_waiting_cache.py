@@ -131,6 +131,7 @@ def test_counts(live: Running, cache: Any) -> None:
         cache.is_gone = False
 
 
+@pytest.mark.slow
 def test_upkeep(live: Running, cache: Any) -> None:
     cache.called.clear()
     eventually(lambda: cache.called.count("stats") > 1, "two steps of upkeep")

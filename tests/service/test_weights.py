@@ -16,6 +16,8 @@ from tests.service.test_refusals import refusal
 from tests.service.test_routing import Join, best, join, ranked, router, secret  # noqa: F401 fixtures
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 IDS = list(range(100, 164))
 """Four blocks."""
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

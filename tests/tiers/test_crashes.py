@@ -31,6 +31,8 @@ from tests.tiers.support import (
     tier_in,
 )
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("RADIXKV_KILLS", "40"))
 CRASHES = int(os.environ.get("RADIXKV_CRASHES", "40"))
 DAMAGING = "write sync rename sync_folder remove"

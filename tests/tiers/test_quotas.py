@@ -117,6 +117,7 @@ def test_a_guarantee_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         tier._table.check()
 
 
+@pytest.mark.slow
 def test_quotas_that_change_at_random_lose_nothing_that_is_guaranteed(tmp_path: Path) -> None:
     """Three tenants store, restart and get other quotas; each keeps at least what it had of its guarantee."""
     names = ("acme", "globex", "initech")

@@ -457,6 +457,7 @@ def test_a_guarantee_is_met_when_nothing_is_in_use() -> None:
         table.check()
 
 
+@pytest.mark.slow
 def test_many_owners_cost_little() -> None:
     """100,000 records of 10,000 owners: an eviction ranks a few of them, not all."""
     table = SlotTable(100_000)

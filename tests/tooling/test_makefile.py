@@ -12,6 +12,8 @@ import pytest
 from requirements import locked
 from tests.waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
 case "$*" in

@@ -6,6 +6,9 @@ import ast
 from pathlib import Path
 
 import grimp
+import pytest
+
+pytestmark = pytest.mark.slow
 
 PACKAGE = Path(__file__).parents[2] / "radixkv"
 

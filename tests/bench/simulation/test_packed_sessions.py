@@ -114,6 +114,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_sessions([written(tmp_path / "short.jsonl", ROW, ROW)])
 
 
+@pytest.mark.slow
 def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file that unpacks to one huge line, to many lines, or to many blocks."""
     line, many = tmp_path / "line.gz", tmp_path / "many.gz"

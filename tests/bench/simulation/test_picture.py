@@ -13,6 +13,8 @@ from radixkv.bench.simulate import run
 from radixkv.bench.simulation.generator import Part, generate, line
 from radixkv.bench.simulation.picture import draw
 
+pytestmark = pytest.mark.slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 COMMITTED = Path(__file__).parents[3] / "docs" / "hit-rate.svg"
 SIZES = [100, 500, 2_000]

@@ -130,6 +130,7 @@ def test_open_sessions_begin_at_their_rate() -> None:
     assert len(found) == pytest.approx(720, rel=0.15)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_load_and_keep_sessions() -> None:
     pool = read_sessions([EXCERPT])
     one, two = (
@@ -150,6 +151,7 @@ def test_replicas_share_the_load_and_keep_sessions() -> None:
     assert hits[1] > 0.8 * hits[0] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_simulation() -> None:
     pool = read_sessions([EXCERPT])
     for policy in ("lru", CLAIRVOYANT):
@@ -161,6 +163,7 @@ def test_the_same_seed_gives_the_same_simulation() -> None:
     assert other.served != runs[0].served
 
 
+@pytest.mark.slow
 def test_cache_first_serves_more_than_fcfs_and_a_clairvoyant_more() -> None:
     result = simulate_serving.run(
         [EXCERPT],

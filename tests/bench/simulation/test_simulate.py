@@ -44,6 +44,7 @@ def result(trace: Path) -> dict[str, Any]:
     return run([trace], capacities=SIZES, jobs=1)
 
 
+@pytest.mark.slow
 def test_a_row_for_each_policy_and_capacity(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
     rows = [(row["policy"], row["capacity"]) for row in result["results"]]

@@ -63,6 +63,7 @@ def test_tiers_of_no_size_have_nothing() -> None:
     assert found.disk_hits.tolist() == [0, 0, 3], "without a host, evicted blocks go to the disk"
 
 
+@pytest.mark.slow
 def test_a_write_budget_takes_what_comes_back() -> None:
     """One prompt in four comes back, after the host has lost it. The budget has a third of all blocks."""
     prompts = []
