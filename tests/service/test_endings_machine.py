@@ -10,6 +10,7 @@ known whose KV a match finds.
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -91,7 +92,7 @@ def status_of(answer: httpx.Response) -> int:
     return answer.status_code
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Asked:
     """One request, and what has ended it."""
 
@@ -110,6 +111,9 @@ class Asked:
     """Whether also what it left is over: a revoked key's requests end, and what they had computed stays."""
     was_waiting: bool = False
     """Whether it surely had no answer when what ended it was said to be complete."""
+
+    def __repr__(self) -> str:
+        return f"{self.kind} at {self.replica} with {self.key_id}, {self.ids[:3]} …"
 
 
 class Fleet:
@@ -136,6 +140,7 @@ class Fleet:
             "host-memory": "4MiB",
             "disk-size": "32MiB",
             "drain-s": "0.1",
+            "policy": "lru",  # the learning ones take 5 MB for each tenant that ever was
         }
         self.proxies: dict[str, TcpProxy] = {}
         self.live: dict[str, Running] = {}
@@ -153,6 +158,7 @@ class Fleet:
     def start(self, name: str) -> None:
         """Start a replica, with what its disk has. Before, stop the one of that name."""
         if name in self.stacks:
+            gc.unfreeze()  # a start has its objects skipped by the collector, for the life of a process
             self.stacks[name].close()
             for other in NAMES:
                 if other != name:  # purges wait for the lease of a replica whose leave nobody saw
@@ -212,6 +218,8 @@ class Life:
         self.keys: dict[str, str] = {}
         self.held: dict[str, ExitStack] = {}
         self.num_prompts = 0
+        self.story: list[str] = []
+        """What happened, for the message of a failure."""
         self.make()
 
     # ---- steps
@@ -235,6 +243,11 @@ class Life:
         finally:
             self.end()
         self.compare()
+
+    def note(self, what: str, key: str = "") -> None:
+        """Tell that something happened, and count it under ``key``."""
+        self.story.append(what)
+        self.seen[key or what] += 1
 
     def operator(self) -> httpx.Client:
         return self.fleet.live[self.random.choice(NAMES)].operator
@@ -280,15 +293,17 @@ class Life:
         eventually(lambda: self.fleet.num_arrived[place] > before, "the key of the request is checked")
         asked.held = self.held.get(name)
         self.asked.append(asked)
-        self.seen[f"asked {kind}"] += 1
+        self.note(f"asked {asked}", f"asked {kind}")
 
     def hold(self) -> None:
         name = self.random.choice(NAMES)
         if name not in self.held:
+            self.story.append(f"the model of {name} is held")
             self.held[name] = ExitStack()
             self.held[name].enter_context(model_held(self.fleet.live[name].service, "globex"))
 
     def let_go(self) -> None:
+        self.story.append("the models go on")
         for stack in [self.held.pop(name) for name in [*self.held]]:
             stack.close()
         for each in self.asked:
@@ -300,7 +315,8 @@ class Life:
         """Let a replica have blocks only in its host's memory and on its disk."""
         cache = self.fleet.live[self.random.choice(NAMES)].service.cache
         assert isinstance(cache, PrefixCache)
-        self.seen["evicted"] += cache.evict(max(map(int, NUM_BLOCKS.values()))) > 0
+        if cache.evict(max(map(int, NUM_BLOCKS.values()))):
+            self.note("evicted")
 
     # ---- what ends requests
 
@@ -314,7 +330,8 @@ class Life:
             each.was_waiting = bool(each.rest) or (
                 each.held is not None and self.held.get(each.replica) is each.held
             )
-            self.seen[f"{what} ended {'waiting ' * each.was_waiting}{each.kind}"] += 1
+            ended_what = f"{what} ended {'waiting ' * each.was_waiting}"
+            self.note(f"{ended_what}{each}", f"{ended_what}{each.kind}")
 
     def purge(self) -> None:
         operator, path = self.operator(), f"/v1/tenants/{self.tenant}/purge"
@@ -391,7 +408,7 @@ class Life:
         operator = self.fleet.live["one"].operator
         answer = answered(lambda: operator.put(f"/v1/tenants/{self.tenant}", json=body))
         assert answer.status_code in (200, 409, 422), answer.text
-        self.seen[f"settings of {blocks} blocks: {answer.status_code}"] += 1
+        self.note(f"settings of {blocks} blocks: {answer.status_code}")
 
     def fit(self) -> None:
         """Let the tenant have no guarantee any more."""
@@ -407,18 +424,18 @@ class Life:
         self.fleet.settle()  # it takes its leave; otherwise purges wait for its lease
         self.fleet.start(name)
         self.fleet.settle()
-        self.seen["a replica restarted"] += 1
+        self.note(f"{name} restarted", "a replica restarted")
 
     def outage(self) -> None:
         """A replica loses Redis for a while, or Redis loses everything."""
         what = self.random.choice(("cut off", "cut off", "lost", "failed over"))
         if what == "lost":
             self.fleet.lose_everything()
-            self.seen["Redis lost everything"] += 1
+            self.note("Redis lost everything")
             return
         if what == "failed over":
             self.fleet.fail_over()
-            self.seen["Redis failed over"] += 1
+            self.note("Redis failed over")
             return
         name = self.random.choice(NAMES)
         proxy, coordinator = self.fleet.proxies[name], self.fleet.live[name].service.fleet.coordinator
@@ -426,7 +443,7 @@ class Life:
         eventually(lambda: coordinator.health().state == "unavailable")
         self.ask()
         proxy.refuse = False
-        self.seen["a replica was cut off"] += 1
+        self.note(f"{name} was cut off", "a replica was cut off")
 
     # ---- the end
 
@@ -448,22 +465,26 @@ class Life:
         for each in self.asked:
             if not each.is_over:
                 continue
-            what = f"{each.kind} at {each.replica}, tenant {self.tenant}"
+            what = "\n".join([*self.story, f"{each}, tenant {self.tenant}"])
             if each.was_waiting and each.answer is not None and each.kind not in ("job", "pin"):
                 assert status_of(each.answer.result()) in ERRORS, (
                     f"{what}: answered {each.answer.result().text}"
                 )
             if each.kind == "message":
                 continue  # its ids are made of text
-            for name in self.where(each) if self.is_gone(each) else ():
-                others = [other for other in self.asked if other.ids is each.ids and not self.is_gone(other)]
-                if any(name in self.where(other) for other in others):
+            for name in NAMES:
+                if not self.is_gone(each, name) or any(
+                    other.ids is each.ids and name in self.where(other) and not self.is_gone(other, name)
+                    for other in self.asked
+                ):
                     continue
                 assert self.matched(name, key, each.ids) == 0, f"{what}: matched at {name}"
 
-    def is_gone(self, each: Asked) -> bool:
-        """Whether nothing that it left may be matched."""
-        return each.is_over and (each.is_forgotten or each.was_waiting)
+    def is_gone(self, each: Asked, name: str) -> bool:
+        """Whether nothing that it left at a replica may be matched."""
+        if name not in self.where(each):
+            return False
+        return each.is_forgotten or (each.was_waiting and name == each.replica)
 
     def where(self, each: Asked) -> tuple[str, ...]:
         """The replicas where nothing of it may be."""

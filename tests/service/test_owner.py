@@ -204,3 +204,19 @@ def test_a_pin_outlives_the_key_that_asked_for_it(live: Running) -> None:
         live.service.cache.clear(namespace)
     eventually(lambda: live.service.cache.pins("acme"), "it is pinned again")
     assert matched(live, 0) == 128
+
+
+def test_a_pin_whose_time_ends_during_a_step_ends_quietly(
+    live: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pins, clock = live.service.fleet_pins, live.service.fleet_pins._clock
+    path, body = REQUESTS["pin"](ids(0))
+    assert status(live.acme.post(path, json=body)) == 201
+
+    def a_slow_store_that_lost_it(tenant: str) -> list[Any]:
+        monkeypatch.setattr(pins, "_clock", lambda: clock() + 3600)
+        return []
+
+    monkeypatch.setattr(live.service.fleet.coordinator, "fleet_pins", a_slow_store_that_lost_it)
+    eventually(lambda: not live.service.cache.pins("acme"), "its time is over")
+    assert "unexpected error" not in caplog.text

@@ -73,7 +73,7 @@ async def warm(call: Call[Service]) -> Response:
     job = await service.warm_jobs.start(order)
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
-    result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
+    result = await until_disconnect(call.request, service.warm_jobs.result(call.owner, job))
     return reply(result.model_copy(update={"seconds": round(service.clock() - call.started_at, 6)}))
 
 

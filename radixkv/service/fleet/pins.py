@@ -306,7 +306,7 @@ class FleetPins:
             try:
                 facts = {pin.id: pin for pin in await self._ask_store(self._coordinator.fleet_pins, tenant)}
                 for mine in list(kept.values()):
-                    if self._is_current(mine):
+                    if self._is_current(mine) and mine.until > self._clock():
                         await self._update(mine, facts.get(mine.fact.id))
             except CoordinationError:
                 continue  # each replica keeps its pins until they expire

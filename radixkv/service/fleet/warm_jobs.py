@@ -134,10 +134,12 @@ class WarmJobs:
             record = self._as_known(job)
         return None if record is None else self._reply(job, record)
 
-    async def result(self, tenant: str, job_id: str) -> FleetWarmReply:
-        """Wait for the end of a job, and return its result. Raises ApiError."""
+    async def result(self, owner: Owner, job_id: str) -> FleetWarmReply:
+        """Wait for the end of a job that an owner began, and return its result. Raises ApiError, StaleGeneration."""
+        tenant = owner.tenant
         began_at, era = self._clock(), self._tenant_sync.era(tenant)
         while True:
+            owner.require()  # if it ended before this call, the store knows no such job any more
             if era != self._tenant_sync.era(tenant):
                 raise cleared()
             reply = await self.reply(tenant, job_id)
