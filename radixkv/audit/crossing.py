@@ -28,15 +28,23 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
+from radixkv.audit.limit import Stopped
 from radixkv.audit.probe_prompts import FORMS, Prompt, Prompts, unknown_at_most
 from radixkv.audit.surfaces import PLAIN, READERS, ROUTED, WRITERS, Extra, Surface, completion
-from radixkv.audit.target import Reply, Target, TargetError
-from radixkv.audit.verdict import Check, Verdict, not_checked
+from radixkv.audit.target import Reply, Target, TargetError, answered
+from radixkv.audit.verdict import Check, Verdict, alone, not_checked
 
 NAME = "cross-tenant probe"
+EVERY_WAY = f"{NAME}, every way"
+TRIAL_SHARE, TRIAL_S = 1 / 8, 5.0
+"""Share of the time that is left, or seconds, which a surface may take to show whether the server has it."""
+WAYS_SHARE = 0.8
+"""Share of the time that is left which the ways may take. The rest is for what confirms their results."""
 USES = 3
 CONFIRMATIONS = 3
 TRIES = 20
+GIVE_UP_AFTER = 5
+"""Ways in a row whose requests failed, after which the server has stopped answering."""
 LONG_WORDS, LONGEST_WORDS = 160, 960
 SHARE_OF_OWN = 4
 """A control succeeds if at least a quarter of A's own prompt is cached. (Half of a batch is a fresh prompt.)"""
@@ -167,13 +175,14 @@ class Crossing:
         a: Target,
         b: Target,
         prompts: Prompts,
-        known: Sequence[Space],
+        spaces_of: Callable[[], Sequence[Space]],
         *,
         light: bool,
         seed: int,
         progress: Callable[[int, int], None],
     ) -> None:
-        self._a, self._b, self._prompts, self._spaces = a, b, prompts, list(known)
+        self._a, self._b, self._prompts, self._spaces_of = a, b, prompts, spaces_of
+        self._spaces: list[Space] = []
         self._light, self._progress, self._random = light, progress, random.Random(seed)
         self.refused: dict[str, str] = {}
         """What the server refuses → its answer."""
@@ -185,18 +194,35 @@ class Crossing:
 
     def run(self) -> list[Check]:
         """Try the ways. Returns one check for each group of spaces, and one for each thing that could not be tried."""
+        self._spaces = list(self._spaces_of())
         absent = self._try_surfaces()
         if not self._readers:
-            return [not_checked(3, f"{NAME}, every way", "the server accepts none of the prompts"), *absent]
+            return [not_checked(3, EVERY_WAY, "the server accepts none of the prompts"), *absent]
         absent += self._try_spaces() + self._try_lengths()
         ways = self._ways()
-        probes = []
-        for done, way in enumerate(ways, 1):
-            probes += self._probed(way)
-            self._progress(done, len(ways))
+        probes, cut = self._try(ways)
         judged = self._confirmed(judge(probes), probes)
         silent = silent_parts(judged)
-        return [*self._groups(judged, silent), *self._silent(silent), *absent, *self._broken()]
+        return [*self._groups(judged, silent), *self._silent(silent), *absent, *self._broken(), *cut]
+
+    def _try(self, ways: Sequence[Way]) -> tuple[list[Probe], list[Check]]:
+        """Return the probes of all ways; if something ended it early, also a check that says so."""
+        probes: list[Probe] = []
+        failed = done = 0
+        why = f"{GIVE_UP_AFTER} ways in a row were aborted"
+        try:
+            with self._a.limit.part(WAYS_SHARE):
+                while done < len(ways) and failed < GIVE_UP_AFTER:
+                    found = self._probed(ways[done])
+                    probes += found
+                    done += 1
+                    failed = 0 if found else failed + 1
+                    self._progress(done, len(ways))
+        except Stopped as stopped:
+            why = str(stopped)
+        if done == len(ways):
+            return probes, []
+        return probes, [not_checked(3, EVERY_WAY, f"{done} of {len(ways)} ways were tried: {why}")]
 
     # what the server accepts
 
@@ -216,10 +242,13 @@ class Crossing:
     def _takes(self, surface: Surface, form: str) -> bool:
         name = f"{surface.name}; {FORMS[form]}"
         try:
-            reply = (surface.trial or surface.ask)(self._a, self._prompts.fresh(form), PLAIN)
+            with self._a.limit.part(TRIAL_SHARE, TRIAL_S):
+                reply = (surface.trial or surface.ask)(self._a, self._prompts.fresh(form), PLAIN)
             if surface.undo is not None:
-                surface.undo(self._a, reply)
-        except TargetError as error:
+                with self._a.cleaning():
+                    surface.undo(self._a, reply)
+        except (TargetError, Stopped) as error:
+            self._a.limit.check()
             self.refused[name] = str(error)
             return False
         if not reply.is_ok:
@@ -376,13 +405,15 @@ class Crossing:
             own = self._read(reader, prompt, space.a)
         finally:
             if way.writer.undo is not None:
-                way.writer.undo(self._b, written[-1])
+                with self._b.cleaning():
+                    way.writer.undo(self._b, written[-1])
         return Probe(way, fresh, theirs, own)
 
     def _read(self, reader: Surface, prompt: Prompt, extra: Extra) -> Reply:
-        reply = reader.ask(self._a, prompt, extra)
+        reply = answered(reader.ask(self._a, prompt, extra))
         if reader.undo is not None:
-            reader.undo(self._a, reply)
+            with self._a.cleaning():
+                reader.undo(self._a, reply)
         return reply
 
     def _own(self, way: Way, prompt: Prompt) -> None:
@@ -399,17 +430,26 @@ class Crossing:
         """Drop leaks of a small part of a prompt that don't recur: two prompts may begin alike by chance."""
         for probe in list(judged.leaking):
             if probe.is_partial:
-                more = [again for _ in range(CONFIRMATIONS) for again in self._probed(probe.way)]
+                try:
+                    more = [again for _ in range(CONFIRMATIONS) for again in self._probed(probe.way)]
+                except Stopped:
+                    more = []
                 if not judge([*probes, *more]).leaks_in(more):
                     judged.leaking.remove(probe)
-                    judged.sound.append(probe)
+                    judged.sound += [probe] if more else []
         return judged
 
     # the report
 
     def _groups(self, judged: Judged, silent: Mapping[tuple[str, str], str]) -> list[Check]:
-        groups = list(dict.fromkeys(space.group for space in self._spaces))
-        return [self._group(group, judged, silent) for group in groups]
+        found: list[Check] = []
+        for group in dict.fromkeys(space.group for space in self._spaces):
+            found += alone(
+                3,
+                f"{NAME}, {group}",
+                lambda _, group=group: self._group(group, judged, silent),  # type: ignore[misc]
+            )
+        return found
 
     def _group(self, group: str, judged: Judged, silent: Mapping[tuple[str, str], str]) -> Check:
         def of(probes: list[Probe]) -> list[Probe]:

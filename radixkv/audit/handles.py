@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from radixkv.audit.probe_prompts import Prompt, Prompts, canary
 from radixkv.audit.surfaces import LOOKUP, READERS, Extra, Surface, ended_job, pin, warm
-from radixkv.audit.target import Reply, Target
-from radixkv.audit.verdict import Check, Verdict, not_checked
+from radixkv.audit.target import Reply, Target, answered, granted
+from radixkv.audit.verdict import Check, Verdict, alone, not_checked
 
 NAMES_NAME = "handles"
 PINS = "handles, pins"
@@ -34,8 +35,12 @@ def names(a: Target, b: Target, prompts: Prompts) -> Check:
         if at % 2:
             b.complete(prompts.text())
     figures = {"names": NUM_NAMES, "shortest": min(map(len, found))}
-    if not all(found) or len(set(found)) < len(found):
-        return Check(8, NAMES_NAME, Verdict.INCONCLUSIVE, "completions have no ids of their own", figures)
+    if len(set(found)) == 1:
+        told = "the same id" if found[0] else "no id"
+        detail = f"all completions have {told}, which can't show anything of another tenant"
+        return Check(8, NAMES_NAME, Verdict.NOT_APPLICABLE, detail, figures)
+    if len(set(found)) < len(found):
+        return Check(8, NAMES_NAME, Verdict.INCONCLUSIVE, "some completions have the same id", figures)
     for part in zip(*(re.findall(r"\d+", name) for name in found), strict=False):
         counted = counts_others([int(each) for each in part])
         if counted:
@@ -70,7 +75,7 @@ def made_up(name: str) -> str:
 
 
 class Handles:
-    """The checks of pins, jobs and clears of both tenants."""
+    """The checks of pins, jobs and clears of both tenants. They add what they find to ``leaks`` as they find it."""
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, form: str) -> None:
         self._a, self._b, self._prompts, self._form = a, b, prompts, form
@@ -78,8 +83,9 @@ class Handles:
     def _same(self, method: str, path: str, theirs: str, **named: Any) -> str | None:
         """None if A gets the same answer for B's handle as for an invented one; otherwise the difference."""
         other = made_up(theirs)
-        told = self._a.send(method, path.format(theirs), **named)
-        unknown = self._a.send(method, path.format(other), **named)
+        told, unknown = (
+            answered(self._a.send(method, path.format(name), **named)) for name in (theirs, other)
+        )
         one, two = (
             (reply.status, reply.text.replace(name, "")) for reply, name in ((told, theirs), (unknown, other))
         )
@@ -89,7 +95,7 @@ class Handles:
 
     # pins
 
-    def pins(self) -> Check:
+    def pins(self, leaks: list[str]) -> Check:
         """B pins a prefix. A must not see, end, renew or change that pin."""
         with self._pinning() as (a_pin, b_pin, b_prompt):
             if not (a_pin.is_ok and b_pin.is_ok):
@@ -97,20 +103,21 @@ class Handles:
                 if len(entries(self._a.send("GET", "/v1/pins"))) > self._a_before + a_pin.is_ok:
                     return Check(8, PINS, Verdict.LEAKS, "A's list has more pins than A's own")
                 return not_checked(8, PINS, f"no prefix could be pinned, {refused.reason}")
-            return self._pins_of(a_pin, b_pin, b_prompt)
+            return self._pins_of(a_pin, b_pin, b_prompt, leaks)
 
-    def _pins_of(self, a_pin: Reply, b_pin: Reply, b_prompt: Prompt) -> Check:
+    def _pins_of(self, a_pin: Reply, b_pin: Reply, b_prompt: Prompt, leaks: list[str]) -> Check:
         listed = self._a.send("GET", "/v1/pins")
         if not listed.is_ok:
             return not_checked(8, PINS, f"pins can't be listed, {listed.reason}")
         if len(entries(listed)) < 1:
             return Check(8, PINS, Verdict.BLIND, "A's own pin isn't in its list")
-        leaks = [] if len(entries(listed)) == self._a_before + 1 else ["A's list has more pins than A's own"]
+        leaks += [] if len(entries(listed)) == self._a_before + 1 else ["A's list has more pins than A's own"]
         name, own = str(b_pin.document.get("id")), str(a_pin.document.get("id"))
         self._a.send("DELETE", f"/v1/pins/{own}")  # ids may be counted per tenant, so B's id may be A's too
         before = self._standing(name)
-        leaks += [told for method, path, body in self._acts() if (told := self._same(
-            method, path, name, **({} if body is None else {"body": body})))]  # fmt: skip
+        for method, path, body in self._acts():
+            told = self._same(method, path, name, **({} if body is None else {"body": body}))
+            leaks += [] if told is None else [told]
         unwarmed = pin(self._a, b_prompt, Extra())
         if unwarmed.is_ok:
             leaks.append("A could pin a prompt that only B had computed")
@@ -149,16 +156,17 @@ class Handles:
         """One pin of each tenant. Both end afterwards."""
         self._a_before = len(entries(self._a.send("GET", "/v1/pins")))
         prompts = self._prompts.fresh(self._form), self._prompts.fresh(self._form)
-        made = []
-        for target, prompt in zip((self._a, self._b), prompts, strict=True):
-            warm(target, prompt, Extra())
-            made.append(pin(target, prompt, Extra()))
+        made: list[Reply] = []
         try:
+            for target, prompt in zip((self._a, self._b), prompts, strict=True):
+                warm(target, prompt, Extra())
+                made.append(pin(target, prompt, Extra()))
             yield made[0], made[1], prompts[1]
         finally:
-            for target, reply in zip((self._a, self._b), made, strict=True):
+            for target, reply in zip((self._a, self._b), made, strict=False):
                 if reply.is_ok:
-                    target.send("DELETE", f"/v1/pins/{reply.document.get('id')}")
+                    with target.cleaning():
+                        target.send("DELETE", f"/v1/pins/{reply.document.get('id')}")
 
     def _unpin(self, reply: Reply) -> None:
         if reply.is_ok:
@@ -166,7 +174,7 @@ class Handles:
 
     def _standing(self, name: str) -> float | None:
         """Return the seconds that B's pin still holds; None if it has ended."""
-        for each in entries(self._b.send("GET", "/v1/pins")):
+        for each in entries(answered(self._b.send("GET", "/v1/pins"))):
             if str(each.get("id")) == name:
                 left = each.get("ttl_s")
                 return float(left) if isinstance(left, int | float) else 0.0
@@ -174,7 +182,7 @@ class Handles:
 
     # jobs
 
-    def jobs(self) -> Check:
+    def jobs(self, leaks: list[str]) -> Check:
         """For A, B's job must behave like a job that doesn't exist."""
         started = [self._job(target) for target in (self._a, self._b)]
         refused = next((each for each in started if each.document.get("job") is None), None)
@@ -190,8 +198,10 @@ class Handles:
             ("DELETE", "/v1/warm/{}"),
             ("POST", "/v1/warm/{}/cancel"),
         ]
-        leaks = [told for method, path in acts if (told := self._same(method, path, theirs))]
-        if not self._b.send("GET", f"/v1/warm/{theirs}").is_ok:
+        for method, path in acts:
+            told = self._same(method, path, theirs)
+            leaks += [] if told is None else [told]
+        if not answered(self._b.send("GET", f"/v1/warm/{theirs}")).is_ok:
             leaks.append("A's requests ended B's job")
         figures = {"leaks": leaks, "length of ids": len(own)}
         if leaks:
@@ -208,9 +218,10 @@ class Handles:
         self, target: Target, prompt: Prompt | None = None, key: str | None = None, *, wait: bool = False
     ) -> Reply:
         body = {**(prompt or self._prompts.fresh(self._form)).of_prefix(), "wait": wait}
-        return target.send("POST", "/v1/warm", body, headers={} if key is None else {"Idempotency-Key": key})
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return answered(target.send("POST", "/v1/warm", body, headers=headers))
 
-    def idempotency(self) -> Check:
+    def idempotency(self, leaks: list[str]) -> Check:
         """An Idempotency-Key that B used must be new for A."""
         key, prompt = canary(), self._prompts.fresh(self._form)
         theirs = self._job(self._b, prompt, key)
@@ -219,7 +230,6 @@ class Handles:
         if name is None or again.document.get("job") != name:
             return not_checked(8, KEYS, "the server ignores an Idempotency-Key")
         ended_job(self._b, theirs)
-        leaks = []
         other = self._job(self._a, None, key)
         if not other.is_ok:
             leaks.append(f"a key that B used is refused to A, {other.status}")
@@ -254,14 +264,15 @@ class Handles:
             ("no salt", {}, {"salt": ""}),
             ("everything", {}, {}),
         ]
-        return [
-            self._cleared(reader, what, fields, params)
-            if fields or a_is_empty
-            else not_checked(
-                7, f"{CLEARS}, {what}", "A had cached prefixes before, and this check would have cleared them"
-            )
-            for what, fields, params in ways
-        ]
+        found: list[Check] = []
+        for what, fields, params in ways:
+            name = f"{CLEARS}, {what}"
+            if fields or a_is_empty:
+                cleared = partial(self._cleared, reader, name, fields, params)
+                found += alone(7, name, lambda _, cleared=cleared: cleared())  # type: ignore[misc]
+            else:
+                found.append(not_checked(7, name, "A had cached prefixes that this check would have cleared"))
+        return found
 
     def _telling(self) -> Surface | None:
         """Return a surface that shows A its own prompt: a completion, or else a lookup."""
@@ -272,8 +283,8 @@ class Handles:
                 return surface
         return None
 
-    def _cleared(self, reader: Surface, what: str, fields: dict[str, str], params: dict[str, str]) -> Check:
-        name, extra = f"{CLEARS}, {what}", Extra(fields)
+    def _cleared(self, reader: Surface, name: str, fields: dict[str, str], params: dict[str, str]) -> Check:
+        extra = Extra(fields)
         prompts = [self._prompts.fresh(self._form) for _ in range(2)]
         for target, prompt in zip((self._a, self._b), prompts, strict=True):
             reply = READERS[0].ask(target, prompt, extra)
@@ -283,13 +294,13 @@ class Handles:
         if not cleared.is_ok:
             return not_checked(7, name, f"A can't clear, {cleared.reason}")
         own, theirs = (
-            reader.found(reader.ask(target, prompt, extra)) or 0
+            reader.found(granted(reader.ask(target, prompt, extra))) or 0
             for target, prompt in zip((self._a, self._b), prompts, strict=True)
         )
         again = []
         for target, prompt in zip((self._a, self._b), prompts, strict=True):
             READERS[0].ask(target, prompt, extra)
-            again.append(reader.found(reader.ask(target, prompt, extra)) or 0)
+            again.append(reader.found(granted(reader.ask(target, prompt, extra))) or 0)
         figures = {"A's before": again[0], "A's after": own, "B's after": theirs, "B's again": again[1]}
         if 2 * theirs < again[1]:
             return Check(7, name, Verdict.LEAKS, "A's clear removed B's prefixes", figures)

@@ -13,8 +13,8 @@ from typing import Any
 
 from radixkv.audit.probe_prompts import Prompts, chance_tokens
 from radixkv.audit.surfaces import PLAIN, READERS, Extra, Surface
-from radixkv.audit.target import Principal, Target, TargetError
-from radixkv.audit.verdict import Check, Verdict, not_checked
+from radixkv.audit.target import Principal, Target, TargetError, answered
+from radixkv.audit.verdict import Check, Verdict, ended_early, not_checked
 
 NAMED = "cross-tenant probe, tenants named by the client"
 ALMOST = "cross-tenant probe, keys that are almost A's"
@@ -29,6 +29,8 @@ HEADERS = (
 )  # fmt: skip
 KEY_HEADERS = ("X-Api-Key", "Api-Key")
 SHORT_KEY = 20
+GIVE_UP_AFTER = 5
+"""Requests without an answer, after which the server has stopped answering."""
 _WANTED = ("a completion", "a stream", "a lookup", "a warm")
 
 
@@ -81,9 +83,11 @@ class Identity:
 
     def __init__(self, a: Target, b: Target, prompts: Prompts, form: str, b_names: list[str]) -> None:
         self._a, self._b, self._prompts, self._form, self._b_names = a, b, prompts, form, b_names
+        self._failed: list[TargetError] = []
+        """Why requests got no answer. To be refused is an answer."""
 
-    def named(self, shared: str) -> Check:
-        """Whether the server uses a tenant that a request names."""
+    def named(self, shared: str, leaks: list[str]) -> Check:
+        """Whether the server uses a tenant that a request names. It adds what it finds to ``leaks``."""
         readers = self._telling()
         if not readers:
             return not_checked(3, NAMED, "A's own prompts aren't reported as cached")
@@ -94,17 +98,19 @@ class Identity:
         ]
         if not readers:
             return not_checked(3, NAMED, "A finds B's prompts without naming a tenant")
-        leaks, tried, refused = [], 0, []
+        tried, refused = 0, []
         for claim in claims(shared, self._b_names):
             if self._a.principal.fields.keys() & claim.a.fields.keys():
                 continue  # it is how this server tells tenants apart
             accepted, leaking = self._claimed(claim, readers)
-            leaks += [f"{claim.name}, by {name}" for name in leaking]
+            leaks += [f"A found B's prompt with {claim.name}, by {name}" for name in leaking]
             tried += accepted
             refused += [] if accepted else [claim.name]
         figures: dict[str, Any] = {"leaks": leaks, "taken": tried, "refused": refused}
         if leaks:
-            return Check(3, NAMED, Verdict.LEAKS, f"A found B's prompt: {'; '.join(leaks[:5])}", figures)
+            return Check(3, NAMED, Verdict.LEAKS, "; ".join(leaks[:5]), figures)
+        if self._failed:
+            return ended_early(3, NAMED, [], self._failed[0])
         detail = f"{len(refused)} ways to name a tenant are refused, and {tried} have no effect"
         return Check(3, NAMED, Verdict.ISOLATED, detail, figures)
 
@@ -129,7 +135,10 @@ class Identity:
                by_extra: Extra = PLAIN) -> int | None:  # fmt: skip
         try:
             return self._ask(surface, reader, extra, by, by_extra)
-        except TargetError:
+        except TargetError as error:
+            self._failed.append(error)
+            if len(self._failed) >= GIVE_UP_AFTER:
+                raise
             return None
 
     def _ask(self, surface: Surface, reader: Target, extra: Extra, by: Target | None = None,
@@ -137,10 +146,10 @@ class Identity:
         """Return what a reader finds of a fresh prompt, after ``by`` wrote it; None if a request was refused."""
         prompt = self._prompts.fresh(self._form)
         if by is not None:
-            written = self._writer(surface).ask(by, prompt, by_extra)
+            written = answered(self._writer(surface).ask(by, prompt, by_extra))
             if not written.is_ok:
                 return None
-        reply = surface.ask(reader, prompt, extra)
+        reply = answered(surface.ask(reader, prompt, extra))
         return (surface.found(reply) or 0) if reply.is_ok else None
 
     @staticmethod
@@ -162,21 +171,29 @@ class Identity:
 
     # keys
 
-    def almost(self) -> Check:
-        """Whether a key or a salt that differs slightly from A's, or none, reads what A wrote."""
+    def almost(self, leaks: list[str]) -> Check:
+        """Whether a key or a salt that differs slightly from A's, or none, reads what A wrote.
+
+        It adds what it finds to ``leaks``.
+        """
+        self._failed.clear()
         readers, own = self._telling(), self._a.principal
         kind, secret = ("key", own.key) if own.salt is None else ("salt", own.salt)
         if not readers or secret is None:
             return not_checked(3, ALMOST, "A's own prompts aren't reported as cached, or A has no key")
-        found = {name: self._as(_with(own, near), readers) for name, near in almost(secret, kind).items()}
-        leaks = [name for name, what in found.items() if what == "reads A's prompts"]
+        found = {}
+        for name, near in almost(secret, kind).items():
+            found[name] = self._as(_with(own, near), readers)
+            leaks += [f"A's prompts are found with {name}"] if found[name] == "reads A's prompts" else []
         if leaks:
-            return Check(3, ALMOST, Verdict.LEAKS, f"A's prompts are found with {', '.join(leaks)}", found)
+            return Check(3, ALMOST, Verdict.LEAKS, "; ".join(leaks), found)
+        if self._failed:
+            return ended_early(3, ALMOST, [], self._failed[0])
         detail = f"{len(found)} {kind}s that are almost A's find nothing"
         return Check(3, ALMOST, Verdict.ISOLATED, detail, found)
 
     def _as(self, principal: Principal, readers: list[tuple[Surface, int]]) -> str:
-        with Target(self._a.url, principal, model=self._a.model) as other:
+        with Target(self._a.url, principal, model=self._a.model, limit=self._a.limit) as other:
             answered = False
             for surface, fresh in readers:
                 own = self._tried(surface, other, Extra(), by=self._a)

@@ -7,6 +7,9 @@ found something. If the control fails, the verdict is *instrument blind*.
 
 Strict mode (parts of 1, 2 and 11) needs a cache with tenants. Without tenants these checks are *not checked*, and
 the verdict of the whole is at best *isolated in what was checked*.
+
+Under a ``Limit`` the machines share the time that is left. One whose time is up has played fewer lives, and says how
+many. If the audit is stopped, the report has what is known so far.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -26,6 +30,7 @@ import numpy as np
 import xxhash
 
 from radixkv.audit import properties, statistics
+from radixkv.audit.limit import Limit, Stopped
 from radixkv.audit.oracle import cache_with_engine, chain
 from radixkv.audit.properties import (
     LAYOUT,
@@ -45,6 +50,9 @@ from radixkv.errors import RadixKVError
 
 A, B = Namespace("a", "m"), Namespace("b", "m")
 BLOCK = 4
+EXAMPLES, STEPS = 200, 50
+"""Lives of a machine, and the most calls in one, of a default run."""
+THOROUGH_EXAMPLES = 2_000
 CONTROL_EXAMPLES = 100
 HAND_OVERS = 1_000
 TRIALS = 200
@@ -59,16 +67,19 @@ def run(
     *,
     target: str = "radixkv:PrefixCache",
     version: str = "0",
-    examples: int = 200,
-    steps: int = 50,
+    examples: int = EXAMPLES,
+    steps: int = STEPS,
     seed: int = 0,
     progress: Progress = lambda phase, done, of: None,
+    limit: Limit | None = None,
 ) -> AuditReport:
     """Audit the caches that ``factory`` makes.
 
-    Each machine and mode plays ``examples`` lives (random sequences of calls) of up to ``steps`` calls.
+    Each machine and mode plays ``examples`` lives (random sequences of calls) of up to ``steps`` calls. ``limit.stop``
+    ends the audit early, from a signal handler too.
     """
-    audit = InProcess(factory, examples, steps, seed, progress)
+    limit = limit or Limit()
+    audit = InProcess(factory, examples, steps, seed, progress, limit=limit)
     rows: list[tuple[int, str, Callable[[], Found]]] = [
         (1, "laws and contents", audit.laws),
         (1, "non-interference, with room", audit.two_runs),
@@ -89,18 +100,57 @@ def run(
     if has_lossy(factory):
         rows.insert(2, (1, "laws and contents, lossy host memory below", audit.lossy_memory))
     checks = []
-    for number, name, check in rows:
-        began = time.perf_counter()
-        verdict, detail, figures = found_by(check)
+    for at, (number, name, check) in enumerate(rows):
+        audit.phase, began = name, time.perf_counter()
+        weights = [1.0 if each in MACHINES else 0.05 for _, each, _ in rows[at:]]
+        with limit.part(weights[0] / sum(weights)):
+            verdict, detail, figures = found_by(check, limit)
         checks.append(Check(number, name, verdict, detail, figures, time.perf_counter() - began))
-    settings = {"examples": examples, "steps": steps, "seed": seed, "policies": list(policy_names())}
-    return AuditReport(target, version, settings, tuple(checks))
+        if name not in MACHINES:  # those tell it themselves
+            progress(name, 1, 1)
+    settings = {
+        "examples": examples,
+        "steps": steps,
+        "seed": seed,
+        "policies": list(policy_names()),
+        "limit_s": limit.seconds,
+    }
+    return AuditReport(target, version, settings, tuple(checks), tried=_tried(checks, examples, steps))
 
 
-def found_by(check: Callable[[], Found]) -> Found:
-    """Run a check. An AssertionError is a leak: another tenant's KV showed. Any other error leaves the check undone."""
+MACHINES = frozenset(
+    {
+        "laws and contents",
+        "laws and contents, host memory below",
+        "laws and contents, lossy host memory below",
+        "non-interference, with room",
+        "non-interference, strict",
+        "non-interference, strict, host memory below",
+    }
+)
+"""The checks that play lives: almost all of the time."""
+
+
+def _tried(checks: Sequence[Check], examples: int, steps: int) -> str:
+    """Say how much was tried, and if it was less than by default."""
+    played = [check.figures for check in checks if check.name in MACHINES]
+    lives, calls = (sum(figures.get(name, 0) for figures in played) for name in ("examples", "steps"))
+    tried = f"{calls} calls in {lives} random lives, at most {steps} in each"
+    if examples >= EXAMPLES and steps >= STEPS:
+        return tried
+    return f"{tried}. That is little: by default check 1 plays {EXAMPLES} lives of up to {STEPS} calls"
+
+
+def found_by(check: Callable[[], Found], limit: Limit | None = None) -> Found:
+    """Run a check. An AssertionError is a leak: another tenant's KV showed. Any other error leaves the check undone.
+
+    If the limit ends it, it is *not checked*.
+    """
     try:
-        return check()
+        with (limit or Limit()).waiting():
+            return check()
+    except Stopped as stopped:
+        return Verdict.NOT_CHECKED, str(stopped), {}
     except AssertionError as error:
         return Verdict.LEAKS, str(error), {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - the cache under audit may raise anything
@@ -123,7 +173,11 @@ class InProcess:
         seed: int,
         progress: Progress,
         shrink: bool = True,
+        limit: Limit | None = None,
     ) -> None:
+        self._limit = limit or Limit()
+        self.phase = ""
+        """The check that runs, for the progress."""
         self._factory, self._examples, self._steps, self._seed = factory, examples, steps, seed
         self._shrink = shrink
         self._progress = progress
@@ -207,11 +261,20 @@ class InProcess:
         mode: str,
         with_storage: tuple[bool, ...] | None = None,
     ) -> Found:
-        done, policies = 0, policy_names()
+        policies = policy_names()
         each = -(-self._examples // len(policies))
+        whole = each * len(policies)
         figures: dict[str, Any] = {"examples": 0, "steps": 0}
         for number, policy in enumerate(policies):
-            report = properties.run(
+            before = figures["examples"]
+
+            def lived(examples: int, before: int = before) -> None:
+                figures["examples"] = max(before + examples, figures["examples"])
+                self._progress(self.phase or machine.__name__, figures["examples"], whole)
+                self._limit.check()
+
+            play = partial(
+                properties.run,
                 self._factory,
                 each,
                 self._steps,
@@ -220,20 +283,35 @@ class InProcess:
                 with_storage=with_storage or self._with_storage,
                 modes=[mode],
                 machine=machine,
-                shrink=self._shrink,
-                progress=lambda examples, before=done: self._progress(  # type: ignore[misc]
-                    f"{machine.__name__}, {mode}", before + examples, each * len(policies)
-                ),
+                progress=lived,
             )
-            done += report.examples
-            figures["examples"] += report.examples
+            try:
+                with self._limit.part(1 / (len(policies) - number)):
+                    report = play(shrink=False)
+            except Stopped as stopped:
+                if self._limit.stopped is not None or figures["examples"] == before:
+                    why = (
+                        f"{stopped}, after {figures['examples']} of {whole} lives, in which nothing was found"
+                    )
+                    return Verdict.NOT_CHECKED, why, figures
+                continue
             figures["steps"] += report.steps
             if not report.ok:
-                failure = report.failure or ""
-                figures["failure"], figures["policy"] = failure, policy
-                return Verdict.LEAKS, failure.splitlines()[0], figures
+                figures["failure"], figures["policy"] = self._shrunk(report, play), policy
+                return Verdict.LEAKS, figures["failure"].splitlines()[0], figures
         lives = f"{figures['examples']} lives, {figures['steps']} steps, policies {', '.join(policies)}"
-        return Verdict.ISOLATED, f"nothing found in {lives}", figures
+        fewer = f"; {whole} were planned, and the time was up" if figures["examples"] < whole else ""
+        return Verdict.ISOLATED, f"nothing found in {lives}{fewer}", figures
+
+    def _shrunk(
+        self, found: properties.PropertyReport, play: Callable[..., properties.PropertyReport]
+    ) -> str:
+        """Return the failure, shrunk if there is time for it."""
+        failure = found.failure or ""
+        if self._shrink:
+            with suppress(Stopped):
+                failure = play(shrink=True).failure or failure
+        return failure
 
     # 2
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from radixkv.audit.probe_prompts import Prompt, Prompts, canary
 from radixkv.audit.surfaces import Extra, lookup
-from radixkv.audit.target import Target, count
+from radixkv.audit.target import Target, count, granted
 from radixkv.audit.verdict import Check, Verdict, not_checked
 
 NAME = "cross-tenant probe, bases"
 MAX_TENANTS = 1_000
 
 
-def bases(a: Target, b: Target, operator: Target | None, prompts: Prompts, form: str) -> Check:
-    """Publish a base for one tenant at a time, look it up as A and as B, then unpublish it and look again."""
+def bases(
+    a: Target, b: Target, operator: Target | None, prompts: Prompts, form: str, leaks: list[str]
+) -> Check:
+    """Publish a base for one tenant at a time, look it up as A and as B, then unpublish it and look again.
+
+    It adds what it finds to ``leaks``.
+    """
     if operator is None:
         return not_checked(
             3, NAME, "only the operator can publish a base, and the option --operator-key was not given"
@@ -29,13 +34,14 @@ def bases(a: Target, b: Target, operator: Target | None, prompts: Prompts, form:
     if not published.is_ok:
         return not_checked(3, NAME, f"no base could be published, {published.reason}")
     try:
-        return _published(a, b, operator, name, prompt)
+        return _published(a, b, operator, name, prompt, leaks)
     finally:
-        operator.send("DELETE", f"/v1/bases/{name}")
+        with operator.cleaning():
+            operator.send("DELETE", f"/v1/bases/{name}")
 
 
-def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt) -> Check:
-    leaks = ["A finds a base without readers"] if _found(a, prompt) else []
+def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt, leaks: list[str]) -> Check:
+    leaks += ["A finds a base without readers"] if _found(a, prompt) else []
     seen = {"A": False, "B": False}
     for tenant in _tenants(operator):
         operator.send("PUT", f"/v1/bases/{name}/readers", {"readers": [tenant]})
@@ -64,7 +70,8 @@ def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt
 
 
 def _found(target: Target, prompt: Prompt) -> int:
-    return count(lookup(target, prompt, Extra()).document.get("matched_tokens")) or 0
+    """Return how many tokens of a prompt a lookup finds. Raises TargetError if there is no answer."""
+    return count(granted(lookup(target, prompt, Extra())).document.get("matched_tokens")) or 0
 
 
 def _tenants(operator: Target) -> list[str]:

@@ -33,8 +33,9 @@ _MEANS = {
     Verdict.LEAKS: "Something of another tenant was observed. The checks below say what it was, and how it was seen.",
     Verdict.INCONCLUSIVE: "Nothing of another tenant was observed, but the evidence is not enough for a verdict.",
     Verdict.BLIND: "A positive control detected nothing, so the other results mean nothing. The run is void.",
+    Verdict.NOT_APPLICABLE: "The server has nothing in which these checks could see another tenant.",
 }
-_CLASSES = {Verdict.BLIND: "blind", Verdict.PARTIAL: "partial", Verdict.NOT_CHECKED: "unchecked"}
+_CLASSES = {Verdict.BLIND: "blind", Verdict.PARTIAL: "partial", Verdict.NOT_APPLICABLE: "unchecked"}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #5b6570; --paper: #fff; --line: #d5dae0; --card: #f6f7f9;
   --green: #00805c; --orange: #b87700; --blue: #0067a5; --red: #c04a00; }
@@ -91,11 +92,13 @@ def page(report: AuditReport) -> str:
         f"<title>radixkv audit: {escape(str(verdict))}</title><style>{_STYLE}</style></head><body><main>",
         f"<header><h1>Isolation audit</h1><p class=soft>{escape(report.target)} · {escape(report.finished_at)} · "
         f"radixkv {escape(report.version)}</p>{_badge(verdict)}<p>{escape(_MEANS[verdict])}</p>"
-        f"{_not_checked(report)}</header>",
-        *_timing(report),
+        f"{_extent(report)}</header>",
         "<h2>Checks</h2><div class=checks>",
-        *(_check(check) for check in report.checks),
-        "</div><h2>Settings, fixed before the run</h2>",
+        *(_check(check) for check in report.evidence),
+        "</div>",
+        *_timing(report),
+        _not_checked(report),
+        "<h2>Settings, fixed before the run</h2>",
         _details("Settings", report.settings),
         "</main></body></html>",
     ]
@@ -108,14 +111,21 @@ def _badge(verdict: Verdict | None) -> str:
     return f'<span class="verdict {_CLASSES.get(verdict, str(verdict))}">{escape(str(verdict))}</span>'
 
 
+def _extent(report: AuditReport) -> str:
+    """Return how much was tried, and how many checks were not done."""
+    missing = len(report.not_checked)
+    left_out = f"Checks that were not done: {missing}. They are listed below the others." if missing else ""
+    return "".join(f"<p>{escape(text)}</p>" for text in (report.tried, left_out) if text)
+
+
 def _not_checked(report: AuditReport) -> str:
-    """Return the checks that were not done, and why."""
+    """Return the checks that were not done, and why: after the evidence, each once."""
     if not report.not_checked:
         return ""
     rows = (
         f"<li>{each.number} {escape(each.name)}: {escape(each.detail)}</li>" for each in report.not_checked
     )
-    return f"<p>Not checked:</p><ul class=left-out>{''.join(rows)}</ul>"
+    return f"<h2>Not checked</h2><ul class=left-out>{''.join(rows)}</ul>"
 
 
 def _check(check: Check) -> str:

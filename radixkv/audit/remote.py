@@ -14,11 +14,13 @@ docs/guides/security.md use what answers contain; 9, 10 and 12 use how long they
 
 Each has a positive control. A check can't be done if the server lacks what it needs, or if a key was not given. The
 report then lists it as *not checked*, and the verdict is at best *isolated in what was checked*.
+
+Each check stands alone: if one fails, the others are still made, and count. Under a ``Limit`` each may use a share of
+the time that is left, by its weight. If the audit is stopped, the report has what is known so far.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,16 +28,17 @@ from functools import partial
 from typing import Any
 
 from radixkv.audit import handles, operators
-from radixkv.audit.crossing import NAME, Crossing, Space, spaces
+from radixkv.audit.crossing import EVERY_WAY, NAME, Crossing, Space, spaces
 from radixkv.audit.handles import Handles
 from radixkv.audit.identity import ALMOST, NAMED, Identity, names_of
+from radixkv.audit.limit import Limit, Stopped
 from radixkv.audit.probe_prompts import Prompt, Prompts, canary, unknown_at_most
 from radixkv.audit.scrapes import NAME as SCRAPED
-from radixkv.audit.scrapes import Listener, Scrapes
+from radixkv.audit.scrapes import QUOTES, Listener, Scrapes
 from radixkv.audit.surfaces import Extra, completion, lookup
 from radixkv.audit.target import COMPLETIONS, Completion, Principal, Target, TargetError, count
 from radixkv.audit.timing import NAMES, TimingAudit, TimingPlan
-from radixkv.audit.verdict import AuditReport, Check, Verdict, not_checked
+from radixkv.audit.verdict import AuditReport, Check, Verdict, alone, not_checked
 from radixkv.errors import ArgumentError
 
 PROBES = 20
@@ -45,8 +48,18 @@ THOROUGH_PROBES = 10
 """With at least this many probes, the audit tries every pair of writer and reader, and longer prompts."""
 LENGTHENINGS = 6
 """Prompt lengths to try, each twice the one before, until A finds its own prompts."""
+WEIGHTS = {
+    NAME: 3, EVERY_WAY: 8, NAMED: 3, ALMOST: 1, operators.NAME: 1, SCRAPED: 3, handles.NAMES_NAME: 1, handles.PINS: 1,
+    handles.JOBS: 1, handles.KEYS: 1, handles.CLEARS: 2,
+}  # fmt: skip
+"""The checks in order → the share of the time that each may use. What one doesn't use is left to those after it."""
+TIMING_WEIGHT = 15
+QUICK_SAMPLES, QUICK_MARGIN = 1_200, 0.05
+"""Timed requests of each kind, and the margin that they suffice for. ``TimingPlan`` has those of a thorough audit."""
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(phase, done, of)``."""
+Row = Callable[[list[str]], Check | list[Check]]
+"""One or several checks. It adds a leak to the list as soon as it finds one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +86,65 @@ def run(
     timing: bool = True,
     options: Options | None = None,
     progress: Progress = lambda phase, done, of: None,
+    limit: Limit | None = None,
 ) -> AuditReport:
     """Audit the server at ``url``. Requests go only there. Raises ArgumentError, ConfigError, TargetError.
 
     ``keys``: of two different tenants, best made for the audit. At the end a tenant's cache is cleared if it was
     empty at the start. Otherwise only what the audit asked with a salt or an adapter is cleared; the rest stays
     until it is evicted.
+
+    TargetError means that no check could be made. If some could, the others are *not checked*. ``limit.stop`` ends the
+    audit early, from a signal handler too.
     """
     if keys[0] == keys[1]:
         raise ArgumentError("keys", "the same twice", "the keys, or the salts, of two tenants")
-    known = options or Options(model)
-    with _targets(url, keys, replace(known, model=model or known.model)) as sides:
-        checks = sides.content(plan, probes, progress)
-        samples: dict[str, list[float]] = {}
-        if timing:
-            timed = TimingAudit(sides.a, sides.b, plan, lambda done: progress("timing", done, plan.steps))
-            checks += timed.run()
-            samples = {arm: getattr(timed.samples, arm) for arm in timed.samples.__slots__}
-        else:
-            checks += [not_checked(number, name, "left out (--no-timing)") for number, name in NAMES.items()]
-    settings = {"probes": probes, "timing": plan.as_dict() if timing else None}
+    known, limit = options or Options(model), limit or Limit()
+    checks: list[Check] = []
+    samples: dict[str, list[float]] = {}
+    try:
+        with _targets(url, keys, replace(known, model=model or known.model), limit) as sides:
+            checks += sides.content(plan, probes, progress, TIMING_WEIGHT if timing else 0)
+            if timing:
+                timed = TimingAudit(sides.a, sides.b, plan, lambda done: progress("timing", done, plan.steps))
+                checks += timed.run()
+                samples = {arm: getattr(timed.samples, arm) for arm in timed.samples.__slots__}
+    except Stopped as stopped:  # before the first check
+        missing = {3: NAME, **(NAMES if timing else {})}
+        checks += [not_checked(number, name, str(stopped)) for number, name in missing.items()]
+    if not timing:
+        checks += [not_checked(number, name, "left out (--no-timing)") for number, name in NAMES.items()]
+    settings = {"probes": probes, "timing": plan.as_dict() if timing else None, "limit_s": limit.seconds}
     checks.sort(
         key=lambda check: check.verdict is not Verdict.NOT_CHECKED
     )  # not-checked ones first, otherwise in order
-    return AuditReport(url, version, settings, tuple(checks), samples)
+    return AuditReport(url, version, settings, tuple(checks), samples, tried=_tried(checks, probes, samples))
+
+
+def _tried(checks: list[Check], probes: int, samples: dict[str, list[float]]) -> str:
+    """Say how much was tried, and if it was less than by default."""
+    crossed = sum(check.figures.get("probes", 0) for check in checks if check.number == 3)
+    timed = min((len(samples[arm]) for arm in ("cross", "miss") if arm in samples), default=0)
+    tried = f"{crossed} prompts of B looked for, {timed} timed pairs"
+    if probes >= PROBES and not 0 < timed < QUICK_SAMPLES:
+        return tried
+    return f"{tried}. That is little: the default is {PROBES} probes and {QUICK_SAMPLES} timed pairs"
 
 
 @contextmanager
-def _targets(url: str, keys: tuple[str | Principal, str | Principal], options: Options) -> Iterator[Sides]:
+def _targets(
+    url: str, keys: tuple[str | Principal, str | Principal], options: Options, limit: Limit
+) -> Iterator[Sides]:
     with ExitStack() as open_targets:
-        a, b = (open_targets.enter_context(Target(url, key, model=options.model)) for key in keys)
+        a, b = (
+            open_targets.enter_context(Target(url, key, model=options.model, limit=limit)) for key in keys
+        )
         key = options.operator_key
-        operator = None if key is None else open_targets.enter_context(Target(url, key))
+        operator = None if key is None else open_targets.enter_context(Target(url, key, limit=limit))
         refused = a.request("POST", "/v1/lookup", json={"prompt": "hello"}).status_code
         if refused in (401, 403):
             raise TargetError(f"{a.url} refuses the key: {refused}")
+        a.endpoint()
         sides = Sides(a, b, operator, options)
         try:
             yield sides
@@ -123,52 +160,68 @@ class Sides:
         self._salt, self._adapter = f"audit-{canary()}", options.adapter or f"audit-{canary()}"
         self._were_empty = [(target, _is_empty(target)) for target in (a, b)]
 
-    def content(self, plan: TimingPlan, probes: int, progress: Progress) -> list[Check]:
-        """Checks 3, 7 and 8. Raises TargetError if the server answers no completions at all."""
+    def content(self, plan: TimingPlan, probes: int, progress: Progress, later: int) -> list[Check]:
+        """Checks 3, 7 and 8. ``later``: the weight of what follows. Raises TargetError if completions fail at once."""
+        for target in (self.a, self.b):
+            target.complete(Prompts(CONTENT_WORDS).text())
         listener = Listener(self.a, self.b)
-        base = _Base(self.a, self.b, Prompts(min(plan.prompt_words, CONTENT_WORDS)), probes, progress)
-        checks = [_timed(base.check)]
+        base = _Base(
+            self.a, self.b, Prompts(min(plan.prompt_words, CONTENT_WORDS)), probes, partial(progress, NAME)
+        )
+        left = sum(WEIGHTS.values()) + later
+        with self.a.limit.part(WEIGHTS[NAME] / left):
+            checks = alone(3, NAME, base.check)
+        left -= WEIGHTS[NAME]
+        for number, name, check in self._rows(base, plan, probes, progress):
+            if self.a.limit.stopped is None:
+                progress(name, 0, 1)
+            with self.a.limit.part(WEIGHTS[name] / left):
+                checks += _each(number, name, check)
+            left -= WEIGHTS[name]
+        checks += alone(7, QUOTES, lambda _: listener.check())
+        self.a.on_exchange = self.b.on_exchange = None
+        return checks
+
+    def _rows(
+        self, base: _Base, plan: TimingPlan, probes: int, progress: Progress
+    ) -> list[tuple[int, str, Row]]:
+        """Return the checks after the first, in order."""
         prompts, form = base.prompts, self._form(base)
+        b_names = names_of(self.b.principal.key, self._options.tenant_names[1])
         crossing = Crossing(
             self.a,
             self.b,
             prompts,
-            self._spaces(),
+            self._spaces,
             light=probes < THOROUGH_PROBES,
             seed=plan.seed,
-            progress=lambda done, of: progress("ways", done, of),
+            progress=partial(progress, f"{EVERY_WAY}, tried"),
         )
-        checks += _each(3, f"{NAME}, every way", crossing.run)
-        b_names = names_of(self.b.principal.key, self._options.tenant_names[1])
         identity = Identity(self.a, self.b, prompts, form, b_names)
         handled = Handles(self.a, self.b, prompts, form)
-        rows: list[tuple[int, str, Callable[[], Check | list[Check]]]] = [
-            (3, NAMED, lambda: identity.named(canary())),
+        every_way: tuple[int, str, Row] = (3, EVERY_WAY, lambda _: crossing.run())
+        others: list[tuple[int, str, Row]] = [
+            (3, NAMED, lambda leaks: identity.named(canary(), leaks)),
             (3, ALMOST, identity.almost),
-            (3, operators.NAME, lambda: operators.bases(self.a, self.b, self._operator, prompts, form)),
-            (7, SCRAPED, Scrapes(self.a, self.b, prompts, form, b_names).check),
-            (8, handles.NAMES_NAME, lambda: handles.names(self.a, self.b, prompts)),
+            (3, operators.NAME, partial(operators.bases, self.a, self.b, self._operator, prompts, form)),
+            (7, SCRAPED, lambda _: Scrapes(self.a, self.b, prompts, form, b_names).check()),
+            (8, handles.NAMES_NAME, lambda _: handles.names(self.a, self.b, prompts)),
             (8, handles.PINS, handled.pins),
             (8, handles.JOBS, handled.jobs),
             (8, handles.KEYS, handled.idempotency),
-            (7, handles.CLEARS, lambda: handled.clears(self._were_empty[0][1])),
+            (7, handles.CLEARS, lambda _: handled.clears(self._were_empty[0][1])),
         ]
         if base.is_blind and form != "ids":
             why = "prompts that were never sent are mostly cached already"
-            rows = [(number, name, partial(not_checked, number, name, why)) for number, name, _ in rows]
-        for done, (number, name, check) in enumerate(rows, 1):
-            checks += _each(number, name, check)
-            progress("content checks", done, len(rows))
-        checks.append(listener.check())
-        self.a.on_exchange = self.b.on_exchange = None
-        return checks
+            others = [(number, name, _left_out(number, name, why)) for number, name, _ in others]
+        return [every_way, *others]
 
     def _form(self, base: _Base) -> str:
         """Return the form of prompts for the other checks: ids, if all texts look the same to the server."""
         if self.a.endpoint() != COMPLETIONS:
             return "messages"
         if base.is_blind:
-            with suppress(TargetError):
+            with suppress(TargetError, Stopped):
                 found = [completion(self.a, base.prompts.fresh("ids"), Extra()) for _ in range(3)]
                 if all(each.is_ok and 2 * (each.cached_tokens or 0) < each.prompt_tokens for each in found):
                     return "ids"
@@ -184,7 +237,7 @@ class Sides:
 
     def clean(self) -> None:
         """Clear what the audit asked: everything of a tenant that was empty, otherwise the audit's salt and adapter."""
-        with suppress(TargetError):
+        with self.a.cleaning():
             for target, was_empty in self._were_empty:
                 for params in ({"salt": self._salt}, {"adapter": self._adapter}):
                     target.send("DELETE", "/v1/cache", params=params)
@@ -210,39 +263,36 @@ def _other_model(target: Target) -> str | None:
     return None
 
 
-def _timed(check: Callable[[], Check]) -> Check:
-    began = time.perf_counter()
-    return replace(check(), seconds=time.perf_counter() - began)
+def _left_out(number: int, name: str, why: str) -> Row:
+    return lambda _: not_checked(number, name, why)
 
 
-def _each(number: int, name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """Run the checks, and add the time that they took. If a request fails, they are *not checked*."""
-    began = time.perf_counter()
-    try:
-        found = check()
-    except TargetError as error:
-        found = not_checked(number, name, f"aborted: {error}")
-    checks = found if isinstance(found, list) else [found]
-    seconds = (time.perf_counter() - began) / max(len(checks), 1)
-    return [replace(each, seconds=seconds) for each in checks]
+def _each(number: int, name: str, check: Row) -> list[Check]:
+    """Make the check, or the checks, of one row."""
+    return alone(number, name, check)
 
 
 class _Base:
     """Check 3 in its simplest form: completions of texts without a salt. It also finds a sufficient prompt length."""
 
-    def __init__(self, a: Target, b: Target, prompts: Prompts, probes: int, progress: Progress) -> None:
+    def __init__(
+        self, a: Target, b: Target, prompts: Prompts, probes: int, progress: Callable[[int, int], None]
+    ) -> None:
         self._a, self._b, self.prompts, self._probes, self._progress = a, b, prompts, probes, progress
         self.is_blind = False
         """Prompts that were never sent are mostly cached: the server can't tell texts apart."""
 
-    def check(self) -> Check:
-        """B computes P, then A asks for P twice. If the second time doesn't find P, the probe was blind."""
+    def check(self, leaks: list[str]) -> Check:
+        """B computes P, then A asks for P twice. If the second time doesn't find P, the probe was blind.
+
+        If something ends it, the probes until then count.
+        """
         first = self._a.complete(self.prompts.text())
         if first.cached_tokens is None:
             reason = "the server doesn't report the number of cached tokens; only timing can detect leaks"
             return Check(3, NAME, Verdict.INCONCLUSIVE, reason)
         blind = self._lengthen()
-        found = self._probed()
+        found = self._judged(self._probed(leaks))
         if found.verdict is Verdict.LEAKS or blind is None:
             return found
         return replace(found, verdict=Verdict.BLIND, detail=blind)
@@ -278,16 +328,25 @@ class _Base:
             return f"A didn't find its own prompt of {words} words again"
         return None
 
-    def _probed(self) -> Check:
+    def _probed(self, leaks: list[str]) -> list[tuple[Completion, int, Completion, Completion]]:
+        """Return what A found of each prompt: of a fresh one; of B's, by a lookup and by a completion; of its own."""
         self._a.complete(self.prompts.text())
-        probes = []
+        probes: list[tuple[Completion, int, Completion, Completion]] = []
         for done in range(1, self._probes + 1):
-            fresh = self._a.complete(self.prompts.text())
-            prompt = self.prompts.text()
-            self._b.complete(prompt)
-            found = _looked_up(self._a, prompt)
-            probes.append((fresh, found, self._a.complete(prompt), self._a.complete(prompt)))
-            self._progress("content probes", done, self._probes)
+            try:
+                fresh = self._a.complete(self.prompts.text())
+                prompt = self.prompts.text()
+                self._b.complete(prompt)
+                found = _looked_up(self._a, prompt)
+                probes.append((fresh, found, self._a.complete(prompt), self._a.complete(prompt)))
+            except (TargetError, Stopped):
+                judged = self._judged(probes) if probes else None
+                leaks += [judged.detail] if judged is not None and judged.verdict is Verdict.LEAKS else []
+                raise
+            self._progress(done, self._probes)
+        return probes
+
+    def _judged(self, probes: list[tuple[Completion, int, Completion, Completion]]) -> Check:
         bound = unknown_at_most(
             [_cached(each[0]) for each in probes], min(each[0].prompt_tokens for each in probes)
         )
@@ -298,7 +357,7 @@ class _Base:
         known = sum(_mostly_cached(fresh) for fresh, *_ in probes)
         most = max(max(_cached(seen), found) for _, found, seen, _ in probes)
         figures: dict[str, Any] = {
-            "probes": self._probes,
+            "probes": len(probes),
             "leaks": leaks,
             "blind": blind,
             "most_tokens_leaked": max(most - bound, 0),
@@ -307,15 +366,15 @@ class _Base:
         }
         if leaks:
             return Check(
-                3, NAME, Verdict.LEAKS, f"{leaks} of {self._probes} prompts of B were cached for A", figures
+                3, NAME, Verdict.LEAKS, f"{leaks} of {len(probes)} prompts of B were cached for A", figures
             )
         if known:
-            why = f"{known} of {self._probes} prompts that were never sent were mostly cached already"
+            why = f"{known} of {len(probes)} prompts that were never sent were mostly cached already"
             return Check(3, NAME, Verdict.BLIND, why, figures)
         if blind:
             why = f"A didn't find its own prompt again in {blind} probes"
             return Check(3, NAME, Verdict.BLIND, why, figures)
-        detail = f"none of {self._probes} prompts of B was cached for A; its own prompts were"
+        detail = f"none of {len(probes)} prompts of B was cached for A; its own prompts were"
         return Check(3, NAME, Verdict.ISOLATED, detail, figures)
 
 

@@ -23,9 +23,10 @@ from typing import Any
 import httpx
 
 from radixkv.audit.identity import headers_of
+from radixkv.audit.limit import Stopped
 from radixkv.audit.probe_prompts import CANARY, Prompts, canary
 from radixkv.audit.surfaces import WRITERS, Extra
-from radixkv.audit.target import COMPLETIONS, Reply, Target, TargetError
+from radixkv.audit.target import COMPLETIONS, Reply, Target, TargetError, answered
 from radixkv.audit.verdict import Check, Verdict, not_checked
 
 NAME, QUOTES = "errors and metrics", "replies that quote another tenant"
@@ -125,6 +126,12 @@ def _ids(answer: httpx.Response) -> set[str]:
     return {each for each in found if isinstance(each, str) and SHORTEST_ID <= len(each) <= LONGEST_ID}
 
 
+ANSWER_SHARE, ANSWER_S = 1 / 8, 5.0
+"""Share of the time that is left, or seconds, which one answer may take."""
+ABORTED = 0
+"""The status of a request without an answer."""
+
+
 class Scrapes:
     """Compares what A reads with and without B's actions. ``b_names``: possible names of B."""
 
@@ -134,15 +141,29 @@ class Scrapes:
         """A's own prompt, sent in each scrape."""
         self._was_read = False
         self._undo: list[Callable[[], None]] = []
+        self._failed: TargetError | Stopped | None = None
+        """Why the last request without an answer has none."""
 
     def check(self) -> Check:
-        """Compare what A reads after B acted with what it read before. Differences are checked a second time."""
+        """Compare what A reads after B acted with what it read before. Differences are checked a second time.
+
+        Raises TargetError if the server stops answering: then nothing can be compared.
+        """
         first = self._scrape()
-        found = self._round(first)
-        if found.changed:
-            again = {_answer_of(each) for each in self._round(first).changed}
-            found.changed = [each for each in found.changed if _answer_of(each) in again]
+        try:
+            found = self._round(first)
+            if found.changed:
+                again = {_answer_of(each) for each in self._round(first).changed}
+                found.changed = [each for each in found.changed if _answer_of(each) in again]
+        finally:
+            self._undo_all()
         return found.check()
+
+    def _undo_all(self) -> None:
+        with self._a.cleaning():
+            while self._undo:
+                self._undo.pop()()
+        self._undo.clear()
 
     def _round(self, first: dict[str, Answer]) -> Round:
         quiet = [self._scrape(first) for _ in range(SCRAPES + 1)]
@@ -154,11 +175,20 @@ class Scrapes:
         changed += [f"GET {path} #: shown to a tenant" for path in OPERATORS if _shows(after, path)]
         self._act(self._a)
         control = self._scrape(first)
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._undo_all()
+        self._require_answers([*quiet, after, *([beside] if beside else []), control])
         seen = differences(quiet, control)[0] + differences([first, first], quiet[-1])[0]
         return Round(list(dict.fromkeys(changed)), masked, seen, sorted(after))
+
+    def _require_answers(self, scrapes: list[dict[str, Answer]]) -> None:
+        """Raise TargetError if a request has an answer in one scrape and none in another, or if none has an answer."""
+        statuses = {name: {scrape[name][0] == ABORTED for scrape in scrapes} for name in scrapes[0]}
+        came_and_went = [name for name, aborted in statuses.items() if len(aborted) > 1]
+        if self._failed is not None and (
+            came_and_went or all(aborted == {True} for aborted in statuses.values())
+        ):
+            what = came_and_went[0].partition(" #")[0] if came_and_went else "requests"
+            raise TargetError(f"the server doesn't always answer {what}: {self._failed}")
 
     def _act(self, target: Target) -> None:
         """Use everything that makes a server work or count, with fresh prompts and names, and with A's own prompt."""
@@ -236,9 +266,15 @@ class Scrapes:
 
     def _answer(self, method: str, path: str, named: dict[str, Any]) -> Answer:
         try:
-            reply = self._a.send(method, path, **named) if "json" not in named else self._posted(path, named)
-        except TargetError as error:
-            return 0, {}, f"aborted: {type(error).__name__}"
+            with self._a.limit.part(ANSWER_SHARE, ANSWER_S):
+                reply = (
+                    self._a.send(method, path, **named) if "json" not in named else self._posted(path, named)
+                )
+            answered(reply)
+        except (TargetError, Stopped) as error:
+            self._a.limit.check()
+            self._failed = error
+            return ABORTED, {}, "aborted"
         headers = {
             name: text for name, text in reply.headers.items() if name.lower() not in _VOLATILE_HEADERS
         }

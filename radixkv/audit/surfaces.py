@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixkv.audit.probe_prompts import Prompt, Prompts
-from radixkv.audit.target import CHAT, COMPLETIONS, Reply, Target, count
+from radixkv.audit.target import CHAT, COMPLETIONS, Reply, Target, answered, count
 
 JOB_POLLS = 500
 PIN_TTL_S = 60
@@ -105,10 +105,10 @@ def _job(target: Target, prompt: Prompt, extra: Extra) -> Reply:
 
 
 def ended_job(target: Target, accepted: Reply) -> Reply:
-    """Poll a job until it has ended, and return the last reply."""
+    """Poll a job until it has ended, and return the last reply. Raises TargetError if the server is busy."""
     name = accepted.document.get("job")
     for _ in range(JOB_POLLS):
-        reply = target.send("GET", f"/v1/warm/{name}")
+        reply = answered(target.send("GET", f"/v1/warm/{name}"))
         if not reply.is_ok or reply.document.get("state") not in ("queued", "running"):
             return reply
         target.pause(0.02)

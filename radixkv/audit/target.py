@@ -3,7 +3,7 @@
 Requests go only to the base URL that the user named: redirects aren't followed, and proxies of the environment
 aren't used. The client measures the time to the first token: from before the request is written to the first event
 with text. If the server is busy (429, 503), the client waits for ``Retry-After``, at most 10 s, and asks again. The
-clock then restarts. These retries are counted and reported.
+clock then restarts. These retries are counted and reported. Every request asks the audit's ``Limit`` first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar
@@ -24,10 +24,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from radixkv.audit.limit import Limit
 from radixkv.errors import ConfigError, RadixKVError
 
 BUSY_RETRIES = 30
 MAX_WAIT_S = 10.0
+ANSWER_S = 120.0
+"""How long the audit waits for an answer. It doesn't wait beyond its own limit."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PATHS = (COMPLETIONS, CHAT)
 _CACHED_NAMES = ("cached_tokens", "num_cached_tokens", "prompt_cache_hit_tokens", "cache_read_input_tokens")
@@ -132,16 +135,20 @@ _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 class Target:
     """One tenant's view of a server. ``model`` None: the first model of ``/v1/models``, or none if it lists none.
 
-    ``with`` closes it. Raises ConfigError for an invalid URL. Its methods raise TargetError.
+    ``with`` closes it. Raises ConfigError for an invalid URL. Its methods raise TargetError, and Stopped where
+    ``limit`` ends.
     """
 
-    def __init__(self, url: str, principal: Principal | str, *, model: str | None = None) -> None:
+    def __init__(
+        self, url: str, principal: Principal | str, *, model: str | None = None, limit: Limit | None = None
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--url", url, "a base URL such as http://127.0.0.1:8400")
         self.url, self.num_retries = url.rstrip("/").removesuffix("/v1"), 0
+        self.limit = limit or Limit()
         self.principal = Principal(principal) if isinstance(principal, str) else principal
-        timeout = httpx.Timeout(120.0, connect=5.0)
+        timeout = httpx.Timeout(ANSWER_S, connect=5.0)
         headers = self.principal.headers
         verify = parts.scheme == "https" or _NO_TLS
         self._http = httpx.Client(
@@ -162,10 +169,8 @@ class Target:
 
     def request(self, method: str, path: str, **named: Any) -> httpx.Response:
         """Send any request and return the answer, whatever its status. Raises TargetError if there is no answer."""
-        try:
+        with self._answering():
             answer = self._http.request(method, path, **named)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
         if self.on_exchange is not None:
             self.on_exchange(answer)
         return answer
@@ -179,7 +184,7 @@ class Target:
             if answer.status_code not in (429, 503) or "Retry-After" not in answer.headers:
                 return Reply(answer.status_code, answer.headers, answer.text)
             self._wait(answer)
-        raise TargetError(f"{self.url} stayed busy")
+        raise self._busy(answer.status_code)
 
     def complete(self, prompt: str) -> Completion:
         """Compute a prompt and one more token. Raises TargetError."""
@@ -191,38 +196,58 @@ class Target:
     @contextmanager
     def open_stream(self, body: Mapping[str, Any]) -> Iterator[None]:
         """A streamed completion that has begun; it is read when the ``with`` ends. Raises TargetError."""
-        try:
-            with self._http.stream("POST", self.endpoint(), json=dict(body)) as answer:
-                yield
-                answer.read()
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+        with self._answering(), self._http.stream("POST", self.endpoint(), json=dict(body)) as answer:
+            yield
+            answer.read()
+
+    @contextmanager
+    def cleaning(self) -> Iterator[None]:
+        """Within it, what a check made is removed, also after its end. A request that fails ends the ``with``."""
+        with suppress(TargetError), self.limit.cleaning():
+            yield
 
     def pause(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
+        """Wait. Raises Stopped."""
+        with self.limit.waiting():
+            time.sleep(max(min(seconds, self.limit.left_s), 0.0))
 
     def first_token_s(self, prompt: str) -> float:
         """Return the seconds until the first token of a streamed completion. Raises TargetError."""
         path, body = self.endpoint(), self.body(prompt, stream=True)
         for _ in range(BUSY_RETRIES):
-            try:
+            with self._answering():
                 began = time.perf_counter()
                 with self._http.stream("POST", path, json=body) as answer:
                     if answer.status_code == 200:
                         return self._until_text(answer, began)
                     answer.read()
-            except httpx.HTTPError as error:
-                raise self._unreachable(error) from None
             self._wait(answer)
-        raise TargetError(f"{self.url} stayed busy")
+        raise self._busy(answer.status_code)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Within it, a request is sent and answered. Raises TargetError if it isn't, and Stopped."""
+        try:
+            with self.limit.waiting():
+                self._http.timeout = httpx.Timeout(min(ANSWER_S, self.limit.left_s), connect=5.0)
+                yield
+        except httpx.HTTPError as error:
+            self.limit.check()
+            raise TargetError(f"{self.url} can't be reached: {error or type(error).__name__}") from None
+
+    def _busy(self, status: int) -> TargetError:
+        return TargetError(f"{self.url} stayed busy: it answered {status} {BUSY_RETRIES} times")
 
     def _until_text(self, answer: httpx.Response, began: float) -> float:
         found = None
         for line in answer.iter_lines():
+            self.limit.check()
             if found is None and line.startswith("data:") and _has_choice(line[5:]):
                 found = time.perf_counter() - began
         if found is None:
+            kind = answer.headers.get("content-type", "an answer without a type")
+            if not kind.startswith("text/event-stream"):
+                raise TargetError(f"{self.url} doesn't stream: asked for a stream, it sent {kind}")
             raise TargetError(f"{self.url} ended a stream without a token")
         return found
 
@@ -233,13 +258,13 @@ class Target:
             if answer.status_code == 200:
                 return answer
             self._wait(answer)
-        raise TargetError(f"{self.url} stayed busy")
+        raise self._busy(answer.status_code)
 
     def _wait(self, answer: httpx.Response) -> None:
         if answer.status_code not in (429, 503):
             raise TargetError(f"{self.url} answered {answer.status_code}: {_shortened(answer.text)}")
         self.num_retries += 1
-        time.sleep(_seconds(answer.headers.get("Retry-After")))
+        self.pause(_seconds(answer.headers.get("Retry-After")))
 
     def body(self, prompt: str, *, stream: bool = False) -> dict[str, Any]:
         """Return the body of a completion of one token."""
@@ -286,8 +311,23 @@ class Target:
             raise TargetError(f"{self.url} answered, but not with a JSON object")
         return document
 
-    def _unreachable(self, error: Exception) -> TargetError:
-        return TargetError(f"{self.url} can't be reached: {error or type(error).__name__}")
+
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server that is busy, or that a proxy doesn't reach: they say nothing about the request."""
+
+
+def answered(reply: Reply) -> Reply:
+    """Return a reply of a server that isn't busy. Raises TargetError."""
+    if reply.status in BUSY:
+        raise TargetError(f"the server answered {reply.reason}")
+    return reply
+
+
+def granted(reply: Reply) -> Reply:
+    """Return a reply with a status of 2xx. Raises TargetError."""
+    if not reply.is_ok:
+        raise TargetError(f"the server answered {reply.reason}")
+    return reply
 
 
 def _has_choice(data: str) -> bool:

@@ -4,9 +4,12 @@
     arms      *cross*: B computes P, then A probes P. *miss*: B computes Q, as long as P, then A probes P. Only the
               content differs. Pairs of one each, in random order within the pair; no sample is dropped.
 
-Everything is fixed before the first request (``TimingPlan``), including the rule for stopping early. After each
+Everything is fixed before the first request (``TimingPlan``), including the rules for stopping early. After each
 eighth of the samples, the interval at 99.99 % is computed. If all of it lies outside the margin, the run ends with
-*leaks*. There is no early *isolated*: that needs all samples.
+*leaks*. There is no early *isolated*: that needs all samples. The control ends as soon as it has detected its hits.
+
+If the audit has a time limit, the control shows how many samples fit in the time that is left. Their number is fixed
+then, before the first of them is taken. If so few can't decide, the check is *not checked*.
 
 Each sample has its own prompt of random words, so a cache can know it only from the audit itself.
 """
@@ -14,17 +17,22 @@ Each sample has its own prompt of random words, so a cache can know it only from
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from radixkv.audit import statistics
+from radixkv.audit.limit import Stopped
 from radixkv.audit.probe_prompts import Prompts
 from radixkv.audit.target import Target
-from radixkv.audit.verdict import Check, Verdict, not_checked
+from radixkv.audit.verdict import Check, Verdict, alone, ended_early, not_checked
 from radixkv.errors import ArgumentError
 
 LOOKS = 8
+CONTROL_LOOKS = (50, 100)
+"""Sizes of each arm of the control after which it ends, if it has detected its hits."""
+MIN_SAMPLES = 20
+SPARE = 0.9
+"""Share of the time that is left which samples may be planned for."""
 NAMES = {
     9: "timing control: own hits against own misses",
     10: "timing: cross-tenant against miss",
@@ -49,7 +57,11 @@ class TimingPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("samples", 20), ("control", 20), ("prompt_words", 1)):
+        for name, low in (
+            ("samples", MIN_SAMPLES),
+            ("control", MIN_SAMPLES),
+            ("prompt_words", 1),
+        ):
             if getattr(self, name) < low:
                 raise ArgumentError(name, getattr(self, name), f"an integer ≥ {low}")
         if not 0 < self.margin < 0.5:
@@ -65,6 +77,7 @@ class TimingPlan:
         return asdict(self) | {
             "confidence": statistics.CONFIDENCE,
             "looks": LOOKS,
+            "control_looks": list(CONTROL_LOOKS),
             "stop_confidence": STOP_CONFIDENCE,
             "stopping_rule": "leaks only, if the whole interval at stop_confidence is outside the margin at a look",
         }
@@ -88,11 +101,18 @@ class TimingAudit:
         self._random = random.Random(plan.seed)
         self._prompts = Prompts(plan.prompt_words)
         self._done = 0
+        self._misses_s = 0.0
+        """Seconds that the own misses of the control took."""
         self.samples = Samples()
 
     def run(self) -> list[Check]:
-        """Checks 9, 10 and 12. Raises TargetError."""
-        control = self._timed(self._control)
+        """Checks 9, 10 and 12. One that fails or is stopped is *not checked*."""
+        (control,) = alone(9, NAMES[9], lambda _: self._control())
+        if control.verdict is Verdict.NOT_CHECKED:
+            return [
+                control,
+                *(not_checked(number, NAMES[number], "check 9 was not done") for number in (10, 12)),
+            ]
         if control.verdict is Verdict.BLIND:
             reason = "void: the instrument is blind"
             return [
@@ -100,29 +120,20 @@ class TimingAudit:
                 Check(10, NAMES[10], Verdict.BLIND, reason),
                 not_checked(12, NAMES[12], reason),
             ]
-        arms = self._timed(self._arms)
-        return [control, arms, self._timed(self._bits)]
-
-    def _timed(self, check: Callable[[], Check]) -> Check:
-        began = time.perf_counter()
-        done = check()
-        return Check(
-            done.number, done.name, done.verdict, done.detail, done.figures, time.perf_counter() - began
-        )
+        arms = alone(10, NAMES[10], lambda _: self._arms())
+        return [control, *arms, *alone(12, NAMES[12], lambda _: self._bits())]
 
     def _control(self) -> Check:
         for _ in range(WARM_UP):
             self._own_hit(), self._own_miss()
-        schedule = [True, False] * self.plan.control
-        self._random.shuffle(schedule)
-        for is_hit in schedule:
-            if is_hit:
-                self.samples.hit.append(self._own_hit())
-            else:
-                self.samples.own_miss.append(self._own_miss())
-            self._tick()
-        p = statistics.control_p(self.samples.hit, self.samples.own_miss)
-        sees = p < self.plan.control_p
+        looks = [size for size in CONTROL_LOOKS if size < self.plan.control]
+        for size in [*looks, self.plan.control]:
+            self._take_control(size - len(self.samples.hit))
+            p = statistics.control_p(self.samples.hit, self.samples.own_miss)
+            sees = p < self.plan.control_p
+            if sees:
+                break
+        self._done = 2 * self.plan.control
         detail = (
             f"own hits are faster than own misses, p = {p:.2g} < {self.plan.control_p:g}"
             if sees
@@ -133,16 +144,63 @@ class TimingAudit:
         verdict = None if sees else Verdict.BLIND
         return Check(9, NAMES[9], verdict, detail, figures)
 
+    def _take_control(self, size: int) -> None:
+        schedule = [True, False] * size
+        self._random.shuffle(schedule)
+        for is_hit in schedule:
+            if is_hit:
+                self.samples.hit.append(self._own_hit())
+            else:
+                began = self._a.limit.clock()
+                self.samples.own_miss.append(self._own_miss())
+                self._misses_s += self._a.limit.clock() - began
+            self._tick()
+
+    def _fitting(self) -> int:
+        """Return how many samples of each arm fit in the time that is left: all of them without a limit."""
+        left_s = self._a.limit.left_s
+        if left_s == float("inf") or self._misses_s <= 0:
+            return self.plan.samples
+        pair_s = 2 * self._misses_s / len(self.samples.own_miss)  # both arms are misses, if nothing leaks
+        return min(self.plan.samples, int(SPARE * left_s / pair_s))
+
     def _arms(self) -> Check:
-        looked, stopped = 0, False
+        fitting = self._fitting()
+        if fitting < MIN_SAMPLES:
+            return not_checked(10, NAMES[10], f"only {max(fitting, 0)} samples fit in the time that was left")
+        try:
+            stopped = self._take_arms(fitting)
+        except (Exception, Stopped) as error:  # noqa: BLE001 - whatever ended it, the samples are there
+            return self._cut(fitting, error)
+        check = self._judged(stopped)
+        if check.verdict is Verdict.INCONCLUSIVE and fitting < self.plan.samples:
+            few = f"only {fitting} of {self.plan.samples} samples fit in the time that was left"
+            return replace(check, verdict=Verdict.NOT_CHECKED, detail=f"{few}: {check.detail}")
+        return check
+
+    def _take_arms(self, size: int) -> bool:
+        """Take so many samples of each arm. Returns whether a look ended it before."""
+        looked = 0
         for look in range(1, LOOKS + 1):
-            until = self.plan.samples * look // LOOKS
+            until = size * look // LOOKS
             for _ in range(until - looked):
                 self._pair()
             looked = until
-            if look < LOOKS and looked >= 20 and self._is_plain():
-                stopped = True
-                break
+            if look < LOOKS and looked >= MIN_SAMPLES and self._is_plain():
+                return True
+        return False
+
+    def _cut(self, fitting: int, error: BaseException) -> Check:
+        """Return the result of arms that were not completed: a leak that is plain already, or *not checked*."""
+        taken = min(len(self.samples.cross), len(self.samples.miss))
+        if taken < MIN_SAMPLES or not self._is_plain():
+            cut = ended_early(10, NAMES[10], [], error)
+            return replace(cut, detail=f"ended after {taken} of {fitting} samples: {cut.detail}")
+        check = self._judged(stopped=True)
+        cut = ended_early(10, NAMES[10], [check.detail], error)
+        return replace(check, detail=cut.detail)
+
+    def _judged(self, stopped: bool) -> Check:
         confidence = STOP_CONFIDENCE if stopped else statistics.CONFIDENCE
         interval = statistics.auc(self.samples.cross, self.samples.miss, confidence)
         verdict = statistics.judged(interval, self.plan.margin)
@@ -165,6 +223,8 @@ class TimingAudit:
         return statistics.judged(interval, self.plan.margin) is Verdict.LEAKS
 
     def _bits(self) -> Check:
+        if min(len(self.samples.cross), len(self.samples.miss)) < MIN_SAMPLES:
+            return not_checked(12, NAMES[12], "there are too few samples")
         told = statistics.leaked_bits(self.samples.cross, self.samples.miss, self.plan.seed)
         known = statistics.leaked_bits(self.samples.hit, self.samples.own_miss, self.plan.seed)
         detail = (

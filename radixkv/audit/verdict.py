@@ -4,22 +4,28 @@
     instrument blind               a positive control saw nothing, so the check shows nothing
     inconclusive                   neither shown nor excluded; the detail says why
     isolated in what was checked   nothing was observed, but some checks were not done; the report names them
-    not checked                    of one check: it was left out, or isn't possible here; the detail says why
+    not checked                    of one check: it was left out, failed, or isn't possible here; the detail says why
     isolated                       shown by the check's own rule, within the bounds that the report states
+    not applicable                 of one check: the server has nothing that could show it
 
 The verdict of the whole is the worst verdict of all checks. If a check was not done, *isolated* becomes *isolated
-in what was checked*. A check that only measures has no verdict.
+in what was checked*. One that isn't applicable doesn't count. A check that only measures has no verdict.
+
+Each check stands alone. If one fails or is stopped, it is *not checked*, unless it found a leak before: then it *leaks*
+(``alone``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from radixkv.errors import ArgumentError
+from radixkv.audit.limit import Stopped
+from radixkv.errors import ArgumentError, RadixKVError
 
 
 class Verdict(StrEnum):
@@ -31,6 +37,7 @@ class Verdict(StrEnum):
     PARTIAL = "isolated in what was checked"
     NOT_CHECKED = "not checked"
     ISOLATED = "isolated"
+    NOT_APPLICABLE = "not applicable"
 
 
 EXIT_CODES = {
@@ -39,6 +46,7 @@ EXIT_CODES = {
     Verdict.INCONCLUSIVE: 3,
     Verdict.BLIND: 4,
     Verdict.PARTIAL: 6,
+    Verdict.NOT_APPLICABLE: 3,
 }
 """Exit codes of a command that audits. 2 means a wrong command line, 5 an audit without a verdict."""
 
@@ -46,7 +54,9 @@ EXIT_CODES = {
 def worst(verdicts: Iterable[Verdict | None]) -> Verdict:
     """Return the combined verdict; inconclusive if no check has a result."""
     found = {verdict for verdict in verdicts if verdict is not None}
-    if not found - {Verdict.NOT_CHECKED}:
+    if found == {Verdict.NOT_APPLICABLE}:
+        return Verdict.NOT_APPLICABLE
+    if not found - {Verdict.NOT_CHECKED, Verdict.NOT_APPLICABLE}:
         return Verdict.INCONCLUSIVE
     first = next(verdict for verdict in Verdict if verdict in found)
     return Verdict.PARTIAL if first is Verdict.NOT_CHECKED else first
@@ -83,6 +93,45 @@ def not_checked(number: int, name: str, reason: str) -> Check:
     return Check(number, name, Verdict.NOT_CHECKED, reason)
 
 
+def ended_early(number: int, name: str, leaks: list[str], error: BaseException) -> Check:
+    """Return the result of a check that didn't reach its end: the leaks that it found before, or *not checked*."""
+    told = isinstance(error, (RadixKVError, Stopped))
+    why = str(error) if told else f"the check failed: {type(error).__name__}: {error}"
+    if not leaks:
+        return not_checked(number, name, why)
+    detail = f"{'; '.join(leaks)} (then the check ended: {why})"
+    return Check(number, name, Verdict.LEAKS, detail, {"leaks": leaks, "ended early": why})
+
+
+def alone(number: int, name: str, check: Callable[[list[str]], Check | list[Check]]) -> list[Check]:
+    """Run a check, and add the time that it took. It adds what it finds to the list as soon as it finds it.
+
+    Nothing that it raises reaches the caller, except KeyboardInterrupt and SystemExit.
+    """
+    began = time.perf_counter()
+    leaks: list[str] = []
+    try:
+        found = check(leaks)
+    except (Exception, Stopped) as error:  # noqa: BLE001 - a server may answer anything
+        found = ended_early(number, name, leaks, error)
+    checks = found if isinstance(found, list) else [found]
+    shared = (time.perf_counter() - began - sum(each.seconds for each in checks)) / max(len(checks), 1)
+    return [dataclasses.replace(each, seconds=each.seconds + shared) for each in checks]
+
+
+_EVIDENCE: tuple[Verdict | None, ...] = (
+    Verdict.LEAKS,
+    Verdict.BLIND,
+    Verdict.INCONCLUSIVE,
+    Verdict.PARTIAL,
+    Verdict.ISOLATED,
+    None,
+    Verdict.NOT_APPLICABLE,
+    Verdict.NOT_CHECKED,
+)
+"""The order of checks for a reader: what says most first."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditReport:
     """The report of one audit.
@@ -90,6 +139,7 @@ class AuditReport:
     - ``target``: the audited system.
     - ``settings``: fixed before the audit began.
     - ``samples``: seconds to the first token, by arm, in the order of measurement; empty without timing.
+    - ``tried``: how much was tried, as a sentence.
     """
 
     target: str
@@ -100,6 +150,7 @@ class AuditReport:
     finished_at: str = dataclasses.field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
     )
+    tried: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -116,22 +167,20 @@ class AuditReport:
         """The checks that were not done. Their details say why."""
         return tuple(check for check in self.checks if check.verdict is Verdict.NOT_CHECKED)
 
+    @property
+    def evidence(self) -> tuple[Check, ...]:
+        """The checks that were done: those that leak first."""
+        done = [check for check in self.checks if check.verdict is not Verdict.NOT_CHECKED]
+        return tuple(sorted(done, key=lambda check: _EVIDENCE.index(check.verdict)))
+
     def check(self, number: int) -> Check:
         """Return the check with this number. If there are several, the worst; one that was not done comes last.
 
         Raises ArgumentError if there is none.
         """
-        order = [
-            Verdict.LEAKS,
-            Verdict.BLIND,
-            Verdict.INCONCLUSIVE,
-            Verdict.ISOLATED,
-            None,
-            Verdict.NOT_CHECKED,
-        ]
         found = [each for each in self.checks if each.number == number]
         if found:
-            return min(found, key=lambda each: order.index(each.verdict))
+            return min(found, key=lambda each: _EVIDENCE.index(each.verdict))
         done = ", ".join(str(each.number) for each in self.checks)
         raise ArgumentError("number", number, f"one of the checks that were done: {done}")
 
@@ -144,6 +193,7 @@ class AuditReport:
             "target": self.target,
             "verdict": str(self.verdict),
             "exit_code": self.exit_code,
+            "tried": self.tried,
             "not_checked": [_named(check) for check in self.not_checked],
             "settings": dict(self.settings),
             "checks": [check.as_dict() for check in self.checks],

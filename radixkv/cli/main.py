@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from decimal import Decimal
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +19,7 @@ import click
 from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
+from radixkv.cli.audit import audit
 from radixkv.cli.bench import bench
 from radixkv.cli.client import keys, purge, stats, warm
 from radixkv.cli.configuration import (
@@ -29,7 +30,6 @@ from radixkv.cli.configuration import (
     warn_of_visible_password,
 )
 from radixkv.cli.disk import disk
-from radixkv.cli.engine import audit_of
 from radixkv.cli.output import (
     NewFile,
     Number,
@@ -39,21 +39,15 @@ from radixkv.cli.output import (
     json_option,
     listed,
     needs_extra,
-    print_json,
     print_result,
     progress_bar,
-    socket_options,
-    table,
 )
 from radixkv.cli.usage_log import usage
-from radixkv.clock import monotonic
-from radixkv.config import CacheConfig
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import names, texts
 from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
 
 if TYPE_CHECKING:
-    from radixkv.audit.verdict import AuditReport
     from radixkv.service.core import Service
 
 Command = Callable[..., Any]
@@ -95,7 +89,7 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (config, warm, stats, keys, purge, disk, usage, bench):
+for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench):
     commands.add_command(_command)
 
 
@@ -175,247 +169,6 @@ def route(context: click.Context, /, **values: str | None) -> None:
             click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}{given}\n\nCtrl-C stops it.")
 
         run(settings, __version__, on_ready, reloader(sources, found))
-
-
-# audit ----------------------------------------------------------------------------------------------------------------
-
-
-@commands.group(epilog=examples("radixkv audit run --html report.html"))
-def audit() -> None:
-    """Audit the isolation of tenants."""
-
-
-@audit.command(
-    "run",
-    short_help="Audit a library or a server.",
-    epilog=examples(
-        "radixkv audit run --html report.html",
-        "radixkv audit run --url http://127.0.0.1:8400 --key KEY_OF_A --key KEY_OF_B --no-timing",
-        "radixkv audit run --url http://127.0.0.1:8000 --salt SALT_OF_A --salt SALT_OF_B",
-    ),
-)
-@socket_options()
-@click.option(
-    "--cache",
-    metavar="MODULE:FACTORY",
-    help="Audit the caches that this factory makes.  [radixkv:PrefixCache]",
-)
-@click.option("--url", help="Audit the server at this base URL: radixkv, or an OpenAI-compatible one.")
-@click.option("--key", "keys", multiple=True, help="With --url: the keys of two tenants, --key A --key B.")
-@click.option(
-    "--salt",
-    "salts",
-    multiple=True,
-    help="With --url, for engines without keys: two salts, sent as cache_salt, --salt A --salt B.",
-)
-@click.option("--model", help="With --url: the model in requests.  [the first that the server lists]")
-@click.option(
-    "--examples",
-    type=click.IntRange(1),
-    default=200,
-    show_default=True,
-    help="Random sequences of calls to try.",
-)
-@click.option(
-    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Most calls in a sequence."
-)
-@click.option(
-    "--probes",
-    type=click.IntRange(1),
-    default=20,
-    show_default=True,
-    help="With --url: prompts of each probe.",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(20),
-    default=7200,
-    show_default=True,
-    help="With --url: timed requests of each kind.",
-)
-@click.option(
-    "--control",
-    type=click.IntRange(20),
-    default=250,
-    show_default=True,
-    help="With --url: timed own hits, and as many own misses, for the control.",
-)
-@click.option(
-    "--prompt-words",
-    type=click.IntRange(1),
-    default=24,
-    show_default=True,
-    help="With --url: words in a prompt.",
-)
-@click.option(
-    "--no-timing",
-    is_flag=True,
-    help="With --url: skip the timing checks 9, 10 and 12; the report names them.",
-)
-@click.option("--operator-key", help="With --url: the operator's key, to probe bases; only for radixkv.")
-@click.option("--adapter", help="With --url: an adapter of the server.  [a made-up name]")
-@click.option(
-    "--tenant",
-    "tenants",
-    multiple=True,
-    help="With --url: names of the tenants, in the order of the keys.",
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
-@click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
-@json_option
-@needs_extra("audit", unless="socket")
-def audit_run(
-    url: str | None,
-    socket: str | None,
-    engine_keys: str | None,
-    html: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Audit a library's caches in this process, or a server with the keys of two of its tenants.
-
-    With --socket: check the laws of an engine's live cache, and nothing else. The exit code is 1 if one is broken.
-
-    Use tenants made for the audit: it clears their caches. If a tenant has cached prefixes before, they stay, and the
-    checks that would clear them are not done.
-
-    Exit codes: 0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind, 5 no verdict (the audit failed), 6 isolated in
-    what was checked (some checks were not done; the report names them).
-    """
-    if socket is not None:
-        if url is not None or options["cache"] is not None or html is not None:
-            raise ConfigError("--socket", socket, "--socket without --url, --cache and --html")
-        raise click.exceptions.Exit(0 if audit_of(socket, engine_keys, as_json) else 1)
-    try:
-        report = _audit_cache(options) if url is None else _audit_server(url, options)
-    except (ConfigError, ArgumentError):
-        raise
-    except RadixKVError as error:
-        raise _NoVerdict(str(error)) from error
-    if html is not None:
-        from pathlib import Path
-
-        from radixkv.audit.page import page
-
-        Path(html).write_text(page(report), "utf-8")
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        rows = [{**each, "verdict": each["verdict"] or "measured"} for each in report.as_dict()["checks"]]
-        click.echo(table(rows, ("name", "check", "verdict", "seconds")))
-        click.echo("\n".join(["", *(f"{each['check']} {each['name']}: {each['detail']}" for each in rows)]))
-        left_out = [f"not checked: {each.number} {each.name}: {each.detail}" for each in report.not_checked]
-        click.echo("\n".join(["", *left_out, f"{report.target}: {report.verdict}"]))
-    raise click.exceptions.Exit(report.exit_code)
-
-
-class _NoVerdict(click.ClickException):
-    """The audit could not be made. No verdict has this exit code."""
-
-    exit_code = 5
-
-
-def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
-    for name in ("keys", "salts", "operator_key", "adapter", "tenants"):
-        if options[name]:
-            singular = {"keys": "key", "salts": "salt", "tenants": "tenant"}.get(name, name)
-            option = f"--{singular.replace('_', '-')}"
-            raise ConfigError(option, "given", f"{option} only with --url")
-    name = options["cache"] or "radixkv:PrefixCache"
-    factory = _factory(name)
-    from radixkv.audit import inprocess
-
-    chosen = {each: options[each] for each in ("examples", "steps", "seed")}
-    with _phases() as progress:
-        return inprocess.run(factory, target=name, version=__version__, progress=progress, **chosen)
-
-
-def _factory(name: str) -> Callable[..., Any]:
-    """Return the object that ``module:factory`` names. The working directory is searched too."""
-    from importlib import import_module
-    from pathlib import Path
-
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        factory: Callable[..., Any] = getattr(import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ConfigError("--cache", name, f"MODULE:FACTORY that can be imported ({error})") from None
-    _require_makes_caches(factory, name)
-    return factory
-
-
-def _require_makes_caches(factory: Callable[..., Any], name: str) -> None:
-    allowed = "a factory of caches, with the arguments of radixkv:PrefixCache: a CacheConfig, clock and scrub_blocks"
-    try:
-        made = factory(CacheConfig(num_blocks=2), clock=monotonic, scrub_blocks=lambda _: None)
-    except Exception as error:
-        raise ConfigError("--cache", name, f"{allowed} ({type(error).__name__}: {error})") from error
-    missing = [call for call in ("match", "open", "snapshot") if not hasattr(made, call)]
-    if missing:
-        raise ConfigError("--cache", name, f"{allowed} (a {type(made).__name__} has no {', '.join(missing)})")
-
-
-def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
-    if options["cache"]:
-        raise ConfigError("--cache", options["cache"], "either --cache or --url")
-    _require_two_sides(options["keys"], options["salts"])
-    tenants = options["tenants"]
-    if len(tenants) not in (0, 2):
-        raise ConfigError(
-            "--tenant", len(tenants), "the names of both tenants, --tenant A --tenant B, or no name"
-        )
-    from radixkv.audit import remote
-    from radixkv.audit.timing import TimingPlan
-
-    sides: Any = options["keys"]
-    if options["salts"]:
-        from radixkv.audit.target import Principal
-
-        sides = tuple(Principal.salted(salt, next(iter(options["keys"]), None)) for salt in options["salts"])
-    plan = TimingPlan(**{each: options[each] for each in ("samples", "control", "prompt_words", "seed")})
-    with _phases() as progress:
-        return remote.run(
-            url,
-            sides,
-            plan,
-            version=__version__,
-            probes=options["probes"],
-            timing=not options["no_timing"],
-            options=remote.Options(
-                options["model"], options["operator_key"], options["adapter"], tenants or (None, None)
-            ),
-            progress=progress,
-        )
-
-
-def _require_two_sides(keys: tuple[str, ...], salts: tuple[str, ...]) -> None:
-    """Raise ConfigError unless there are the keys of two tenants, or two salts with at most one key for both."""
-    if not salts:
-        if len(keys) != 2 or keys[0] == keys[1]:
-            raise ConfigError("--key", len(keys), "the keys of two tenants, --key A --key B")
-        return
-    if len(salts) != 2 or salts[0] == salts[1] or not all(salts):
-        raise ConfigError("--salt", len(salts), "two different salts, --salt A --salt B")
-    if len(keys) > 1:
-        raise ConfigError("--key", len(keys), "with --salt at most one key, which both sides send")
-
-
-@contextmanager
-def _phases() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each phase. The function takes the phase, how much of it is done, and its length."""
-    with ExitStack() as bars:
-        shown: dict[str, Callable[[int], None]] = {}
-
-        def advance(phase: str, done: int, of: int) -> None:
-            if phase not in shown:
-                bars.close()
-                shown[phase] = bars.enter_context(progress_bar(of, phase))
-            shown[phase](done)
-
-        yield advance
 
 
 # simulate -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from radixkv.clock import ManualClock
+from tests.waiting import is_set
 
 COMPUTE_S = 0.008
 
@@ -30,6 +32,12 @@ class Behaviour:
     tells_cached: bool = True
     global_metrics: bool = False
     counts_in_ids: bool = False
+    constant_ids: bool = False
+    at_streams: str = ""
+    """What happens at each stream: ``no stream`` answers as without one, ``refused`` with 400, ``busy`` with 429,
+    ``dies`` ends the server, and ``hangs`` sets ``hung`` and doesn't answer until ``released`` is set."""
+    hung: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
     chat_only: bool = False
     salt_chars: int | None = None
     """Tenants are told apart by this many characters of ``cache_salt``, not by keys."""
@@ -79,6 +87,8 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             except (ValueError, LookupError, AssertionError):
                 self._json({"error": "bad request"}, 400)
                 return
+            if request.get("stream") and self._fails():
+                return
             number = next(behaviour.served)
             if behaviour.busy_every and number % behaviour.busy_every == 0:
                 self._json({"error": "busy"}, 429, {"Retry-After": "0"})
@@ -87,6 +97,23 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             if behaviour.salt_chars is not None:
                 who = str(request.get("cache_salt", ""))[: behaviour.salt_chars]
             self._complete(number, prompt, who, bool(request.get("stream")))
+
+        def _fails(self) -> bool:
+            """Whether a stream was answered by what the behaviour says of it."""
+            if behaviour.at_streams == "refused":
+                self._json({"error": "no streams"}, 400)
+            elif behaviour.at_streams == "busy":
+                self._json({"error": "busy"}, 429, {"Retry-After": "1"})
+            elif behaviour.at_streams == "dies":
+                server.socket.close()
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+            elif behaviour.at_streams == "hangs":
+                behaviour.hung.set()
+                is_set(behaviour.released, "the end of the test")
+            else:
+                return False
+            return True
 
         def _complete(self, number: int, prompt: str, who: str, stream: bool) -> None:
             cached = (who, prompt) in behaviour.known
@@ -100,9 +127,10 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             name = (
                 f"cmpl-{number}" if behaviour.counts_in_ids else f"cmpl-{behaviour.noise.randbytes(8).hex()}"
             )
+            name = "cmpl-0" if behaviour.constant_ids else name
             choice = {"delta": {"content": "x"}} if behaviour.chat_only else {"text": "x"}
             document = {"id": name, "choices": [choice], "usage": usage}
-            if stream:
+            if stream and behaviour.at_streams != "no stream":
                 events = [
                     b": ping\n\n",
                     b"data: " + json.dumps(document).encode() + b"\n\n",
@@ -129,6 +157,7 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        behaviour.released.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -70,10 +70,18 @@ class PlantedServer:
         self.bases: dict[str, tuple[Ids, list[str]]] = {}
         self.requests: dict[str, int] = {}
         self.last_prompt = ""
+        self.num_requests = 0
+        self.fails_from, self.failure = float("inf"), "dies"
+        """The request from which on it ``dies``, is ``busy`` or is ``broken``."""
         self.dice = random.Random(0)
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         """Answer a request."""
+        self.num_requests += 1
+        if self.num_requests > self.fails_from:
+            if self.failure == "dies":
+                raise httpx.ConnectError("refused", request=request)
+            return httpx.Response({"busy": 429, "broken": 502}[self.failure], json={"error": "not now"})
         try:
             return self._answered(request)
         except Refused as refused:

@@ -88,12 +88,28 @@ def test_each_verdict_is_explained() -> None:
         assert text.count(f">{verdict}</span>") == 2
 
 
-def test_omitted_checks_are_listed_beside_the_verdict() -> None:
+def test_omitted_checks_are_counted_beside_the_verdict_and_listed_once_after_the_evidence() -> None:
     done = Check(3, "probe", Verdict.ISOLATED, "none of 20")
     left_out = not_checked(9, "timing <control>", "left out (--no-timing)")
-    text = page(AuditReport("x", "0", {}, (done, left_out)))
+    text = page(AuditReport("x", "0", {}, (left_out, done)))
     header = text[text.index("<header>") : text.index("</header>")]
     assert "isolated in what was checked" in header and "All checks below" not in text
-    assert "<li>9 timing &lt;control&gt;: left out (--no-timing)</li>" in header
+    assert "not done: 1" in header and "left out" not in header
+    assert text.count("<li>9 timing &lt;control&gt;: left out (--no-timing)</li>") == 1
+    assert text.count("left out (--no-timing)") == 1 and text.index("none of 20") < text.index("left out")
     parsed(text)
     assert "Not checked" not in page(AuditReport("x", "0", {}, (done,)))
+
+
+def test_the_page_begins_with_what_leaks_and_says_how_much_was_tried() -> None:
+    checks = tuple(
+        Check(number, f"check {number}", verdict, f"detail {number}")
+        for number, verdict in [
+            (9, Verdict.NOT_CHECKED), (1, Verdict.ISOLATED), (12, None), (8, Verdict.NOT_APPLICABLE),
+            (2, Verdict.LEAKS), (3, Verdict.BLIND), (4, Verdict.INCONCLUSIVE), (5, Verdict.LEAKS),
+        ]
+    )  # fmt: skip
+    text = page(AuditReport("x", "0", {}, checks, tried="3 calls. That is little"))
+    at = [text.index(f"detail {number}") for number in (2, 5, 3, 4, 1, 12, 8, 9)]
+    assert at == sorted(at)
+    assert "That is little" in text[text.index("<header>") : text.index("</header>")]

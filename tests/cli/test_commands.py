@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from click import ClickException
@@ -16,13 +18,17 @@ from click.testing import CliRunner
 from click.testing import Result as ClickResult
 
 import radixkv
-from radixkv.audit.verdict import EXIT_CODES, Verdict, worst
+from radixkv.audit import inprocess, remote
+from radixkv.audit.timing import TimingPlan
+from radixkv.audit.verdict import EXIT_CODES, AuditReport, Check, Verdict, worst
+from radixkv.cli import audit as audit_command
 from radixkv.cli.main import commands, main
+from radixkv.clock import ManualClock
 from radixkv.service.api_client import ServiceError
 from tests import forked
 from tests.audit.openai_server import Behaviour, openai_server
 from tests.service.running import Running, service_in_thread
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, is_set
 
 # Most commands run in a process of their own that imports torch.
 pytestmark = [pytest.mark.slow]
@@ -270,11 +276,17 @@ def test_stats(live: Running) -> None:
     assert "acme" in table and "globex" in table and "num_blocks" in table
 
 
+def shows_progress_alone(stderr: str) -> bool:
+    """Whether stderr has no line but those that say how far an audit is."""
+    return all(line.startswith("audit: ") for line in stderr.splitlines())
+
+
 def test_audit_of_the_library(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     done = invoke("audit", "run", "--examples", "5", "--steps", "10", "--json", "--html", str(page))
     document = json.loads(done.stdout)
-    assert document["target"] == "radixkv:PrefixCache" and not done.stderr
+    assert document["target"] == "radixkv:PrefixCache" and shows_progress_alone(done.stderr)
+    assert "That is little" in document["tried"]
     assert done.exit_code == {"isolated": 0, "leaks": 1, "inconclusive": 3}[document["verdict"]]
     checks = {each["name"]: each for each in document["checks"]}
     assert {each["check"] for each in checks.values()} == {1, 2, 3, 4, 5, 6, 7, 8, 11, 12}
@@ -314,7 +326,8 @@ def test_audit_of_a_server(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     checks = {each["check"]: each for each in document["checks"]}
     verdict = worst(Verdict(each["verdict"]) for each in checks.values() if each["verdict"] is not None)
-    assert document["verdict"] == verdict and done.returncode == EXIT_CODES[verdict] and not done.stderr
+    assert document["verdict"] == verdict and done.returncode == EXIT_CODES[verdict]
+    assert shows_progress_alone(done.stderr)
     assert set(checks) == {3, 7, 8, 9, 10, 12} and checks[3]["verdict"] == "isolated"
     taken = 0 if checks[9]["verdict"] == Verdict.BLIND else 20
     assert {arm: len(times) for arm, times in document["samples"].items()} == {
@@ -333,6 +346,73 @@ def test_an_audit_lists_the_checks_it_left_out() -> None:
     assert last == f"{url}: isolated in what was checked"
     for line, number in ((control, 9), (margin, 10), (bits, 12)):
         assert line.startswith(f"not checked: {number} ") and line.endswith("left out (--no-timing)")
+    lines = table.stdout.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("not checked: "))
+    assert not [line for line in lines[first:-1] if not line.startswith("not checked: ")]
+    assert lines[first:-1] == list(dict.fromkeys(lines[first:-1])), "each reason once"
+    assert not [line for line in lines[:first] if "left out (--no-timing)" in line]
+    assert "tried: " in lines[first - 2] and lines[0].split() == ["name", "check", "verdict", "seconds"]
+    said = table.stderr.splitlines()
+    assert f"audit: {remote.EVERY_WAY}" in said and shows_progress_alone(table.stderr)
+
+
+@pytest.mark.parametrize(("sent", "named"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_an_audit_with_what_it_knows(sent: signal.Signals, named: str, tmp_path: Path) -> None:
+    """It is sent while a stream hangs, after the first check has found a leak."""
+    behaviour, page = Behaviour(shares=True, at_streams="hangs"), tmp_path / "report.html"
+    with openai_server(behaviour) as url:
+        command = [sys.executable, "-m", "radixkv", "audit", "run", "--url", url, "--key", "a", "--key", "b"]
+        with subprocess.Popen(
+            [*command, "--probes", "2", "--html", str(page)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:  # fmt: skip
+            is_set(behaviour.hung, "a stream")
+            process.send_signal(sent)
+            stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, stderr
+    lines = stdout.splitlines()
+    assert lines[-1] == f"{url}: leaks" and lines[1].split()[:4] == ["cross-tenant", "probe", "3", "leaks"]
+    assert "3 cross-tenant probe: 2 of 2 prompts of B were cached for A" in lines
+    assert f"not checked: 8 handles, pins: stopped by {named}" in lines
+    assert "2 of 2 prompts" in page.read_text("utf-8") and shows_progress_alone(stderr)
+
+
+def test_an_audit_takes_three_minutes_unless_it_is_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def run(*_: Any, **named: Any) -> AuditReport:
+        seen.append(named)
+        return AuditReport("x", "0", {}, (Check(1, "one", Verdict.ISOLATED, "no"),))
+
+    def run_remote(url: str, sides: Any, plan: TimingPlan, **named: Any) -> AuditReport:
+        return run(**named, plan=plan)
+
+    monkeypatch.setattr(inprocess, "run", run)
+    monkeypatch.setattr(remote, "run", run_remote)
+    server = ["--url", "http://127.0.0.1:9", "--key", "a", "--key", "b"]
+    for arguments in ([], ["--thorough"], server, [*server, "--thorough"], [*server, "--samples", "50"]):
+        assert invoke("audit", "run", *arguments).exit_code == 0
+    assert [each["limit"].seconds for each in seen] == [170, None, 170, None, 170]
+    assert [each["examples"] for each in seen[:2]] == [200, 2_000]
+    assert [(each["plan"].samples, each["plan"].margin) for each in seen[2:]] == [
+        (1_200, 0.05), (7_200, 0.02), (50, 0.05),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_progress_without_a_terminal(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line when a check begins and every ten seconds. With --json only after half a minute."""
+    clock = ManualClock()
+    monkeypatch.setattr(audit_command, "monotonic", clock)
+    told: list[str] = []
+    monkeypatch.setattr(audit_command.click, "echo", lambda text, err: told.append(text))
+    with audit_command._phases(audit_command.JSON_QUIET_S if as_json else 0.0) as progress:
+        progress("pins", 0, 1)
+        for done in range(1, 46):
+            clock.advance(1.0)
+            progress("lives", done, 45)
+    late = [f"audit: lives: {done} of 45" for done in (30, 40)]
+    early = ["audit: pins", *(f"audit: lives: {done} of 45" for done in (1, 11, 21, 31, 41))]
+    assert told == (late if as_json else early)
 
 
 def test_audit_refuses_an_unknown_key(live: Running) -> None:

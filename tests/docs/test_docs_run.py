@@ -33,6 +33,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from radixkv.cli.main import commands
 from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text, not_run
@@ -225,6 +226,25 @@ def test_python_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("document", ["README.md", *(each for each in DOCUMENTS if each != "README.md")])
 def test_commands_run(document: str, demo: Process, folder: Path, tmp_path: Path) -> None:
     run_console(document, Reader(folder if document == "README.md" else tmp_path, demo.url))
+
+
+@pytest.mark.slow
+def test_the_factory_in_the_security_guide_is_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block, saved as the file that the command names, and that command with fewer lives."""
+    blocks = blocks_of("docs/guides/security.md")
+    (factory,) = (each for each in blocks if "def make_cache" in each.text)
+    (command,) = (line for each in blocks for line in each.commands() if "--cache" in line)
+    (tmp_path / "my_cache.py").write_text(factory.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("radixkv.audit.inprocess.policy_names", lambda: ("lru",))
+    few = ["--examples", "2", "--steps", "5"]
+    done = CliRunner().invoke(commands, [*shlex.split(command)[1:], *few])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "my_cache:make_cache: isolated"
+    assert "my_cache:make_cache" in (tmp_path / "report.html").read_text()
 
 
 # --- the tests above find errors

@@ -104,3 +104,68 @@ def test_an_unread_stream_ends_at_its_timeout(monkeypatch: pytest.MonkeyPatch, r
             eventually(lambda: worker.num_unfinished == 0, "it is cancelled")
         timeout_s *= 2
     eventually(lambda: roomy.service.cache.stats().num_sequences == 0)
+
+
+MOST_ROWS = 64
+"""Rows of other tenants in a step, while a strict tenant waits: as many as one request may have."""
+MOST_STEPS_MORE = 3
+
+
+class Delayed(Exception):
+    """A strict tenant's request took more steps beside others, or longer ones. An assertion would also cover others."""
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    raises=Delayed,
+    reason="A step takes the rows of all open requests. One engine loop will share them by weight.",
+)
+def test_rows_of_others_dont_make_a_strict_tenants_steps_longer(
+    monkeypatch: pytest.MonkeyPatch, roomy: Running
+) -> None:
+    """Steps and tokens are counted from the request's place in the model's queue to its end."""
+    worker, tokens_of_steps = roomy.service.worker, list[int]()
+    model: Any = roomy.service.engine.model
+    submit, spans = worker.submit, list[tuple[int, int]]()
+
+    def counted(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tokens_of_steps.append((named["input_ids"] if "input_ids" in named else args[0]).numel())
+
+    def submitted(tenant: str, *args: Any, **named: Any) -> Any:
+        began = len(tokens_of_steps)
+        work = submit(tenant, *args, **named)
+        if tenant == "acme":
+            work.future.add_done_callback(lambda _: spans.append((began, len(tokens_of_steps))))
+        return work
+
+    def asked_by_acme() -> list[int]:
+        """The tokens of each step, from the request's submission to its end."""
+        spans.clear()
+        answer = roomy.acme.post(
+            "/v1/completions", json={"prompt": "Hello", "max_tokens": 2, "salt": f"{len(tokens_of_steps)}"}
+        )
+        assert answer.status_code == 200
+        eventually(lambda: spans, "the end of the work")
+        return tokens_of_steps[slice(*spans[0])]
+
+    monkeypatch.setattr(worker, "submit", submitted)
+    hook = model.register_forward_pre_hook(counted, with_kwargs=True)
+    assert roomy.operator.put("/v1/tenants/acme", json={"mode": "strict", "guaranteed_blocks": 64}).is_success
+    alone = asked_by_acme()
+    others = [asked(roomy, "globex", {**LONG, "n": 32, "max_tokens": 200}) for _ in range(4)]
+    try:
+        eventually(lambda: worker.num_unfinished == 4, "all are open")
+        steps = len(tokens_of_steps)
+        eventually(lambda: len(tokens_of_steps) > steps + 8, "they step")
+        beside = asked_by_acme()
+        assert worker.num_unfinished == 4, "the others still run"
+    finally:
+        hook.remove()
+        for each in others:
+            each.close()
+        eventually(lambda: worker.num_unfinished == 0, "a client that hangs up ends its work")
+        usual = {"mode": "burst", "guaranteed_blocks": 0}
+        assert roomy.operator.put("/v1/tenants/acme", json=usual).is_success
+    if len(beside) > len(alone) + MOST_STEPS_MORE or max(beside) - max(alone) > MOST_ROWS:
+        raise Delayed(f"alone steps of {alone} tokens, beside others of {beside}")
