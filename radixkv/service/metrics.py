@@ -36,6 +36,7 @@ _COUNTERS = frozenset(
         "missed_tokens",
         "evicted_blocks",
         "declined_blocks",
+        "failed_policies",
         "copied_blocks",
         "scrubbed_blocks",
     }
@@ -62,6 +63,7 @@ _TEXTS = {
     "copied_blocks": "Blocks that copy-on-write decided to copy",
     "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
     "declined_blocks": "Blocks freed at the end of their use, because the policy did not admit them",
+    "failed_policies": "Policies that raised an error and were replaced by lru, each for its tenant alone",
     "pinned_blocks": "Blocks kept by pins",
     "num_pins": "Pins",
     "device_blocks": "Blocks lent to the device for beam steps, in addition to the sequences' own",

@@ -113,6 +113,9 @@ class TenantStatsReply(ReplyBody):
     missed_tokens: int = Field(description="prompt tokens that were not found")
     evicted_blocks: int = Field(description="blocks that were evicted")
     declined_blocks: int = Field(description="blocks that the policy refused to keep")
+    failed_policies: int = Field(
+        description="policies of the tenant that raised an error and were replaced by lru"
+    )
     pinned_blocks: int
     num_pins: int
 
