@@ -59,6 +59,7 @@ from radixkv.engines.tier_settings import (
 )
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
+from radixkv.index.load_target import commit_loaded
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -253,7 +254,7 @@ class LowerTiers:
             with self._guarded(), self._timed():
                 stop = self._loaded(request_id, sequence, key, num_local)
         if stop > num_local:
-            sequence.commit(stop)
+            commit_loaded(sequence, stop)
         return max(stop, num_local)
 
     def take_disk_tokens(self, request_id: str) -> int:

@@ -43,7 +43,9 @@ class CacheStats:
     """Tenants added or seen since the start, including removed ones."""
     requests: int
     hit_tokens: int
+    """Tokens of prompts whose KV were found here or came back from below. See ``missed_tokens``."""
     missed_tokens: int
+    """Other tokens of prompts. What comes back from below counts here from the opening until it is committed."""
     evicted_blocks: int
     copied_blocks: int
     """Copies that copy-on-write decided. A waiting copy is not made if its block is given up first."""
