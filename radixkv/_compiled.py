@@ -93,6 +93,7 @@ INDEX = Build(
         "device_beams",
         "fences",
         "forgotten",
+        "guarded",
         "lent_beams",
         "load_target",
         "locking",

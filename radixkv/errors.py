@@ -28,6 +28,7 @@
     ├── TierError             a folder of a disk tier is damaged, or another process took it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
+    ├── ClosedByFork          a cache of the parent process was used in a forked child
     └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
         └── BrokenLaws        found by the audit, with its report (in radixkv.audit)
 
@@ -58,11 +59,19 @@ class RadixKVError(Exception):
     hint: ClassVar[str] = "Read the message: it names what was wrong, and what is allowed."
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how ``copy`` and ``pickle`` make it again: from its message and fields, without ``__init__``."""
-        return _made_again, (type(self), self.args), self.__dict__
+        return made_again(self)
 
 
-def _made_again(kind: type[RadixKVError], args: tuple[Any, ...]) -> RadixKVError:
+def made_again(error: Exception) -> tuple[Any, ...]:
+    """Return how ``copy`` and ``pickle`` make an error again: from its message and fields, without ``__init__``.
+
+    For ``__reduce__``. Without it, an error whose ``__init__`` takes something else than the message can't be
+    unpickled. Whoever waits for the process that raised it may then wait for ever.
+    """
+    return _new, (type(error), error.args), error.__dict__
+
+
+def _new(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
     return kind.__new__(kind, *args)
 
 
@@ -329,6 +338,23 @@ class ReentrantCall(RadixKVError):
         self,
         message: str = "the cache was called by a callback that it runs under its lock (clock, journal, scrub_blocks, "
         "policy or storage): return from the callback first, then call the cache",
+    ) -> None:
+        super().__init__(message)
+
+
+class ClosedByFork(RadixKVError):
+    """A cache, or tiers below one, were used in a forked child of their process. They are closed there.
+
+    The child has no other thread of its parent. So a lock that one of them held would never be released, and what it
+    was changing stays half changed. In the parent the cache goes on.
+    """
+
+    hint: ClassVar[str] = "Make the cache in the process that uses it, or start processes with 'spawn'."
+
+    def __init__(
+        self,
+        message: str = "the cache is closed here, because this process was forked from the one that made it: make "
+        "another cache in this process, or start processes with the method 'spawn', or before the cache is made",
     ) -> None:
         super().__init__(message)
 

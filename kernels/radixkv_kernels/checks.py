@@ -30,6 +30,9 @@ class InputError(ValueError):
         self.argument, self.value, self.allowed = argument, value, allowed
         super().__init__(f"{argument}={value!r} is not allowed; allowed: {allowed}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str], dict[str, object]]:
+        return type(self), (self.argument, self.value, self.allowed), self.__dict__
+
 
 def check_storage(storage: torch.Tensor) -> None:
     """Raise InputError unless ``storage`` is block storage: six dimensions, the third 2 or 1, contiguous."""

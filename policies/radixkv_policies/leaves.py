@@ -52,15 +52,15 @@ class _Run:
 
 
 class GhostLine:
-    """Runs in the order in which they are forgotten, at most ``max_ghosts`` segments. ``num``: their segments.
+    """Runs in the order in which they are forgotten. ``num``: their segments; ``max_ghosts``: the most of them.
 
     A forgotten run has size 0. It stays in the lists until its turn comes, or until most runs are forgotten.
     """
 
-    __slots__ = ("_at", "_first", "_max", "_row", "num")
+    __slots__ = ("_at", "_first", "_row", "max_ghosts", "num")
 
     def __init__(self, max_ghosts: int) -> None:
-        self._max, self.num = max_ghosts, 0
+        self.max_ghosts, self.num = max_ghosts, 0
         self._row: list[_Run] = []
         self._at = 0  # earlier ones were removed
         self._first: list[_Run] = []  # they come before _row, the last one first
@@ -73,14 +73,14 @@ class GhostLine:
         """Add a run that is forgotten next."""
         self._first.append(run)
 
-    def shrink(self, runs: dict[object, _Run]) -> None:
-        """Forget segments above the maximum, the deepest of a run first. Amortised O(1) a run that was added."""
+    def shrink(self, runs: dict[object, _Run], most: int) -> None:
+        """Forget segments above ``most``, the deepest of a run first. Amortised O(1) a run that was added."""
         if len(self._row) + len(self._first) > 2 * len(runs) + 64:
             self._row, self._at = [run for run in self._row if run.size], 0
             self._first = [run for run in self._first if run.size]
-        while self.num > self._max:
+        while self.num > most:
             run = self._first[-1] if self._first else self._row[self._at]
-            excess = self.num - self._max
+            excess = self.num - most
             if run.size > excess:
                 run.size -= excess
                 self.num -= excess
@@ -144,7 +144,7 @@ class Ghosts:
         """Remember ``memory`` for each key. There is at least one key, and they are consecutive on one path."""
         line = self.line_of(memory)
         line.append(self._keep(keys, memory, line))
-        line.shrink(self._runs)
+        line.shrink(self._runs, line.max_ghosts)
 
     def _keep(self, keys: Keys, memory: object, line: GhostLine) -> _Run:
         run = _Run(keys, memory, line)

@@ -6,10 +6,12 @@ queue is full, its oldest leaf is evicted, or moves to the main queue if it was 
 oldest leaf of the main queue is evicted, or moves to its young end with one use less.
 
 Differences from the paper: the unit is a run of blocks of a tree, and only leaves are evicted. Others keep their place
-in the queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included.
+in the queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included. If moves
+to the main queue leave the small one below its share, the next victim is the main queue's: the paper may evict one of
+each then, though one block is enough. A block has its place when it is computed, after the eviction that made room.
 
 State a node: three numbers a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each move to the young
-end consumes a use. Ghosts as in ``leaves``, at most one a segment of capacity.
+end consumes a use. Ghosts as in ``leaves``, as many segments as the main queue's share of the capacity has.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class S3FIFO(LeafPolicy[Queued]):
         self._max_small = max(SMALL_SHARE * self._capacity, 1)
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
-        return Ghosts(max(self._capacity // self._segment_blocks, 1))
+        return Ghosts(max(int((1 - SMALL_SHARE) * self._capacity) // self._segment_blocks, 1))
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Queued:
         if memory is None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from radixkv.clock import Clock
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.errors import CoordinationError, TierError
+from radixkv.forks import OwnLock
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk_tier import DiskTier
 from radixkv.tiers.io_threads import IOThreads, Job
@@ -81,7 +82,7 @@ class DiskDebts:
         """Tags of tenants that have nothing here any more, and whose records must be destroyed."""
         self._removing: Job | None = None
         self._adopting: Job | None = None
-        self._num_owed, self._owing = 0, threading.Lock()
+        self._num_owed, self._owing = 0, OwnLock()
         self._pays_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
         """Why tenants are still owed."""
@@ -101,7 +102,7 @@ class DiskDebts:
         """Of tenants that aren't strict any more."""
         self._must_reset = False
         self._resetting: Job | None = None
-        self._retrying, self._is_over = threading.Lock(), threading.Event()
+        self._retrying, self._is_over = OwnLock(), threading.Event()
         self._retries = threading.Thread(target=self._retry_by_time, name="radixkv-debts", daemon=True)
         self._weights = {0: 0}
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import ParamSpec, TypeVar
 
+from radixkv.forks import OwnLock
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -16,7 +18,7 @@ class Gate:
     """Lets one thread through at a time, first come, first served. Use it in a ``with``. It isn't re-entrant."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = OwnLock()
         self._waiting: deque[Lock] = deque()
         self._is_held = False
         self._owner: int | None = None

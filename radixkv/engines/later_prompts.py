@@ -7,10 +7,11 @@ with the most loses its oldest. A purge or a clear drops a tenant's at once.
 
 from __future__ import annotations
 
-import threading
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
+
+from radixkv.forks import OwnLock
 
 if TYPE_CHECKING:
     from radixkv.engines.prefetch import Asked
@@ -43,7 +44,7 @@ class LaterPrompts:
     """Prompts by the time at which they are taken. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
         self._lines: dict[str, _Line] = {}
         self._due: list[tuple[float, int, str]] = []
         """A heap of times, numbers and tenants; also of prompts that were dropped meanwhile."""

@@ -14,8 +14,9 @@ has one of ``MOST_PART``.
 
 from __future__ import annotations
 
-import threading
 from typing import Final
+
+from radixkv.forks import OwnLock
 
 LEAST_PART: Final = 64
 MOST_PART: Final = 8
@@ -29,7 +30,7 @@ class LeavingSlots:
         """Slots that are leaving."""
         self._num_slots, self._num_given = num_slots, 0
         self._most_now = self._most_before = 0
-        self._adding = threading.Lock()
+        self._adding = OwnLock()
 
     def given(self, num_blocks: int, num_slots: int) -> None:
         """Take that so many blocks want slots, of a pool that has ``num_slots`` now."""

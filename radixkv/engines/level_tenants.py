@@ -11,7 +11,6 @@ What a control channel sets doesn't outlive the process. Tenants that must be st
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +18,7 @@ from radixkv.engines.control_tenants import TenantCommands
 from radixkv.engines.salt import SaltReader
 from radixkv.engines.tier_settings import FORGET_S
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
+from radixkv.forks import OwnLock
 from radixkv.signing import KeySet
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class LevelTenants:
     """Lets a second level follow the settings of its index's tenants. ``shares``: of its disk, if it has one."""
 
     def __init__(self, level: SecondLevel) -> None:
-        self._level, self._lock = level, threading.Lock()
+        self._level, self._lock = level, OwnLock()
         self.shares: DiskShares | None = None
         self._strict: set[str] = set()
         self._to_own: dict[str, int] = {}

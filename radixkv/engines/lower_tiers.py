@@ -58,6 +58,8 @@ from radixkv.engines.tier_settings import (
     require_fingerprint,
 )
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
+from radixkv.forks import OwnLock
+from radixkv.index.load_target import commit_loaded
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -183,7 +185,7 @@ class LowerTiers:
         """Slots of the disk that strict tenants were refused."""
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
-        self._lock, self._following = threading.Lock(), threading.Lock()
+        self._lock, self._following = OwnLock(), OwnLock()
         self._is_off = self._is_closed = False
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
         self._rests_until = clock()
@@ -252,7 +254,7 @@ class LowerTiers:
             with self._guarded(), self._timed():
                 stop = self._loaded(request_id, sequence, key, num_local)
         if stop > num_local:
-            sequence.commit(stop)
+            commit_loaded(sequence, stop)
         return max(stop, num_local)
 
     def take_disk_tokens(self, request_id: str) -> int:

@@ -18,13 +18,13 @@ takes no host memory from other tenants, and a tenant's flood replaces its own p
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.config import Namespace
+from radixkv.forks import OwnLock
 
 if TYPE_CHECKING:
     from radixkv.engines.disk_promotions import DiskPromotions
@@ -131,7 +131,7 @@ class Prefetch:
         self._num_arrived = 0
         self._asked: dict[str, deque[_Prompt]] = {}
         """Those that were asked since then, by tenant."""
-        self._arriving = threading.Lock()
+        self._arriving = OwnLock()
         self._waiting: dict[str, _Line] = {}
         """By tenant, whose turn it is first."""
         self._running: _Prompt | None = None

@@ -22,7 +22,6 @@ threads of the tier, while the engine computes from the front. Where they meet, 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -32,6 +31,7 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.gate import Gate
 from radixkv.engines.record_reader import Flight, RecordReader, Where
+from radixkv.forks import OwnLock
 from radixkv.index.below import Target
 from radixkv.index.validation import require_between, require_seconds
 from radixkv.uncopied import refuse_copies
@@ -102,7 +102,7 @@ class TierLoading:
         self._stop = self._next = host_stop  # the end of what lies below, and of what was not begun
         self._flights: list[Flight] = []
         self._ends_at = self._found_at = self._polled_at = clock()
-        self._polling = threading.Lock()
+        self._polling = OwnLock()
         if source.reader is None:
             return
         self._ends_at += self._lane(source.reader).patience.patience_s(0)

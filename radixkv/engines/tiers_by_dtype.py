@@ -14,7 +14,6 @@ request, the disks of the other dtypes forget what they have of it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -37,6 +36,7 @@ from radixkv.engines.lower_tiers import (
 )
 from radixkv.engines.tier_settings import TierSettings
 from radixkv.errors import ConfigError
+from radixkv.forks import OwnLock
 from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class TiersByDtype:
         folder: PrivateFolder | None = None,
     ) -> None:
         self._default, self._dtypes, self._folder = default, dict[str, TierDtype](), folder
-        self._following = threading.Lock()
+        self._following = OwnLock()
         self.tiers: dict[TierDtype, LowerTiers] = {}
         """By dtype."""
         try:

@@ -102,7 +102,8 @@ class Target(Protocol):
 class Loading(Protocol):
     """What lies below of one sequence, and its way back. See ``Sequence.loading``. Any thread may use it.
 
-    Either wait, or claim. To ignore it is right too: call nothing of it, and compute everything.
+    Either wait, or claim. To ignore it is right too: call nothing of it, and compute everything. What changes the
+    sequence's blocks ends it: ``fork``, ``truncate``, ``forget``, ``lend``. What had come by then stays.
     """
 
     @property

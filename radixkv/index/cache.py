@@ -127,6 +127,8 @@ class PrefixCache(CacheState):
 
     If an error interrupts a call and neither this call nor the next can repair the cache's state, the cache is dead.
     Every call then raises IntegrityError. Leaving a ``with`` block of a dead cache raises nothing.
+
+    In a forked child of the process the cache is closed: every call raises ClosedByFork. In the parent it goes on.
     """
 
     def __init__(

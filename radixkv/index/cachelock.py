@@ -6,19 +6,17 @@ finaliser. It gets ReentrantCall at once. With a plain lock it would wait for ev
 Every entry looks at two fields, and calls ``locking.take_care`` if one is set:
 
     broken      an exception left the cache in the middle of a change, and repairing it has not succeeded yet
-    forgotten   handles that finalisers gave up: the next call releases them
+    forgotten   handles that finalisers gave up: the next call releases them; in a forked child it says so
 
 This class is for the compiled build. The pure build uses ``locking.SourceLock`` with the same interface.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from radixkv.errors import ReentrantCall
-from radixkv.index.locking import Held, Owner, take_care
+from radixkv.index.locking import Held, Owner, SourceLock, is_forked, reentered, take_care
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,20 +32,20 @@ class CacheLock:
     __slots__ = ("_acquire", "_is_inside", "_release", "broken", "death", "forgotten", "given_up")
 
     def __init__(self) -> None:
-        inner = threading.RLock()
+        inner = SourceLock()  # it hears of forks
         self._acquire: Any = inner.acquire
         self._release: Any = inner.release
         self._is_inside = False
         self.broken: Owner | None = None
         self.death: str | None = None
-        self.forgotten: deque[tuple[Owner, Held]] = deque()
+        self.forgotten: deque[tuple[Owner, Held]] = inner.forgotten
         self.given_up: set[Held] = set()
 
     def __enter__(self) -> None:
         self._acquire()
         if self._is_inside:
             self._release()
-            raise ReentrantCall
+            raise reentered(self)
         self._is_inside = True
         if self.broken is not None or self.forgotten:
             try:
@@ -62,6 +60,11 @@ class CacheLock:
     ) -> None:
         self._is_inside = False
         self._release()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no call works any more: the cache is dead, or this process is a forked child."""
+        return self.death is not None or is_forked(self.forgotten)
 
     @property
     def is_mine(self) -> bool:

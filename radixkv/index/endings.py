@@ -7,10 +7,10 @@ was forgotten. All methods may be called from any thread, and never wait.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Final
 
 from radixkv.errors import StaleGeneration
+from radixkv.forks import OwnLock
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, most: int = MAX_ENDINGS) -> None:
         self.num, self._most = 0, most
         self._tenants: dict[str, _Ended] = {}
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
 
     def end_tenant(self, tenant: str) -> None:
         """Note that a tenant is purged or removed."""

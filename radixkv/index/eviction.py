@@ -487,7 +487,7 @@ class Evictor:
 
     def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
         """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
-        victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
+        victim, removed, trimmed, left = tenant.on_victim, tenant.on_removed, tenant.on_trimmed, size
         most, num_detached, on_evict, first = tenant.on_most, 0, self.on_evict, len(freed)
         evicted: list[Node] = []
         if tenant.waiting is not None:
@@ -495,10 +495,12 @@ class Evictor:
         while left:
             node = victim()
             if not isinstance(node, Node) or node.children is not None or node.uses:
-                raise IntegrityError(
-                    f"policy {type(tenant.policy).__name__} named a victim that isn't an evictable leaf"
-                )
+                tenant.refuse_victim()
+                continue
             tree, ids = cast(NamespaceTree, node.tree), node.block_ids
+            if tree.tenant is not tenant:
+                tenant.refuse_victim()
+                continue
             cut = left if most is None else min(most(node) * ID_BYTES, left)
             if on_evict is not None:
                 evicted.append(node)

@@ -34,7 +34,7 @@ class Fence:
 
     def __del__(self) -> None:
         waiting = getattr(self, "_waiting", [])  # __init__ may have been interrupted
-        if waiting and not self._is_lifted:
+        if any(not cache.is_dead for cache, _ in waiting) and not self._is_lifted:
             self._give_up()
             warnings.warn(
                 f"a fence was never lifted: {len(waiting)} sequences waited for it",

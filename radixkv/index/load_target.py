@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from radixkv.config import Namespace, Tenant
+    from radixkv.index.sequence import Sequence
     from radixkv.index.state import CacheState
     from radixkv.storage.plan import BlockIds
 
@@ -83,14 +84,16 @@ class LoadTarget:
         """See ``Target``."""
         cache, state = self._cache, self._state
         with cache._lock:
-            if not self.is_current or state._num_committed >= num_tokens:
-                return state._num_committed >= num_tokens
+            before = state._num_committed
+            if not self.is_current or before >= num_tokens:
+                return before >= num_tokens
             try:
                 requests.commit(cache, state, num_tokens)
             except BaseException as error:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, state)
                 raise
+            _count_loaded(state, num_tokens - before)
         return True
 
     def keep(self) -> None:
@@ -99,6 +102,23 @@ class LoadTarget:
 
 
 refuse_copies(LoadTarget, "it writes into the blocks of one sequence. Pass it on")
+
+
+def commit_loaded(sequence: Sequence, num_tokens: int) -> None:
+    """Commit tokens of a sequence that an engine brought back from below. Takes the lock."""
+    state = sequence._state
+    before = state._num_committed
+    sequence.commit(num_tokens)
+    with sequence._cache._lock:
+        _count_loaded(state, num_tokens - before)
+
+
+def _count_loaded(state: SequenceState, num_tokens: int) -> None:
+    """Count tokens as found that were missed when the sequence was opened."""
+    tenant = state._tree.tenant
+    found = min(num_tokens, tenant.missed_tokens)  # its counts may have been forgotten since
+    tenant.hit_tokens += found
+    tenant.missed_tokens -= found
 
 
 def _first_own(cache: CacheState, state: SequenceState) -> int:

@@ -8,20 +8,10 @@ import weakref
 from collections import deque
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Final, Protocol
 
-from radixkv.errors import IntegrityError, ReentrantCall
-
-if TYPE_CHECKING:
-
-    class RLock:
-        """The type of a ``threading.RLock``."""
-
-        def acquire(self, blocking: bool = True) -> bool: ...
-        def release(self) -> None: ...
-        def _is_owned(self) -> bool: ...
-else:
-    from _thread import RLock
+from radixkv.errors import ClosedByFork, IntegrityError, ReentrantCall
+from radixkv.forks import OwnLock
 
 
 class Held(Protocol):
@@ -62,11 +52,24 @@ class Lock(Protocol):
     given_up: set[Held]
 
     @property
+    def is_over(self) -> bool:
+        """Whether no call works any more."""
+
+    @property
     def is_mine(self) -> bool:
         """Whether the calling thread holds it."""
 
 
-class SourceLock(RLock):
+FORKED: Final[Any] = ("the process", "was forked")
+"""Comes first in ``forgotten`` once this process is a forked child. So entering asks for nothing more than before."""
+
+
+def is_forked(forgotten: deque[tuple[Owner, Held]]) -> bool:
+    """Whether this process is a fork of the one that made the lock with these ``forgotten``."""
+    return bool(forgotten) and forgotten[0] is FORKED
+
+
+class SourceLock(OwnLock):
     """The lock of the pure build: see ``cachelock.CacheLock``.
 
     Its ``__exit__`` is RLock's own, in C. A signal could interrupt a Python function before it releases. If there is no
@@ -74,9 +77,8 @@ class SourceLock(RLock):
     same thread notices that and continues.
     """
 
-    __slots__ = ("broken", "death", "forgotten", "given_up")
-
     def __init__(self) -> None:
+        super().__init__()
         self.broken: Owner | None = None
         self.death: str | None = None
         self.forgotten: deque[tuple[Owner, Held]] = deque()
@@ -85,7 +87,7 @@ class SourceLock(RLock):
     def __enter__(self) -> None:
         is_left_over = self._is_owned()
         if is_left_over and _is_in_a_call():
-            raise ReentrantCall
+            raise reentered(self)
         try:
             if not is_left_over:
                 self.acquire()
@@ -95,6 +97,17 @@ class SourceLock(RLock):
             if self._is_owned():
                 self.release()
             raise
+
+    def forked(self) -> None:
+        """See OwnLock. If this thread forked in a callback, it still releases the lock at the end of that call."""
+        if not self._is_owned():
+            self._at_fork_reinit()
+        self.forgotten.appendleft(FORKED)
+
+    @property
+    def is_over(self) -> bool:
+        """See CacheLock."""
+        return self.death is not None or is_forked(self.forgotten)
 
     @property
     def is_mine(self) -> bool:
@@ -148,8 +161,11 @@ def _is_in_a_call() -> bool:
 def take_care(lock: Lock) -> None:
     """Do the waiting work before a call: repair the cache, release what finalisers gave up.
 
-    Runs under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired.
+    Runs under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired, and
+    ClosedByFork in a forked child.
     """
+    if is_forked(lock.forgotten):
+        raise ClosedByFork
     if lock.death is not None:
         raise IntegrityError(lock.death)
     if lock.broken is not None:
@@ -163,6 +179,11 @@ def take_care(lock: Lock) -> None:
             lock.forgotten.popleft()
             raise
         lock.forgotten.popleft()
+
+
+def reentered(lock: Lock) -> ClosedByFork | ReentrantCall:
+    """Return the error of a call that finds a call inside: the thread's own, or one of the parent process."""
+    return ClosedByFork() if is_forked(lock.forgotten) else ReentrantCall()
 
 
 def is_finalising(error: ReentrantCall) -> bool:
@@ -202,7 +223,7 @@ class Guard:
         if cache is None or held is None:  # __init__ was interrupted
             return
         lock = cache._lock
-        if sys.is_finalizing() or lock.death is not None or not held.is_held or held in lock.given_up:
+        if sys.is_finalizing() or lock.is_over or not held.is_held or held in lock.given_up:
             return
         later(cache, held)
         message = (

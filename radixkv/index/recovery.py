@@ -23,7 +23,7 @@ keeps what is certain and rebuilds everything else from it:
 - A split or a growth that was interrupted is finished or cut back (``_finish``). A cleared tree gives up its unused
   nodes, as after ``clear``.
 - A policy starts again with the old order. Nodes that it had keep their position, missing nodes are youngest, and a
-  child comes before its parent. Counts of uses are forgotten.
+  child comes before its parent. Counts of uses are forgotten. If it can't start, ``lru`` replaces it.
 - The journal gets everything again. Otherwise a lost ``removed`` would leave a false record for ever.
 
 Shared blocks are found in the block tables. Forks have the same blocks up to the first difference. So sorted tables
@@ -55,6 +55,7 @@ from radixkv.errors import (
     TokenError,
 )
 from radixkv.index.blocks import unpack
+from radixkv.index.guarded import fallback, taken_over
 from radixkv.index.holders import INTERRUPTION, Run, SequenceState
 from radixkv.index.ranking import Ranking
 from radixkv.index.tenants import UNRANKED, Base, NamespaceTree, TenantState
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
     from radixkv.index.holders import LeaseState
     from radixkv.index.state import CacheState
-    from radixkv_policies import Policy
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, TokenError)
 """Errors that are raised before anything has changed."""
@@ -549,14 +549,26 @@ class _Books:
             reachable = [node for node in its_nodes if not cast(NamespaceTree, node.tree).detached]
             tenant.resident_blocks = sum(node.num_blocks for node in reachable)
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
-            policy = self.cache._registry.new_policy(tenant.settings)
-            most = self.cache._config.num_blocks
-            tenant.follow(taken_over(policy, tenant.policy, its_nodes, evictable, most))
+            self._renew_policy(tenant, its_nodes, evictable)
         evictor = self.cache._evictor
         evictor.evictable_blocks = sum(tenant.evictable_blocks for tenant in self.tenants)
         evictor.resident_blocks = sum(tenant.resident_blocks for tenant in self.tenants)
         evictor._ranking = Ranking(self.cache._tenants)
         evictor.settle_promises(list(self.cache._tenants.values()))
+
+    def _renew_policy(self, tenant: TenantState, nodes: list[Node], evictable: list[Node]) -> None:
+        """Give a tenant a new policy with its nodes, or ``lru`` if it can't have one of its own."""
+        most = self.cache._config.num_blocks
+        if not tenant.has_failed_policy:
+            try:
+                policy = self.cache._registry.new_policy(tenant.settings)
+                tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, most))
+                return
+            except MemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - otherwise the cache would be dead for all tenants
+                tenant.note_failure("a repair", error)
+        tenant.follow(taken_over(fallback(), tenant.policy, nodes, evictable, most))
 
     # --- the pool and the journal
 
@@ -605,42 +617,6 @@ def _finish(node: Node, above: Node, block_bytes: int) -> None:
     num_blocks = min(len(label) // block_bytes, len(block_ids) // ID_BYTES)
     node.label, node.block_ids = label[: num_blocks * block_bytes], block_ids[: num_blocks * ID_BYTES]
     node.parent, node.depth, node.uses = above, above.depth + num_blocks, 0
-
-
-def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[Node], most: int) -> Policy:
-    """Fill the new ``policy`` with a tenant's nodes (given parents first), ``most`` of them, in the old order."""
-    for node in nodes:
-        parent = node.parent if node.parent is not None and node.parent.parent is not None else None
-        policy.inserted(node, node.num_blocks, node.depth, parent=parent)
-    for node in _in_order(evictable, _drained(old, most)):
-        policy.unleased(node)
-    return policy
-
-
-def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:
-    """Sort evictable nodes, given parents first, by their old order.
-
-    Missing nodes are last, children before parents.
-    """
-    place = dict.fromkeys(nodes, len(order))
-    place.update((node, at) for at, node in enumerate(order) if node in place)
-    children_first = nodes[::-1]
-    for node in children_first:
-        if node.parent in place:
-            place[node.parent] = max(place[node.parent], place[node])
-    return sorted(children_first, key=place.__getitem__)
-
-
-def _drained(policy: Policy, most: int) -> list[Node]:
-    """Return the policy's victims in order, until the policy fails."""
-    found: list[Node] = []
-    try:
-        while len(found) < most and (node := policy.victim()) is not None:
-            found.append(cast(Node, node))
-            policy.removed(node)
-    except Exception:  # noqa: BLE001 - it was interrupted too: the rest is missing
-        return found
-    return found
 
 
 def _num_common(one: SequenceState, other: SequenceState) -> int:

@@ -13,6 +13,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Tenant, resolve
 from radixkv.errors import ArgumentError, NamespaceError
 from radixkv.index.bases import Bases, longest
+from radixkv.index.guarded import fallback
 from radixkv.index.tenants import NamespaceTree, TenantState
 from radixkv_policies import Policy
 
@@ -97,7 +98,7 @@ class Registry:
             )
         if tenant is None:
             assert default is not None
-            tenant = self.new_state(replace(default, id=namespace.tenant))
+            tenant = self._new_default_state(replace(default, id=namespace.tenant))
         return NamespaceTree(namespace, tenant, self._block_bytes)
 
     def register(self, tree: NamespaceTree) -> None:
@@ -137,6 +138,20 @@ class Registry:
         owner_tag = self.new_owner_tag(settings)
         state = TenantState(settings, self.new_policy(settings), is_added=is_added, owner_tag=owner_tag)
         state.bases = self._bases.readable_by(settings.id)
+        return state
+
+    def _new_default_state(self, settings: Tenant) -> TenantState:
+        """Make an empty state for a tenant that wasn't added, with ``lru`` if its policy can't be made."""
+        try:
+            return self.new_state(settings)
+        except (ArgumentError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a policy may be any code
+            failure = error
+        tag = self.new_owner_tag(settings)
+        state = TenantState(settings, fallback(), is_added=False, owner_tag=tag)
+        state.bases = self._bases.readable_by(settings.id)
+        state.note_failure("its start", failure, str(settings.policy or self._config.policy))
         return state
 
     def state_of(self, tenant_id: str) -> TenantState:

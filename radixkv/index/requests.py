@@ -318,7 +318,7 @@ def takes_slices(cache: CacheState, num_bytes: int) -> bool:
         short = num_bytes // cache._block_bytes - cache._pool.num_free
         if below is not None:
             return short > most
-        num_leaves = sum([len(tenant.policy) for tenant in cache._tenants.values()])
+        num_leaves = sum([tenant.num_ranked for tenant in cache._tenants.values()])
         return short * num_leaves > MAX_VICTIMS_AT_ONCE * cache._evictor.evictable_blocks
 
 

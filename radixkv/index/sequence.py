@@ -374,8 +374,9 @@ class Sequence:
         """Make ``num_children`` (1 to 65,536) sequences that share every block with this one. This one stays open.
 
         Copies no block: the first write into a shared tail block copies it. Tokens that were not computed before must
-        get the same KV from each that computes them, because it may be resident by then. Raises ArgumentError, and
-        LeaseError while room is reserved. O(children).
+        get the same KV from each that computes them, because it may be resident by then. A ``loading`` brings nothing
+        more, neither here nor to the children, because their blocks are shared: fork when it is done. Raises
+        ArgumentError, and LeaseError while room is reserved. O(children).
         """
         num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
         cache, state = self._cache, self._state

@@ -643,7 +643,7 @@ def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
         tenant.tenant_id,
         tenant.used_blocks,
         tenant.evictable_blocks,
-        len(tenant.policy),
+        tenant.num_ranked,
         tenant.guaranteed_blocks,
         tenant.settings.limit,
         pinned_blocks,

@@ -124,7 +124,9 @@ class CacheState:
             self._maintenance.start()
 
     def __repr__(self) -> str:
-        config, standing = self._config, "dead" if self.is_dead else "broken" if self.is_broken else ""
+        config, standing = self._config, "broken" if self.is_broken else ""
+        if self.is_dead:
+            standing = "dead" if self._lock.death is not None else "closed by a fork"
         if standing:
             return f"<PrefixCache, {standing}>"
         blocks = f"{self._pool.num_free} of {config.num_blocks} blocks free"
@@ -179,16 +181,20 @@ class CacheState:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the cache's state couldn't be repaired after an error. Then every call raises IntegrityError."""
-        return self._lock.death is not None
+        """Whether no call works any more.
+
+        Either the cache's state couldn't be repaired after an error, and every call raises IntegrityError. Or this
+        process was forked from the one that made the cache, and every call raises ClosedByFork.
+        """
+        return self._lock.is_over
 
     @property
     def is_broken(self) -> bool:
         """Whether the cache is dead, or the next call must repair its state before it does anything."""
-        return self._lock.broken is not None
+        return self._lock.broken is not None or self.is_dead
 
     def require_alive(self) -> None:
-        """Raise IntegrityError if the cache is dead, and ReentrantCall in one of its callbacks."""
+        """Raise IntegrityError or ClosedByFork if the cache is dead, and ReentrantCall in one of its callbacks."""
         with self._lock:
             pass
 

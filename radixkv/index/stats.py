@@ -43,7 +43,9 @@ class CacheStats:
     """Tenants added or seen since the start, including removed ones."""
     requests: int
     hit_tokens: int
+    """Tokens of prompts whose KV were found here or came back from below. See ``missed_tokens``."""
     missed_tokens: int
+    """Other tokens of prompts. What comes back from below counts here from the opening until it is committed."""
     evicted_blocks: int
     copied_blocks: int
     """Copies that copy-on-write decided. A waiting copy is not made if its block is given up first."""
@@ -60,6 +62,8 @@ class CacheStats:
     """Blocks lent to the device for beam steps, in addition to the sequences' own. Part of ``sequence_blocks``."""
     base_blocks: int
     """Resident blocks held by bases that are published, or unpublished and still read. Charged to the publisher."""
+    failed_policies: int = 0
+    """Policies that raised an error. ``lru`` replaced them, each for its tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class TenantStats:
     declined_blocks: int
     pinned_blocks: int
     num_pins: int
+    failed_policies: int = 0
+    """Policies of the tenant that raised an error. ``lru`` replaced them."""
 
 
 def stats_of(cache: CacheState) -> CacheStats:
@@ -111,6 +117,7 @@ def stats_of(cache: CacheState) -> CacheStats:
         num_bases=len(bases.published) + len(bases.under_way()),
         device_blocks=sum(len(beams.block_ids) // ID_BYTES for beams in cache._lendings),
         base_blocks=len(set(unpack(b"".join(base.block_ids for base in bases.held())).tolist())),
+        failed_policies=sum(state.failed_policies for state in states),
     )
 
 
@@ -133,4 +140,5 @@ def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> Te
         declined_blocks=state.declined_blocks,
         pinned_blocks=pins.num_blocks(tenant_id),
         num_pins=pins.num_pins(tenant_id),
+        failed_policies=state.failed_policies,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.config import Namespace, Tenant
 from radixkv.errors import ArgumentError
-from radixkv.index.recovery import taken_over
+from radixkv.index.guarded import taken_over
 from radixkv.index.validation import require_tenant_id
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _follow_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> 
 def _renew_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
     """Give a tenant a new policy that takes over its nodes."""
     policy = cache._registry.new_policy(settings)
+    tenant.has_failed_policy = False
     nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
     evictable = [node for node in nodes if not node.uses]
     tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))

@@ -6,9 +6,12 @@ chooses the tenant that loses blocks. ``eviction.Evictor.promised_blocks`` count
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from radixkv.errors import IntegrityError
 from radixkv.index.blocks import BlockPool
+from radixkv.index.guarded import Guarded, fallback, hook_of, is_foreign, report, taken_over
 from radixkv.index.residency import Claim, Hooks, Waiting
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node, RadixTree, num_common_bytes
@@ -38,7 +41,8 @@ class TenantState:
     - ``evictable_blocks``: in its trees and protected by no lease. With ``protected_blocks`` this is all it uses.
     - ``resident_blocks``: in its trees that aren't detached, so a match can reach them.
     - ``on_…``: the policy's hooks, or None where the policy has none. They are bound once. So a request needs no
-      look-up and calls no empty function.
+      look-up and calls no empty function. Those of a policy that isn't built in are ``guarded``.
+    - ``failed_policies``: policies that raised an error and were replaced by ``lru``. ``has_failed_policy``: the last.
     - ``trees``: by namespace; trees behind a base by ``NamespaceTree.place``. ``behind`` lists these by namespace.
     - ``bases``: the bases that it may read, or None.
     - ``waiting``: its announced prompts; None until the first.
@@ -51,8 +55,11 @@ class TenantState:
         "detached",
         "evictable_blocks",
         "evicted_blocks",
+        "failed_policies",
         "generation",
         "guaranteed_blocks",
+        "guarded",
+        "has_failed_policy",
         "hit_tokens",
         "is_added",
         "is_strict",
@@ -71,6 +78,7 @@ class TenantState:
         "on_touched",
         "on_trimmed",
         "on_unleased",
+        "on_victim",
         "owner_tag",
         "policy",
         "protected_blocks",
@@ -92,11 +100,13 @@ class TenantState:
         self.is_added = is_added
         self.waiting: Waiting | None = None
         self.set(settings)
-        self.follow(policy)
         self.trees: dict[object, NamespaceTree] = {}
         self.behind: dict[Namespace, dict[NamespaceTree, None]] = {}
         self.bases: Readable | None = None
         self.detached: set[NamespaceTree] = set()
+        self.guarded: list[Guarded] = []
+        self.has_failed_policy, self.failed_policies = False, 0
+        self.follow(policy)
         self.protected_blocks = 0
         self.evictable_blocks = 0
         self.resident_blocks = 0
@@ -107,7 +117,7 @@ class TenantState:
 
     def forget_counts(self) -> None:
         """Reset the counts of requests and evictions. The next tenant of this name is a new one."""
-        self.evicted_blocks = self.declined_blocks = 0
+        self.evicted_blocks = self.declined_blocks = self.failed_policies = 0
         self.requests = self.hit_tokens = self.missed_tokens = 0
 
     def follow(self, policy: Policy) -> None:
@@ -120,21 +130,79 @@ class TenantState:
 
     def take_hooks(self) -> None:
         """Send all further events to the policy alone. A recorder must follow afterwards."""
-        policy = self.policy
-        self.on_leased, self.on_unleased, self.on_removed = policy.order()
-        self.on_inserted, self.on_touched = policy.hook("inserted"), policy.hook("touched")
-        self.on_extended, self.on_split = policy.hook("extended"), policy.hook("split")
-        self.on_trimmed, self.on_most = policy.hook("trimmed"), policy.hook("most")
-        self.on_opened, self.on_noted = policy.hook("opened"), policy.hook("noted")
-        self.on_admit = policy.hook("admit")
+        policy, self.guarded = self.policy, []
+        leased, unleased, removed = policy.order()
+        self.on_leased, self.on_unleased = self._hook("leased", leased), self._hook("unleased", unleased)
+        self.on_removed, self.on_victim = self._hook("removed", removed), self._hook("victim", policy.victim)
+        self.on_inserted, self.on_touched = self._optional("inserted"), self._optional("touched")
+        self.on_extended, self.on_split = self._optional("extended"), self._optional("split")
+        self.on_trimmed, self.on_most = self._optional("trimmed"), self._optional("most")
+        self.on_opened, self.on_noted = self._optional("opened"), self._optional("noted")
+        self.on_admit = self._optional("admit")
         if self.waiting is not None:
-            self.waiting.on_announced = policy.hook("announced")
-            self.waiting.on_withdrawn = policy.hook("withdrawn")
+            self.waiting.on_announced = self._optional("announced")
+            self.waiting.on_withdrawn = self._optional("withdrawn")
+
+    def _optional(self, name: str) -> Callable[..., Any] | None:
+        hook = self.policy.hook(name)
+        return None if hook is None else self._hook(name, hook)
+
+    def _hook(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the hook itself for a built-in policy, and a guarded one for others."""
+        if not is_foreign(self.policy):
+            return hook
+        guarded = Guarded(name, hook, self.fall_back)
+        self.guarded.append(guarded)
+        return guarded
+
+    def fall_back(self, where: str, error: Exception) -> None:
+        """Let ``lru`` take over from a policy that isn't built in and failed. O(nodes)."""
+        self.note_failure(where, error)
+        nodes = [node for tree in (*self.trees.values(), *self.detached) for node in tree.nodes()]
+        evictable = [node for node in nodes if not node.uses]
+        new = fallback()
+        taken_over(new, self.policy, nodes, evictable, len(evictable))
+        if self.waiting is not None:
+            new.expect_requests(SHAPE)
+        self.policy, self.uses_ghost_keys = new, False
+        for guarded in self.guarded:  # not new hooks: callers have these, and a recorder may come before them
+            guarded.hook = hook_of(new, guarded.name)
+        if self.waiting is not None:
+            self.waiting.tell_all()
+
+    def note_failure(self, where: str, error: Exception, policy: str = "") -> None:
+        """Count and log that the policy failed. ``policy``: its name, by default that of the present one."""
+        self.has_failed_policy = True
+        self.failed_policies += 1
+        report(policy or type(self.policy).__name__, self.tenant_id, where, error)
+
+    def refuse_victim(self) -> None:
+        """Take that the policy named a victim that isn't an evictable leaf of this tenant."""
+        told = f"policy {type(self.policy).__name__} named a victim that isn't an evictable leaf"
+        if not is_foreign(self.policy):
+            raise IntegrityError(told)
+        self.fall_back("victim", IntegrityError(told))
+
+    @property
+    def num_ranked(self) -> int:
+        """The nodes that the policy counts as evictable."""
+        try:
+            return len(self.policy)
+        except Exception as error:
+            if not is_foreign(self.policy) or isinstance(error, MemoryError):
+                raise
+            self.fall_back("__len__", error)
+        return len(self.policy)
 
     def _announce_to(self, policy: Policy) -> None:
         """Tell a policy of the announced prompts from now on."""
         assert self.waiting is not None
-        policy.expect_requests(SHAPE)
+        try:
+            policy.expect_requests(SHAPE)
+        except Exception as error:
+            if not is_foreign(policy) or isinstance(error, MemoryError):
+                raise
+            self.fall_back("expect_requests", error)
         self.take_hooks()
         self.waiting.tell_all()
 

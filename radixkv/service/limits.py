@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from radixkv.clock import Clock
+from radixkv.errors import made_again
 from radixkv.service.worker import Busy
 
 
@@ -43,6 +45,9 @@ class TooFast(Exception):
     def __init__(self, wait_s: float, requests_per_s: float, burst: int) -> None:
         self.wait_s, self.requests_per_s, self.burst = wait_s, requests_per_s, burst
         super().__init__(f"{requests_per_s:g} requests a second, {burst} at once")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return made_again(self)
 
 
 class TokenBucket:

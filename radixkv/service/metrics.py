@@ -36,6 +36,7 @@ _COUNTERS = frozenset(
         "missed_tokens",
         "evicted_blocks",
         "declined_blocks",
+        "failed_policies",
         "copied_blocks",
         "scrubbed_blocks",
     }
@@ -56,12 +57,13 @@ _TEXTS = {
     "num_namespaces": "Namespaces that are not empty",
     "num_tenants": "Tenants",
     "requests": "Sequences opened",
-    "hit_tokens": "Prompt tokens whose KV was found",
+    "hit_tokens": "Prompt tokens whose KV was found, or came back from the tiers below",
     "missed_tokens": "Prompt tokens whose KV had to be computed",
     "evicted_blocks": "Blocks evicted by policy",
     "copied_blocks": "Blocks that copy-on-write decided to copy",
     "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
     "declined_blocks": "Blocks freed at the end of their use, because the policy did not admit them",
+    "failed_policies": "Policies that raised an error and were replaced by lru, each for its tenant alone",
     "pinned_blocks": "Blocks kept by pins",
     "num_pins": "Pins",
     "device_blocks": "Blocks lent to the device for beam steps, in addition to the sequences' own",
@@ -178,15 +180,27 @@ class _CacheCollector(Collector):
         self._cache, self._tenants = cache, tenants
         self._levels: dict[str, int] = {}
         self._rows: list[dict[str, Any]] = []
+        self._missed: dict[str, tuple[int, int]] = {}
 
     def read(self) -> None:
         """Read all counts. Without an answer of an engine in another process there are none."""
         tenants = self._tenants()
         try:
             levels = {**asdict(self._cache.stats()), "num_tenants": len(tenants)}
-            self._levels, self._rows = levels, [asdict(self._cache.tenant_stats(each)) for each in tenants]
+            rows = [asdict(self._cache.tenant_stats(each)) for each in tenants]
+            for counts in (levels, *rows):
+                self._hold_missed(counts)
+            self._levels, self._rows = levels, rows
         except ControlError:
             self._levels, self._rows = {}, []
+
+    def _hold_missed(self, counts: dict[str, Any]) -> None:
+        """Keep the missed tokens where they were while a load makes hits of some: a counter never falls."""
+        whose, total = counts.get("tenant", ""), counts["hit_tokens"] + counts["missed_tokens"]
+        shown, before = self._missed.get(whose, (0, 0))
+        if total >= before:  # otherwise the tenant is a new one
+            counts["missed_tokens"] = max(counts["missed_tokens"], shown)
+        self._missed[whose] = counts["missed_tokens"], total
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._levels.items():

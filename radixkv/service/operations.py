@@ -142,6 +142,7 @@ _STATS = {
     "missed_tokens": 9216,
     "evicted_blocks": 0,
     "declined_blocks": 0,
+    "failed_policies": 0,
     "pinned_blocks": 4,
     "num_pins": 1,
 }

@@ -31,6 +31,7 @@ from radixkv.errors import (
     QuotaExceeded,
     RadixKVError,
     TokenError,
+    made_again,
 )
 from radixkv.service.error_types import docs_url
 from radixkv.service.schemas.base import NOT_SUPPORTED, TWO_VALUES, UNKNOWN_FIELDS
@@ -94,6 +95,9 @@ class ApiError(Exception):
             "allowed": allowed,
             "docs_url": docs_url(type),
         }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return made_again(self)
 
     def response(self) -> JSONResponse:
         """Return the answer to send."""

@@ -100,6 +100,11 @@ class TextStream:
             self._show(self._held)
             self._held = ""
 
+    @property
+    def text(self) -> str:
+        """The text that may be shown and was not taken yet."""
+        return "".join(self._ready)
+
     def take(self) -> str:
         """Return the text that may be shown and was not taken yet; a possible stop string is held back."""
         parts = []

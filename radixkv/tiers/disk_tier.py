@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ from xxhash import xxh3_128
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.errors import ArgumentError, ConfigError, TierError
+from radixkv.forks import OwnLock
 from radixkv.tiers.durations import Durations
 from radixkv.tiers.files import Files, round_up
 from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
@@ -225,8 +225,8 @@ class DiskTier:
         except BaseException as error:
             self._folder.close(is_refused=isinstance(error, ConfigError))
             raise
-        self._lock = threading.Lock()
-        self._writing_headers = threading.Lock()
+        self._lock = OwnLock()
+        self._writing_headers = OwnLock()
         self._part = secrets.randbits(64)  # each opening has data keys of its own, so nonces never run out
         self._is_fenced = self._is_closed = False
         self._awaits = settings.awaits_generations

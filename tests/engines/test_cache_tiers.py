@@ -123,6 +123,20 @@ def test_a_plain_cache_has_it_too() -> None:
         assert engine.holds(sequence.block_table, chain(NS, PROMPT[:40]))
 
 
+def test_what_comes_back_counts_as_found() -> None:
+    owner = Owner()
+    owner.evicted(PROMPT)
+    before = owner.cache.tenant_stats(NS.tenant)
+    with owner.cache.open(NS, PROMPT) as sequence:
+        opened = owner.cache.tenant_stats(NS.tenant)
+        assert opened.missed_tokens - before.missed_tokens == len(PROMPT)
+        assert loading_of(sequence).wait()
+    after = owner.cache.tenant_stats(NS.tenant)
+    assert after.hit_tokens - before.hit_tokens == 40
+    assert after.missed_tokens - before.missed_tokens == len(PROMPT) - 40
+    assert owner.cache.stats().hit_tokens == after.hit_tokens
+
+
 def test_nothing_lies_below_without_host_blocks() -> None:
     cache = PrefixCache(CacheConfig(16, SIZE, LAYOUT))
     with cache.open(NS, PROMPT) as sequence:
@@ -304,6 +318,7 @@ def test_a_load_ends_with_what_it_was_for(change: str) -> None:
     others = changed(owner, sequence, change)
     before = owner.engine.read(list(range(16))).tolist()  # type: ignore[arg-type]
     assert loading.poll() and loading.num_loaded_tokens == 0
+    assert [each.loading for each in others] == [None] * len(others)
     assert owner.engine.read(list(range(16))).tolist() == before  # type: ignore[arg-type]
     if sequence.is_open:
         owner.compute(sequence, 41)

@@ -115,13 +115,17 @@ class TwoLists(LastUseEndedFirst):
         known = {b.key: b.key in self.again for b in blocks if b.key in self.again or b.key in self.once}
         self.once = [key for key in self.once if key not in known]
         self.again = [key for key in self.again if key not in known]
-        once, again = len(self.once) + 1, len(self.again) + 1
+        once, again = len(self.once), len(self.again)
         for block in blocks:
             block.flag = block.key in known
             block.is_new = not block.flag
             if block.flag:
-                step = -max(1.0, once / again) if known[block.key] else max(1.0, again / once)
+                step = -max(1.0, once / (again + 1)) if known[block.key] else max(1.0, again / (once + 1))
                 self.target = min(max(self.target + step, 0.0), CAPACITY)
+        held = [other for node in self.life.nodes for other in node.blocks]
+        num_once = sum(not other.flag for other in held)
+        del self.once[: max(len(self.once) + num_once - CAPACITY, 0)]
+        del self.again[: max(len(self.again) + len(self.once) + len(held) - 2 * CAPACITY, 0)]
 
     def used(self, block: Block) -> None:
         """Mark the block as used again."""
@@ -129,15 +133,12 @@ class TwoLists(LastUseEndedFirst):
 
     def evicted(self, block: Block) -> None:
         """The list that held the block remembers it."""
-        ghosts = self.again if block.flag else self.once
-        ghosts.append(block.key)
-        del ghosts[:-CAPACITY]
+        (self.again if block.flag else self.once).append(block.key)
 
     def key(self, block: Block) -> tuple[float, ...]:
         """The list that is due first, then the last use."""
         num_once = sum(not other.flag for node in self.life.nodes for other in node.blocks)
-        from_once = num_once >= max(1.0, self.target)
-        return (block.flag == from_once, block.stamp)
+        return (block.flag == (num_once > self.target), block.stamp)
 
 
 class TestARC(PolicyContract):
@@ -264,7 +265,7 @@ class ThreeQueues(InsertedFirst):
         """Remember blocks that are evicted from the small queue."""
         if not block.flag:
             self.ghosts.append(block.key)
-            del self.ghosts[:-CAPACITY]
+            del self.ghosts[: -int(0.9 * CAPACITY)]
 
     def _head(self, leaves: list[Block]) -> Block:
         small = [block for block in leaves if not block.flag]

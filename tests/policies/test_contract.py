@@ -13,6 +13,7 @@ from hypothesis import Phase, find, settings
 from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.clock import ManualClock
 from radixkv_policies import LFU, LRU, POLICIES, Policy
+from radixkv_policies.leaves import LeafPolicy
 from tests.policies.contract import Life, Reference, lives
 from tests.policies.test_lfu import LowestPriorityFirst
 from tests.policies.test_lru import LastUseEndedFirst
@@ -48,7 +49,8 @@ class Ageless(LFU):
     """Never ages."""
 
     def trimmed(self, node: Any, num_blocks: int) -> None:
-        """Do nothing."""
+        """Only shrink the node."""
+        LeafPolicy.trimmed(self, node, num_blocks)
 
 
 @pytest.mark.parametrize(

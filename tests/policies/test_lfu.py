@@ -18,9 +18,9 @@ class LowestPriorityFirst(Reference):
     age = 0.0
 
     def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
-        """Count the first use. A grown leaf keeps its count."""
+        """Count the first use, whatever the leaf had that they extend."""
         for block in blocks:
-            block.uses = max(block.node.blocks[0].uses, 1)
+            block.uses = 1
 
     def used(self, block: Block) -> None:
         """Count another use."""

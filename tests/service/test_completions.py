@@ -121,6 +121,29 @@ def test_beams_are_the_engines_best_first(live: Running, salt: str) -> None:
     ]
 
 
+def test_beams_that_are_equal_up_to_their_stop_string_are_one_answer(live: Running, salt: str) -> None:
+    body = {
+        "prompt": ["Search with beams", "Another"],
+        "salt": salt,
+        "max_tokens": 8,
+        "use_beam_search": True,
+    }
+    whole = [choice["text"] for choice in complete(live, n=4, **body)["choices"]]
+    characters = sorted({character for text in whole for character in text})
+    twins = 0
+    for stop in characters:
+        reply = complete(live, n=2, best_of=4, stop=stop, **body)
+        expected = {}
+        for prompt, texts in enumerate((whole[:4], whole[4:])):
+            cut = list(dict.fromkeys(text.partition(stop)[0] for text in texts))
+            twins += 4 - len(cut)
+            expected |= {2 * prompt + choice: text for choice, text in enumerate(cut[:2])}
+        assert {choice["index"]: choice["text"] for choice in reply["choices"]} == expected
+        assert [choice["index"] for choice in reply["choices"]] == sorted(expected)
+        assert reply["usage"]["completion_tokens"] <= 8 * len(expected)
+    assert twins > 0
+
+
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0}, {"seed": 3, "n": 2}, {"seed": 4, "echo": True}, {"seed": 5, "stop": [" a", "e"]}],

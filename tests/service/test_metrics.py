@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from radixkv import CacheConfig, PrefixCache
 from radixkv.engines import Generation
+from radixkv.service.metrics import _CacheCollector
 from tests.service.running import Running
 
 
@@ -36,3 +39,27 @@ def test_the_wait_inside_the_batch_counts_as_queued(live: Running, monkeypatch: 
     answer = live.acme.post("/v1/completions", json={"prompt": "Which page?", "max_tokens": 2})
     timings = answer.json()["timings"]
     assert 7.0 <= timings["queued_s"] <= timings["time_to_first_token_s"] < 7.0 + timings["total_s"]
+
+
+def test_missed_tokens_never_fall() -> None:
+    """What comes back from a tier is a hit then. A scrape in between must not see the counter fall."""
+    counts = {"hit_tokens": 10, "missed_tokens": 0}
+    cache: Any = SimpleNamespace(
+        stats=lambda: replace(PrefixCache(CacheConfig(8)).stats(), **counts),
+        tenant_stats=lambda tenant: replace(PrefixCache(CacheConfig(8)).tenant_stats(tenant), **counts),
+    )
+    collector = _CacheCollector(cache, lambda: ["a"])
+
+    def missed() -> list[float]:
+        collector.read()
+        return [
+            sample.value
+            for metric in collector.collect()
+            for sample in metric.samples
+            if sample.name.endswith("missed_tokens_total")
+        ]
+
+    for counts["hit_tokens"], counts["missed_tokens"], shown in (
+        (10, 0, 0), (10, 40, 40), (50, 0, 40), (50, 30, 40), (50, 41, 41), (0, 3, 3)  # the last: a new tenant
+    ):  # fmt: skip
+        assert missed() == [shown, shown]

@@ -79,6 +79,19 @@ def metric(operator: httpx.Client, name: str, tier: str, **labels: str) -> float
     return float(found[1])
 
 
+def the_counts_agree(live: Running) -> None:
+    """Statistics and metrics of a tenant have the tokens of its bills, with those that the tiers brought back."""
+    stats, rows = live.acme.get("/v1/stats").json(), live.acme.get("/v1/usage").json()["rows"]
+    read = sum(row["read_tokens"] for row in rows)
+    computed = sum(row["uncached_tokens"] + sum(row["written_tokens"].values()) for row in rows)
+    assert (stats["hit_tokens"], stats["missed_tokens"]) == (read, computed)
+    told = live.operator.get("/metrics").text
+    for name, tokens in (("hit", read), ("missed", computed)):
+        assert re.search(rf'^radixkv_tenant_{name}_tokens_total{{tenant="acme"}} {tokens}\.0$', told, re.M), (
+            name
+        )
+
+
 def evict_all(live: Running) -> None:
     cache = live.service.engine.cache
     assert isinstance(cache, PrefixCache)
@@ -111,6 +124,7 @@ def test_host_memory_below_a_service() -> None:
         host_tokens, disk_tokens = loaded_of(live.acme)
         assert host_tokens > 100 and disk_tokens == 0
         assert billed(live.acme) == (cached + host_tokens, 0)
+        the_counts_agree(live)
         evict_all(live)
         warmed = live.acme.post("/v1/warm", json={"prompt": PROMPT}).json()
         assert warmed["computed"] < 32

@@ -6,14 +6,16 @@ production. There is one difference: a production cache starts a new node every 
 as long as a prompt. Policies that rank whole nodes may behave differently.
 
 A request opens with its prompt's blocks and one extra token, because a cache always leaves one token to compute. The
-extra token is released at once; for it the pool has one block more than the capacity. The prompt is committed at the
+extra token is released at once; for it the pool has one block more than the capacity, and of which the policy doesn't
+know. The prompt is committed at the
 request's start and the answer at its end, and the request holds its lease in between. A request that doesn't fit
 counts as refused and computes everything. An answer that doesn't fit isn't kept.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
@@ -54,6 +56,15 @@ def replay(
     return Replay(trace, made, capacity, seed).run()
 
 
+def sized(policy: Callable[..., Policy], capacity: int) -> Callable[..., Policy]:
+    """Return what makes the policy for ``capacity`` blocks, though the pool has one more for the extra token."""
+
+    def made(num_blocks: int, *args: Any, **named: Any) -> Policy:
+        return policy(capacity, *args, **named)
+
+    return made
+
+
 def declines(policy: str) -> bool:
     """Whether the policy of this name may reject blocks."""
     return resolve("policy", policy).admit is not Policy.admit
@@ -77,7 +88,7 @@ class Replay:
             block_size=1,
             seed=seed,
             segment_tokens=segment_tokens,
-            default_tenant=Tenant("default", policy=policy),
+            default_tenant=Tenant("default", policy=sized(policy, capacity)),
         )
         self._journal = journal
         self.begin_empty()

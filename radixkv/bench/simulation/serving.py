@@ -36,8 +36,9 @@ import numpy as np
 from radixkv.bench.simulation.clairvoyant import Clairvoyant, Future
 from radixkv.bench.simulation.packed_sessions import BLOCK_TOKENS, Blocks, Session, Turn
 from radixkv.bench.simulation.profiles import ModelProfile
+from radixkv.bench.simulation.replay import sized
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.config import CacheConfig, Namespace, Tenant, resolve
 from radixkv.coordination.routing.costs import COSTS, CostName, Facts
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.announcements import Announcement
@@ -249,12 +250,13 @@ class _Replica:
         self.queue = order_of(scheduler, settings.kappa)
         self.host = _Host(settings.host_blocks)
         segment = max(SEGMENT_TOKENS // BLOCK_TOKENS, 1)
+        made = resolve("policy", policy) if isinstance(policy, str) else policy
         config = CacheConfig(
             num_blocks=capacity + 1,  # one more for the token that a cache always leaves to compute
             block_size=1,
             seed=settings.seed,
             segment_tokens=segment,
-            default_tenant=Tenant("default", policy=policy),
+            default_tenant=Tenant("default", policy=sized(made, capacity)),
         )
         self.cache = PrefixCache(config, clock=clock, journal=self.host if settings.host_blocks else None)
         self.capacity = capacity

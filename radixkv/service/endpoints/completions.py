@@ -11,7 +11,7 @@ request needs its place first, or if its time is over.
 
 Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
 are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
-no beam is final before the end.
+no beam is final before the end. Beams that differ only behind a stop string are one answer: the best of them counts.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class Progress:
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice.
 
+    - ``answered``: the rows that the answer has, each with its index there. All, except with beams and stop strings.
     - ``kept``: the promises for its first prompt, once they were granted or refused.
     - ``num_found``: tokens of its prompts that were resident just before the generation, for usage in a stream's
       beginning.
@@ -183,7 +184,9 @@ class Run:
         if body.prompt_cache_key is not None:
             labels["session"] = body.prompt_cache_key
         self.hints = RequestHints(labels | given.labels, given.priority, given.duration_s)
-        rows = body.n // self.copies
+        self._cuts_beams = body.use_beam_search and bool(body.stops)
+        rows = (body.best_of or body.n) if self._cuts_beams else body.n // self.copies
+        self.answered = {row: row * self.copies for row in range(len(prompts) * rows)}
         stops = [Stop(each) for each in dict.fromkeys(body.stops)]
         self.progress: Progress | None = None
         self.kept: Kept | None = None
@@ -218,14 +221,16 @@ class Run:
         return response
 
     def _answer(self, generation: Generation) -> Response:
-        texts = [self._echo(row) + text.take() for row, text in enumerate(self.texts)]
-        choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(texts)]
+        choices = [
+            self._choice(row, self._echo(row) + self.texts[row].take(), self._reason(generation, row))
+            for row in self.answered
+        ]
         answer = self._reply(choices, self._usage(generation), self._timings(generation)).model_dump()
         return LongJson(answer) if self._is_long else Json(answer)
 
     @property
     def _is_long(self) -> bool:
-        num_chars = sum(len(self._echo(row)) + text.num_tokens for row, text in enumerate(self.texts))
+        num_chars = sum(len(self._echo(row)) + self.texts[row].num_tokens for row in self.answered)
         return self.copies * num_chars > _LOOP_CHARS
 
     async def _written(self, write: Callable[[], T]) -> T:
@@ -381,11 +386,15 @@ class Run:
     def request_usage(self, generation: Generation) -> RequestUsage:
         """Return what the request read, wrote under promises, computed and generated."""
         granted = () if self.kept is None else self.kept.granted
-        generated = self.copies * sum(text.num_tokens for text in self.texts)
-        usage = RequestUsage(generated=generated)
+        usage = RequestUsage(generated=self._num_generated)
         for prompt, cached in zip(self.prompts, generation.num_cached_tokens, strict=True):
             usage += usage_of(prompt.num_tokens, cached, granted)
         return usage.loaded(generation.loaded)
+
+    @property
+    def _num_generated(self) -> int:
+        """Tokens of the answers."""
+        return self.copies * sum(self.texts[row].num_tokens for row in self.answered)
 
     def note_calls(self) -> None:
         """Tell the eviction policy that a tool's answer continues the conversation of the first prompt."""
@@ -402,6 +411,19 @@ class Run:
                 work.check()
             text.close()
         work.check()
+        if self._cuts_beams:
+            self._leave_out_twins()
+
+    def _leave_out_twins(self) -> None:
+        """Answer with the ``n`` best beams of each prompt that are different up to their stop string.
+
+        There are fewer if the search has found fewer. An index still tells the prompt.
+        """
+        rows, self.answered = len(self.texts) // len(self.prompts), {}
+        for prompt in range(len(self.prompts)):
+            best = {self.texts[row].text: row for row in reversed(range(prompt * rows, (prompt + 1) * rows))}
+            for choice, row in enumerate(sorted(best.values())[: self.body.n]):
+                self.answered[row] = prompt * self.body.n + choice
 
     def _record(self, recorder: Recorder, namespace: Namespace, generation: Generation) -> None:
         rows = len(generation.token_ids) // len(self.prompts)
@@ -413,7 +435,11 @@ class Run:
         body = self.body
         options: dict[str, Any] = {"eos_token_id": -1} if body.ignore_eos else {}
         if body.use_beam_search:
-            return options | {"num_beams": body.best_of or body.n, "num_return_sequences": body.n}
+            num_beams = body.best_of or body.n
+            return options | {
+                "num_beams": num_beams,
+                "num_return_sequences": num_beams if self._cuts_beams else body.n,
+            }
         if self.greedy:
             return options
         top_p = body.top_p if body.top_p < 1 else None
@@ -446,7 +472,7 @@ class Run:
         return [self._choice(row, piece, None) for row, piece in taken if piece]
 
     def _choice(self, row: int, text: str, reason: FinishReason | None) -> Choice:
-        return Choice(index=row * self.copies, text=text, finish_reason=reason)
+        return Choice(index=self.answered[row], text=text, finish_reason=reason)
 
     def _reason(self, generation: Generation, row: int) -> FinishReason:
         return "stop" if self.texts[row].stopped or generation.finish_reasons[row] == "stop" else "length"
@@ -462,11 +488,10 @@ class Run:
     def _usage_so_far(self) -> Usage:
         """Return the usage during the generation; the cached tokens are reported at the end."""
         prompt = sum(prompt.num_tokens for prompt in self.prompts)
-        generated = self.copies * sum(text.num_tokens for text in self.texts)
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=generated,
-            total_tokens=prompt + generated,
+            completion_tokens=self._num_generated,
+            total_tokens=prompt + self._num_generated,
             prompt_tokens_details=None,
         )
 

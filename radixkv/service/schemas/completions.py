@@ -218,7 +218,9 @@ class CompletionRequest(Salted):
     stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
     stream_options: StreamOptions | None = None
     use_beam_search: bool = Field(
-        False, description="n beams (or best_of); the n best are returned, best first"
+        False,
+        description="n beams (or best_of); the n best are returned, best first. With stop, beams that are equal up to "
+        "it are one answer, so there may be fewer than n",
     )
     ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
     echo: bool = Field(False, description="begin each completion with its prompt")

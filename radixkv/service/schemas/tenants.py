@@ -109,10 +109,15 @@ class TenantStatsReply(ReplyBody):
     evictable_blocks: int = Field(description="cached blocks that no lease protects")
     num_namespaces: int
     requests: int
-    hit_tokens: int = Field(description="prompt tokens that were found in the cache")
+    hit_tokens: int = Field(
+        description="prompt tokens that were found in the cache, or came back from the tiers below it"
+    )
     missed_tokens: int = Field(description="prompt tokens that were not found")
     evicted_blocks: int = Field(description="blocks that were evicted")
     declined_blocks: int = Field(description="blocks that the policy refused to keep")
+    failed_policies: int = Field(
+        description="policies of the tenant that raised an error and were replaced by lru"
+    )
     pinned_blocks: int
     num_pins: int
 

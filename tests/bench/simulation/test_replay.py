@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from radixkv import audit
 from radixkv.bench.simulation.generator import Part, generate, line
-from radixkv.bench.simulation.replay import replay
+from radixkv.bench.simulation.replay import replay, sized
 from radixkv.bench.simulation.trace import Trace, events, read
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig, Namespace, policy_names
+from radixkv.config import CacheConfig, Namespace, Tenant, policy_names
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.sequence import Sequence
-from radixkv_policies import RequestHints
+from radixkv_policies import POLICIES, RequestHints
 from radixkv_policies.policy import SEGMENT_TOKENS
 from tests.bench.simulation.traces import FITTED, small
 
@@ -28,7 +28,8 @@ def live(trace: Trace, policy: str, capacity: int, size: int = 2) -> list[int]:
     running: dict[int, Sequence] = {}
     hits = [0] * len(trace)
     segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1) * size
-    config = CacheConfig(capacity + 1, size, policy=policy, segment_tokens=segment_tokens)
+    default = Tenant("*", policy=sized(POLICIES[policy], capacity))
+    config = CacheConfig(capacity + 1, size, segment_tokens=segment_tokens, default_tenant=default)
     cache, maintain_at = PrefixCache(config, clock=clock), 0.0
 
     def ids(start: int, stop: int) -> NDArray[np.int64]:
