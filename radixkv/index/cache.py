@@ -202,6 +202,15 @@ class PrefixCache(CacheState):
         with self._lock, Mending(self):
             return requests.touch(self, namespace, key)
 
+    def count_reads(self, tenant: TenantId, num_tokens: SupportsIndex) -> None:
+        """Count tokens that a request read without opening a sequence, as hits in the tenant's statistics. O(1)."""
+        require_tenant_id(tenant)
+        num_read = require_between("num_tokens", num_tokens, 0, None)
+        with self._lock:
+            state = self._tenants.get(tenant)
+            if state is not None:
+                state.hit_tokens += num_read
+
     # --- requests that wait
 
     def announce(
