@@ -376,8 +376,8 @@ class Queueing(Protocol):
 class Counting(Protocol):
     """A cache that counts what requests read without a run of the engine. Others are left alone."""
 
-    def count_reads(self, tenant: str, num_tokens: int, /) -> None:
-        """Count tokens that a tenant's request read, as hits. Must not wait."""
+    def count_reads(self, tenant: str, num_tokens: int, /, *, as_of: int | None = None) -> None:
+        """Count tokens that a tenant's request read, as hits. Must not wait. ``as_of``: see ``Engine.generate``."""
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, Tenant, audit
-from radixkv.errors import ArgumentError
+from radixkv.errors import ArgumentError, StaleGeneration
 
 ACME = Namespace("acme", "m")
 
@@ -35,6 +35,10 @@ def test_an_engine_counts_a_request_otherwise_than_its_opening(cache: PrefixCach
     first.recount(1, 0, 12)
     cache.count_reads("acme", 4)
     cache.count_reads("nobody", 4)
+    came = cache.endings.num
+    cache.purge("acme")
+    with pytest.raises(StaleGeneration):
+        cache.count_reads("acme", 4, as_of=came)
     assert counted(cache) == (1, 4, 12)
     for wrong in (-1, 1.0, None):
         with pytest.raises(ArgumentError):

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixkv.billing.pending import Written
 from radixkv.config import Namespace
-from radixkv.engines.engine_protocol import Noting
+from radixkv.engines.engine_protocol import Noting, Tally
 from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
@@ -51,7 +51,7 @@ from radixkv.service.schemas.completions import (
     Usage,
 )
 from radixkv.service.textstream import Stop, TextStream
-from radixkv.service.usage import RequestUsage, usage_of
+from radixkv.service.usage import RequestUsage, usage_of, usage_so_far
 from radixkv.service.worker import Work, finished
 from radixkv_policies.hints import Label
 
@@ -197,6 +197,9 @@ class Run:
         self.began_at = call.started_at
         self.owner = call.owner
         self.namespace = self.service.namespace(call.tenant, body.salt, body.adapter)
+        self.tally = Tally()
+        self.is_whole = False  # whether all texts have all tokens of the generation
+        self._first_token_s: float | None = None  # after its arrival
         self._bill: Written | None = None
         self.served_in: Namespace | None = None  # set when its turn comes
 
@@ -207,7 +210,7 @@ class Run:
             generation = await until_disconnect(self.call.request, finished(work))
         finally:
             work.cancel()
-        await self._settle(generation)
+        await self.service.meter.settled(self._bill)
         answer = await self._written(lambda: self._answer(generation))
         self.owner.require()
         return self._told(answer)
@@ -266,7 +269,7 @@ class Run:
                     yield self._chunk(pieces)
                 await self._next(progress)
             generation = await finished(work)
-            await self._settle(generation)
+            await self.service.meter.settled(self._bill)
             self.owner.require()
             for each in self._last_events(generation):
                 yield each
@@ -329,6 +332,8 @@ class Run:
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
+            if self._first_token_s is None:
+                self._first_token_s = self.service.clock() - self.call.started_at
             self._keep(namespace)
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
@@ -344,26 +349,61 @@ class Run:
 
         self.owner.require(namespace)
         self._look(namespace)
-        generation = self.service.engine.generate(
-            namespace,
-            [prompt.key for prompt in self.prompts],
-            self.body.max_tokens,
-            on_step=None if self.body.use_beam_search else on_step,
-            stop=is_over,
-            on_no_room=work.wait_for_room,
-            hints=self.hints,
-            **self._sampling(),
-            **self.owner.arguments,
-        )
-        self.owner.require()
-        self._keep(namespace, is_last=True)
+        generation: Generation | None = None
         try:
+            generation = self.service.engine.generate(
+                namespace,
+                [prompt.key for prompt in self.prompts],
+                self.body.max_tokens,
+                on_step=None if self.body.use_beam_search else on_step,
+                stop=is_over,
+                on_no_room=work.wait_for_room,
+                hints=self.hints,
+                **self._sampling(),
+                **self.owner.tallied(self.tally),
+            )
+            self.owner.require()
+            self._keep(namespace, is_last=True)
             self._complete(generation, work)
-        finally:  # a cancelled request pays too
-            self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, self.request_usage(generation))
+        finally:  # a request pays whichever way it ends
+            self._pay(generation)
         if self.service.recorder is not None:
             self._record(self.service.recorder, namespace, generation)
         return generation
+
+    def _pay(self, generation: Generation | None) -> None:
+        """Record and count what was read, computed and generated. None: the engine has raised an error."""
+        usage = self._spent(generation)
+        if usage.is_nothing:
+            return
+        self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, usage)
+        if generation is not None and usage.generated:
+            self._first_token_s = self._timings(generation).time_to_first_token_s
+        self.service.metrics.completed(
+            self.call.tenant,
+            prompt=usage.num_prompt_tokens,
+            cached=usage.read,
+            generated=usage.generated,
+            first_token_s=self._first_token_s,
+        )
+
+    def _spent(self, generation: Generation | None) -> RequestUsage:
+        """Return what was read, computed and generated until now. An engine without tallies tells it at the end."""
+        granted = () if self.kept is None else self.kept.granted
+        generated = self._num_generated
+        if self.tally.num_cached or ("tally" in self.service.engine.abilities and not generated):
+            return usage_so_far(self.tally, granted, generated)
+        if generation is not None:
+            return self.request_usage(generation)
+        if not generated:
+            return RequestUsage()
+        return RequestUsage(uncached=sum(each.num_tokens for each in self.prompts), generated=generated)
+
+    @property
+    def _num_generated(self) -> int:
+        """Tokens generated until now. Beams report none of them before the end."""
+        chosen = self.tally.num_chosen if self.body.use_beam_search and not self.is_whole else 0
+        return self.copies * sum(max(text.num_tokens, chosen) for text in self.texts)
 
     def _look(self, namespace: Namespace) -> None:
         """Note what is resident before the generation, if the beginning of a stream says so."""
@@ -381,8 +421,7 @@ class Run:
     def request_usage(self, generation: Generation) -> RequestUsage:
         """Return what the request read, wrote under promises, computed and generated."""
         granted = () if self.kept is None else self.kept.granted
-        generated = self.copies * sum(text.num_tokens for text in self.texts)
-        usage = RequestUsage(generated=generated)
+        usage = RequestUsage(generated=self.copies * sum(text.num_tokens for text in self.texts))
         for prompt, cached in zip(self.prompts, generation.num_cached_tokens, strict=True):
             usage += usage_of(prompt.num_tokens, cached, granted)
         return usage.loaded(generation.loaded)
@@ -401,6 +440,7 @@ class Run:
                 work.turn()
                 work.check()
             text.close()
+        self.is_whole = True
         work.check()
 
     def _record(self, recorder: Recorder, namespace: Namespace, generation: Generation) -> None:
@@ -425,21 +465,6 @@ class Run:
             "seed": body.seed,
             "num_return_sequences": body.n,
         }
-
-    async def _settle(self, generation: Generation) -> None:
-        """Count the request, and wait a moment until its bill is written."""
-        self._count(generation)
-        await self.service.meter.settled(self._bill)
-
-    def _count(self, generation: Generation) -> None:
-        usage, timings = self._usage(generation), self._timings(generation)
-        self.service.metrics.completed(
-            self.call.tenant,
-            prompt=usage.prompt_tokens,
-            cached=sum(generation.num_cached_tokens),
-            generated=usage.completion_tokens,
-            first_token_s=timings.time_to_first_token_s,
-        )
 
     def _pieces(self) -> list[Choice]:
         taken = [(row, text.take()) for row, text in enumerate(self.texts)]
