@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
-import numpy as np
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -35,10 +34,12 @@ from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, until_disconnect
+from radixkv.service.fitting import blocks_needed
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import (
     Choice,
     CompletionReply,
@@ -98,6 +99,14 @@ def check(
     _check_options(body, service.model_name)
     _check_abilities(body, service.engine.abilities)
     _check_room(body, prompts, service.engine.limits, most)
+
+
+def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> int:
+    """Return the most tokens of an answer if the request doesn't say: those that fit after its prompt."""
+    service = call.host
+    room, size = service.quotas.room(call.tenant), service.engine.limits.block_size
+    left = service.rules.max_tokens - prompt.num_tokens
+    return min(DEFAULT_MAX_TOKENS, left, room.tokens_left(prompt.num_tokens, num_rows, size))
 
 
 class EventStream(StreamingResponse):
@@ -169,7 +178,10 @@ class Run:
     - ``num_found``: tokens of its prompts that were resident just before the generation, for usage in a stream's
       beginning.
     - ``uses_cache``: False: it reads nothing from the cache and leaves nothing in it.
+    - ``most``: the field of the request that bounds the answer.
     """
+
+    most: ClassVar[str] = "max_tokens"
 
     def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
@@ -305,6 +317,8 @@ class Run:
 
     def _submit(self) -> Work[Generation]:
         namespace = self.namespace
+        keys, most = [each.key for each in self.prompts], self.body.max_tokens
+        self.service.require_fit(namespace, keys, self.most, _width(self.body), most)
         lacking = sum(each.num_tokens for each in self.prompts)
         if not self.service.engine.limits.cache_waits:
             lacking -= sum(self.service.cache.match(namespace, each.key).num_tokens for each in self.prompts)
@@ -538,6 +552,11 @@ def _is_greedy(body: CompletionRequest) -> bool:
     return body.temperature < _GREEDY_BELOW and not body.use_beam_search
 
 
+def _width(body: CompletionRequest) -> int:
+    """Return the rows that may come to differ after each prompt."""
+    return 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
+
+
 def _check_options(body: CompletionRequest, model_name: str) -> None:
     """Refuse unsupported combinations of options. Raises ApiError 404 (model) or 422."""
     if body.model is not None and body.model != model_name:
@@ -594,11 +613,8 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: Engi
         reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
         allowed = f"prompt and {most} within {limit} tokens"
         raise refused(most, body.max_tokens, reason, allowed, is_too_long=True)
-    width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
-    shared = sum(prompt.num_tokens // limits.block_size for prompt in prompts)
-    tails = [prompt.num_tokens % limits.block_size + body.max_tokens for prompt in prompts]
-    private = sum(width * int(np.ceil(tail / limits.block_size)) for tail in tails)
-    if shared + private > limits.num_blocks:
+    keys = [prompt.key for prompt in prompts]
+    if blocks_needed(keys, _width(body), body.max_tokens, limits.block_size) > limits.num_blocks:
         allowed = f"prompts and completions that fit into {limits.num_cache_tokens} tokens"
         raise refused(most, body.max_tokens, "the completions don't fit into the cache", allowed)
 
