@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.service.problems import RETRY_AFTER_S, ApiError
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, quota_exceeded
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines import EngineCache
+    from radixkv.errors import QuotaExceeded
 
 
 class Room(NamedTuple):
@@ -63,6 +64,18 @@ def _never(kind: str, whose: str, needed: int, most: int, block_size: int, field
         f"{needed} blocks of {block_size} tokens are needed, {whose}; send less, or ask for a shorter answer"
     )
     return ApiError(400, kind, message, field=field, value=needed, allowed=f"at most {most} blocks")
+
+
+def of_quota(error: QuotaExceeded, cache: EngineCache, tenant: str) -> ApiError:
+    """Return the answer to a request for which the tenant's limit has no room. If pins are the reason, it says so."""
+    answer = quota_exceeded(error)
+    pinned = cache.tenant_stats(tenant).pinned_blocks
+    if error.needed > error.limit or error.needed + pinned <= error.limit:
+        return answer
+    ends_s = min((pin.ttl_s for pin in cache.pins(tenant)), default=RETRY_AFTER_S)
+    message = f"{error}; {pinned} are pinned: end a pin, or wait until one ends"
+    allowed = str(answer.body["allowed"])
+    return ApiError(503, answer.type, message, value=error.needed, allowed=allowed, retry_after_s=ends_s)
 
 
 def blocks_needed(

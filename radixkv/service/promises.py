@@ -90,9 +90,8 @@ class Promises:
     """The pins of one engine's cache and their holders. Thread-safe. No tenant waits for another's pin."""
 
     def __init__(self, engine: Engine, clock: Clock, most_blocks: Callable[[str], int] | None = None) -> None:
-        """``most_blocks``: returns how many blocks a tenant can have; None: as many as the pool has."""
-        self._engine, self._clock = engine, clock
-        self._most_blocks = most_blocks or (lambda tenant: engine.limits.num_blocks)
+        """``most_blocks``: returns how many blocks a tenant can have; None: its pins may hold all of them."""
+        self._engine, self._clock, self._most_blocks = engine, clock, most_blocks
         self._tenants: dict[str, _Tenant] = {}
 
     def keep(
@@ -152,6 +151,8 @@ class Promises:
     def _require_rest(self, pin: Pin) -> None:
         """End a new pin and raise PinBudgetExceeded if the pins leave too little to the tenant's requests."""
         tenant, cache = pin.namespace.tenant, self._engine.cache
+        if self._most_blocks is None:
+            return
         budget, pinned = budget_of(self._most_blocks(tenant)), cache.tenant_stats(tenant).pinned_blocks
         if pinned > budget:
             cache.unpin(pin)

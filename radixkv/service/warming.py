@@ -25,9 +25,10 @@ from radixkv.billing.pending import Written
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
 from radixkv.engines.engine_protocol import Tally
-from radixkv.errors import LeaseError
+from radixkv.errors import LeaseError, QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.service.fitting import of_quota
 from radixkv.service.metering import Meter
 from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
@@ -262,14 +263,17 @@ class Warmer:
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         loaded: Loaded | None = None
         if match.num_tokens < num_tokens:
-            computed = self._engine.prefill(
-                namespace,
-                prompt_key,
-                on_chunk=on_chunk,
-                on_no_room=work.wait_for_room,
-                hints=_HINTS,
-                **warming.first.tallied(warming.tally),
-            )
+            try:
+                computed = self._engine.prefill(
+                    namespace,
+                    prompt_key,
+                    on_chunk=on_chunk,
+                    on_no_room=work.wait_for_room,
+                    hints=_HINTS,
+                    **warming.first.tallied(warming.tally),
+                )
+            except QuotaExceeded as error:
+                raise of_quota(error, cache, namespace.tenant) from None
             num_cached, loaded = min(computed.num_cached_tokens, num_tokens), computed.loaded
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile

@@ -235,6 +235,13 @@ def test_a_tenant_cannot_lock_itself_out_by_its_pins(live: Running, settings: di
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == SIZE
     pins = live.acme.get("/v1/pins").json()["pins"]
     assert len(pins) == len(pinned), "and stays pinned"
+    for path, fields in (("/v1/completions", {"max_tokens": 1}), ("/v1/warm", {})):
+        name = "prompt" if fields else "token_ids"
+        late = live.acme.post(path, json={name: [*range(7_000 - 16 * (most - 1), 7_000)], **fields})
+        assert late.status_code == 503, "the pins leave too little to this one"
+        if "max_blocks" in settings or "mode" in settings:
+            assert f"{2 * len(pinned)} are pinned: end a pin" in message_of(late.json())
+            assert int(late.headers["retry-after"]) > 3_000
     for each in pins:
         assert live.acme.delete(f"/v1/pins/{each['id']}").status_code == 204
 

@@ -31,10 +31,11 @@ from radixkv.billing.pending import Written
 from radixkv.config import Namespace
 from radixkv.engines.engine_protocol import Noting, Tally
 from radixkv.engines.tier_settings import UNCACHED_SALT
+from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, until_disconnect
-from radixkv.service.fitting import blocks_needed
+from radixkv.service.fitting import blocks_needed, of_quota
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
@@ -379,6 +380,8 @@ class Run:
             self.owner.require()
             self._keep(namespace, is_last=True)
             self._complete(generation, work)
+        except QuotaExceeded as error:
+            raise of_quota(error, self.service.cache, self.call.tenant) from None
         finally:  # a request pays whichever way it ends
             self._pay(generation)
         if self.service.recorder is not None:
