@@ -30,6 +30,7 @@ from radixkv.errors import CapacityError
 from radixkv.service.endpoints.completions import Run
 from radixkv.service.limits import Limits
 from radixkv.service.metrics import Metrics
+from radixkv.service.owner import Owner
 from radixkv.service.usage import RequestUsage
 from tests.isolation.lives import SEED
 from tests.service.accounts import billed, counted, metered, settled
@@ -349,7 +350,7 @@ def _only_with_a_token(completed: Callable[..., None]) -> Callable[..., None]:
 PLANTED: dict[str, tuple[type[Any], str, Any]] = {
     "what is computed twice counts twice": (BatchRequest, "count", lambda self, row, sequence: None),
     "errors aren't counted": (Metrics, "completed", _only_with_a_token(Metrics.completed)),
-    "reads of what is resident aren't counted": (PrefixCache, "count_reads", lambda *_, **named: None),
+    "reads of what is resident aren't counted": (Owner, "count_reads", lambda owner, num_tokens: None),
 }
 
 
