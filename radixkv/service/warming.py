@@ -82,6 +82,7 @@ class Warming:
         self.last: Share | None = None
         self.started = False
         self.tally = Tally()
+        self.written: Written | None = None  # of the bill for an error
         self.work: Work[Warmed] | None = None
         self._paid = threading.Lock()  # held once it is paid
 
@@ -112,7 +113,7 @@ class Warming:
             is_any = self.num_ready > self.num_cached
             usage = usage_of(self.num_ready, self.num_cached) if is_any else RequestUsage()
         if not usage.is_nothing and self.pay():
-            share.bill(usage)
+            self.written = share.bill(usage)
 
     def pay(self) -> bool:
         """Return True to the first caller, which bills what was computed. From any thread."""
@@ -134,7 +135,13 @@ class Share:
 
     async def result(self) -> Warmed:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
-        return Warmed(0, 0, 0) if self.warming.work is None else await finished(self.warming.work)
+        if self.warming.work is None:
+            return Warmed(0, 0, 0)
+        try:
+            return await finished(self.warming.work)
+        except Exception:
+            await self._meter.settled(self.warming.written)
+            raise
 
     async def settled(
         self, granted: Iterable[Promise] = (), *, num_tokens: int | None = None

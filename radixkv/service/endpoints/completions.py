@@ -220,10 +220,9 @@ class Run:
         """Return the reply as one JSON body."""
         work = self._submit()
         try:
-            generation = await until_disconnect(self.call.request, finished(work))
+            generation = await until_disconnect(self.call.request, self._finished(work))
         finally:
             work.cancel()
-        await self.service.meter.settled(self._bill)
         answer = await self._written(lambda: self._answer(generation))
         self.owner.require()
         return self._told(answer)
@@ -256,7 +255,7 @@ class Run:
         try:
             await until_disconnect(self.call.request, progress.wait())
             if work.future.done():
-                await finished(work)
+                await self._finished(work)
         except BaseException:
             work.cancel()
             raise
@@ -264,6 +263,16 @@ class Run:
         return self._told(
             EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
         )
+
+    async def _finished(self, work: Work[Generation]) -> Generation:
+        """Return the result of the work. If there is a bill, wait a moment until it is written, also after an error."""
+        try:
+            generation = await finished(work)
+        except Exception:
+            await self.service.meter.settled(self._bill)
+            raise
+        await self.service.meter.settled(self._bill)
+        return generation
 
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
@@ -281,8 +290,7 @@ class Run:
                     self.owner.require()
                     yield self._chunk(pieces)
                 await self._next(progress)
-            generation = await finished(work)
-            await self.service.meter.settled(self._bill)
+            generation = await self._finished(work)
             self.owner.require()
             for each in self._last_events(generation):
                 yield each
