@@ -177,7 +177,7 @@ class Batch:
         with self._gate:
             if len(num_tokens) == len(request.rows):
                 for row, num in zip(request.rows, num_tokens, strict=True):
-                    row.close(num)
+                    request.close(row, num)
             if request.num_chosen:
                 self._room.ended(request)
 
@@ -201,7 +201,7 @@ class Batch:
         self._drop(request)
         request.news.clear()
         for row in request.rows:
-            row.close(0)
+            request.close(row, 0)
         if not self._running:
             self._forward.forget()
 
@@ -224,7 +224,7 @@ class Batch:
     def _preempt(self, request: BatchRequest, reason: Preemption) -> None:
         """Release a running request's blocks. It waits before all that never started, and goes on from its tokens."""
         for row in request.rows:
-            row.close()
+            request.close(row)
         self._running.pop(request, None)
         request.state, self._may_start = "waiting", True
         assert request.handle is not None
@@ -356,6 +356,7 @@ class Batch:
         except Exception as error:  # noqa: BLE001 its caller raises it
             self._fail(request, error)
             return
+        request.reach(row)
         if row.below is not None:
             row.below.save(row.opened, row.cache_key)
         request.news.append(ChunkDone(stop, row.num_tokens))
@@ -374,6 +375,8 @@ class Batch:
                 row.num_computed = row.num_tokens
         if not request.num_chosen:
             request.fork()
+            for row in request.rows:
+                request.reach(row)
             if request.fanout > 1:
                 logits = logits.repeat_interleave(request.fanout, 0)
                 self._name(request)
@@ -444,11 +447,8 @@ class Batch:
         except Exception as error:  # noqa: BLE001 its caller raises it
             self._fail(request, error)
             return error
-        row.sequence, row.loading, row.key = sequence, sequence.loading, self.new_key()
-        row.is_first = len(request.num_cached) < len(request.prompts)
-        row.num_computed = sequence.num_cached_tokens
-        if row.is_first:
-            request.num_cached.append(row.num_computed)
+        request.open(row, sequence)
+        row.key = self.new_key()
         return self._load(request, row)
 
     def _load(self, request: BatchRequest, row: Row) -> Exception | None:
@@ -473,7 +473,7 @@ class Batch:
         except Exception as error:  # noqa: BLE001 its caller raises it
             self._fail(request, error)
             return error
-        request.loading_s += self._clock() - began_at
+        request.tally.loading_s += self._clock() - began_at
         return None
 
     @staticmethod
@@ -482,8 +482,9 @@ class Batch:
         num_tokens = stop - row.num_computed
         row.num_computed = stop
         if row.is_first:
-            request.num_cached[-1] += num_tokens
-            request.num_loaded[tier] += num_tokens
+            request.tally.num_cached[row.at] += num_tokens
+            assert request.tally.num_loaded is not None
+            request.tally.num_loaded[tier] += num_tokens
 
     def _waits_below(self, request: BatchRequest) -> bool:
         """Whether a disk still brings some of its prompts. It is asked again in each step."""
@@ -570,7 +571,7 @@ class Batch:
             return True
         error = self._reserve(request)
         if isinstance(error, CapacityError):
-            row.close(0)
+            request.undo_open(row)
             self._lacks(request, error)
             return False
         if error is not None:
@@ -648,7 +649,7 @@ class Batch:
         for each in ended:
             self._running.pop(each)
             for row in each.rows:
-                row.close()
+                each.close(row)
         return bool(ended)
 
     def _relieve(self, caller: BatchRequest) -> bool:

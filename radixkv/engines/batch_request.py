@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.engines.engine_protocol import Tally
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.index import tokens
 from radixkv.index.sequence import Sequence
@@ -86,9 +87,11 @@ class Row:
     """A prompt with the tokens chosen so far, and the sequence that holds their KV."""
 
     __slots__ = (
+        "at",
         "below",
         "chosen",
         "is_first",
+        "is_opened",
         "is_over",
         "key",
         "loading",
@@ -97,8 +100,9 @@ class Row:
         "sequence",
     )
 
-    def __init__(self, prompt: Prompt, chosen: list[int]) -> None:
-        self.prompt, self.chosen = prompt, chosen
+    def __init__(self, prompt: Prompt, chosen: list[int], at: int) -> None:
+        self.prompt, self.chosen, self.at = prompt, chosen, at
+        """``at``: the number of its prompt in the request."""
         self.sequence: Sequence | None = None
         self.num_computed = 0
         self.key = 0
@@ -106,6 +110,8 @@ class Row:
         self.is_over = False
         self.is_first = True
         """Whether its sequence is the first that was opened for it."""
+        self.is_opened = False
+        """Whether its sequence was opened, not forked."""
         self.below: RowBelow | None = None
         """What the engine's own tiers below the cache have of it, if there are any."""
         self.loading: Loading | None = None
@@ -166,6 +172,7 @@ class BatchRequest:
     - ``fanout``: output rows of each prompt. ``max_new_tokens``: of each row. ``eos_token_ids`` end a row.
     - ``can_wait``: whether the caller takes ``NoRoom`` as a reason to wait.
     - ``as_of``: see ``PrefixCache.open``.
+    - ``tally``: what it has read and computed; also what its sequences count for in the tenant's statistics.
     - ``is_driven``: whether the caller chooses by itself, such as a beam search: it sets ``asked``, and gets logits.
     """
 
@@ -182,20 +189,19 @@ class BatchRequest:
         can_wait: bool = False,
         hints: RequestHints | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
         is_driven: bool = False,
     ) -> None:
         self.is_driven = is_driven
+        self.tally = Tally() if tally is None else tally
+        self._loaded_before: dict[str, int] | None = None
+        self._num_counted = [0] * len(prompts)  # computed tokens of each prompt that the statistics have
         self.asked: list[Newest] = []
         """The tokens that a driven request computes in the next step; their places exist."""
         self.namespace, self.prompts, self.open_row = namespace, prompts, open_row
         self.chooser, self.fanout, self.max_new_tokens = chooser, fanout, max_new_tokens
         self.eos_token_ids, self.can_wait, self.hints, self.as_of = eos_token_ids, can_wait, hints, as_of
-        self.rows = [Row(prompt, []) for prompt in prompts]
-        self.num_cached: list[int] = []
-        """Tokens of each prompt that were found when it was opened first, with those from the tiers below."""
-        self.num_loaded = {"host": 0, "disk": 0}
-        """Of these, tokens from each tier below."""
-        self.loading_s = 0.0
+        self.rows = [Row(prompt, [], at) for at, prompt in enumerate(prompts)]
         self._waits_since: float | None = None  # for the disk
         self.state: Literal["waiting", "filling", "choosing", "over"] = "waiting"
         self.news: deque[News] = deque()
@@ -257,7 +263,7 @@ class BatchRequest:
     def note_wait(self, is_waiting: bool, now: float) -> None:
         """Count the time while the disk brings some of it."""
         if self._waits_since is not None:
-            self.loading_s += now - self._waits_since
+            self.tally.loading_s += now - self._waits_since
         self._waits_since = now if is_waiting else None
 
     def set_filled(self) -> None:
@@ -265,6 +271,44 @@ class BatchRequest:
         self.state = "choosing" if self.chooses else "over"
         if self.is_driven:
             self.news.append(Filled())
+
+    def open(self, row: Row, sequence: Sequence) -> None:
+        """Take the sequence that was opened for a row."""
+        row.sequence, row.loading, row.is_opened = sequence, sequence.loading, True
+        row.is_first = len(self.tally.num_cached) < len(self.prompts)
+        row.num_computed = sequence.num_cached_tokens
+        if row.is_first:
+            self._loaded_before = self.tally.num_loaded and {**self.tally.num_loaded}
+            self.tally.begin(row.num_computed)
+
+    def undo_open(self, row: Row) -> None:
+        """Release the sequence of a row, as if it hadn't been opened: there is no room for more."""
+        if row.is_first:
+            self.tally.undo_begin()
+            self.tally.num_loaded = self._loaded_before
+        row.opened.recount(0, 0, 0)
+        row.close(0)
+
+    def reach(self, row: Row) -> None:
+        """Count what a row has computed of its prompt."""
+        self.tally.reach(row.at, min(row.num_computed, len(row.prompt.ids)))
+
+    def close(self, row: Row, num_tokens: int | None = None) -> None:
+        """Commit the first tokens of a row, see ``Row.close``, and release its sequence."""
+        if row.sequence is not None:
+            self.count(row, row.sequence)
+        row.close(num_tokens)
+
+    def count(self, row: Row, sequence: Sequence) -> None:
+        """Let the tenant's statistics count what a sequence of this request was opened for, once it is over.
+
+        Only the first of a prompt counts what was found, and none what is computed once more.
+        """
+        if row.is_opened:
+            computed = self.tally.num_computed[row.at]
+            num_hit = self.tally.num_cached[row.at] if row.is_first else 0
+            sequence.recount(int(row.is_first), num_hit, computed - self._num_counted[row.at])
+            self._num_counted[row.at], row.is_opened = computed, False
 
     def growing(self) -> list[Row]:
         """Return the rows whose newest token has no place yet."""
@@ -281,7 +325,7 @@ class BatchRequest:
             if self.fanout > 1:
                 row.opened.drop()
                 for child in row.opened.fork(self.fanout - 1):
-                    twin = Row(row.prompt, [])
+                    twin = Row(row.prompt, [], row.at)
                     twin.sequence, twin.num_computed = child, row.num_computed
                     twin.below = None if row.below is None else row.below.fork()
                     rows.append(twin)
@@ -290,6 +334,7 @@ class BatchRequest:
     def take_choices(self, token_ids: list[int]) -> None:
         """Add a token to each output row that isn't over, and tell the caller."""
         step: list[list[int]] = []
+        self.tally.num_chosen += 1
         for row, token_id in zip(self.rows, token_ids, strict=True):
             step.append([] if row.is_over else [token_id])
             if not row.is_over:

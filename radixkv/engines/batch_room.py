@@ -120,7 +120,8 @@ class Room:
         settings, blocks = self._cache.tenant(request.tenant), self._cache.blocks_of(request.tenant)
         most = None if settings is None else settings.max_blocks
         if most is not None and own > most:
-            return QuotaExceeded(own, most, 0, 0)
+            beside_it = own - self._most_blocks(request)
+            return QuotaExceeded(own - beside_it, most, beside_it, 0)
         if self.is_strict(request.tenant):
             return None
         stats = self._cache.stats()

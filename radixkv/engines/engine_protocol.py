@@ -32,11 +32,13 @@ from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
 from radixkv.tiers.durations import Durations
 
-Ability: TypeAlias = Literal["as_of", "beams", "pins", "prefill", "publish", "samples"]
+Ability: TypeAlias = Literal["as_of", "beams", "pins", "prefill", "publish", "samples", "tally"]
 """What an engine may lack: the argument ``as_of``, beam search, pins, prefill without generation, bases, several
-samples of one prompt."""
+samples of one prompt, the argument ``tally``."""
 
-ABILITIES: Final[frozenset[Ability]] = frozenset(("as_of", "beams", "pins", "prefill", "publish", "samples"))
+ABILITIES: Final[frozenset[Ability]] = frozenset(
+    ("as_of", "beams", "pins", "prefill", "publish", "samples", "tally")
+)
 """All abilities."""
 
 Preemption: TypeAlias = Literal["tenant", "pool", "unread"]
@@ -76,6 +78,47 @@ class Loaded:
     host_tokens: int
     disk_tokens: int
     seconds: float
+
+
+class Tally:
+    """What a request has read, computed and chosen so far. The engine keeps it up, so it is right whichever way the
+    request ends. The caller makes an empty one for each call.
+
+    - ``num_cached``: tokens of each prompt that has begun, in order, which were found here or in the tiers below.
+    - ``num_computed``: tokens of the same prompts that were computed.
+    - ``num_loaded``: of the cached ones, those from each tier below. None: the engine doesn't know.
+    - ``num_chosen``: tokens chosen for an output row that hasn't ended.
+    """
+
+    __slots__ = ("loading_s", "num_cached", "num_chosen", "num_computed", "num_loaded")
+
+    def __init__(self) -> None:
+        self.num_cached: list[int] = []
+        self.num_computed: list[int] = []
+        self.num_loaded: dict[str, int] | None = None
+        self.num_chosen = 0
+        self.loading_s = 0.0
+
+    def begin(self, num_cached: int) -> None:
+        """Count the next prompt, with what was found of it."""
+        self.num_cached.append(num_cached)
+        self.num_computed.append(0)
+
+    def undo_begin(self) -> None:
+        """Take the last prompt back, of which nothing was computed."""
+        self.num_cached.pop()
+        self.num_computed.pop()
+
+    def reach(self, prompt: int, num_tokens: int) -> None:
+        """Take that the first tokens of a prompt exist now: those that weren't cached were computed."""
+        self.num_computed[prompt] = max(self.num_computed[prompt], num_tokens - self.num_cached[prompt])
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What came from the tiers below."""
+        if self.num_loaded is None:
+            return None
+        return Loaded(self.num_loaded["host"], self.num_loaded["disk"], self.loading_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +293,14 @@ class Engine(Protocol):
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Generation:
         """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
 
         ``as_of``: ``EngineCache.endings.num`` when the request came. Raises StaleGeneration, at the latest when it
         begins, if what it belongs to was forgotten since.
+
+        ``tally``: kept up until the call ends, also by an error.
 
         See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.
         """
@@ -268,10 +314,11 @@ class Engine(Protocol):
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Prefill:
         """Compute a prompt that isn't cached yet, and make it resident. Needs ``prefill``.
 
-        ``as_of``: see ``generate``.
+        ``as_of``, ``tally``: see ``generate``.
         """
 
     def publish(
@@ -284,8 +331,9 @@ class Engine(Protocol):
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Prefill:
-        """Compute a base, and make it readable. Needs ``publish``. ``as_of``: see ``generate``."""
+        """Compute a base, and make it readable. Needs ``publish``. ``as_of``, ``tally``: see ``generate``."""
 
     def health(self) -> list[str]:
         """Return the reasons to replace the process; empty if it is healthy. Repairs what it can first. O(1).
@@ -322,6 +370,14 @@ class Queueing(Protocol):
 
         ``missing``: the share of the new request's tokens that isn't resident.
         """
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A cache that counts what requests read without a run of the engine. Others are left alone."""
+
+    def count_reads(self, tenant: str, num_tokens: int, /, *, as_of: int | None = None) -> None:
+        """Count tokens that a tenant's request read, as hits. Must not wait. ``as_of``: see ``Engine.generate``."""
 
 
 @runtime_checkable

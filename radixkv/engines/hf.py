@@ -52,9 +52,9 @@ from radixkv.engines.engine_protocol import (
     Ability,
     EngineLimits,
     Generation,
-    Loaded,
     Preemption,
     Prefill,
+    Tally,
     WaitForRoom,
 )
 from radixkv.engines.gate import Gate
@@ -88,7 +88,6 @@ NUM_TOGETHER: Final = 32
 """Requests of one tenant that are in the batch at the same time, running or waiting for room."""
 
 R = TypeVar("R")
-Made = TypeVar("Made", Generation, Prefill)
 
 
 class HFEngine(StockLoop):
@@ -263,12 +262,13 @@ class HFEngine(StockLoop):
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Prefill:
         """Compute the KV of all tokens of ``ids`` that aren't cached, and commit it chunk by chunk.
 
         - ``on_chunk(done, total)`` is called after each chunk with the tokens that are done.
         - ``on_no_room(error)`` is called if there are too few blocks; True tries again.
-        - ``hints``, ``as_of``: see ``PrefixCache.open``.
+        - ``hints``, ``as_of``: see ``PrefixCache.open``. ``tally``: see ``Engine.generate``.
 
         Raises TokenError and ArgumentError for ids that the model can't process, and CapacityError for too few blocks.
         Nothing stays open.
@@ -281,6 +281,7 @@ class HFEngine(StockLoop):
             on_chunk,
             on_no_room,
             lambda: self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of),
+            self._begun(tally),
         )
 
     def publish(
@@ -293,6 +294,7 @@ class HFEngine(StockLoop):
         on_chunk: Callable[[int, int], None] | None = None,
         on_no_room: WaitForRoom | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Prefill:
         """Compute the whole blocks of ``ids``, and publish them for other tenants: see ``PrefixCache.publish``.
 
@@ -311,6 +313,7 @@ class HFEngine(StockLoop):
             on_chunk,
             on_no_room,
             lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of),
+            self._begun(tally),
         )
 
     def _compute_prompt(
@@ -320,13 +323,20 @@ class HFEngine(StockLoop):
         on_chunk: Callable[[int, int], None] | None,
         on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
+        tally: Tally,
     ) -> Prefill:
         if self._batch is None:
             with self._gate:
-                return self._prefill(prompt, self._opened(on_chunk), self._opened(on_no_room), open_sequence)
+                return self._prefill(
+                    prompt, self._opened(on_chunk), self._opened(on_no_room), open_sequence, tally
+                )
         started, total, done = self._clock(), len(prompt.ids), 0
         member = BatchRequest(
-            ns, [prompt], lambda request, row: open_sequence(), can_wait=on_no_room is not None
+            ns,
+            [prompt],
+            lambda request, row: open_sequence(),
+            can_wait=on_no_room is not None,
+            tally=tally,
         )
 
         def pause() -> bool:
@@ -344,9 +354,9 @@ class HFEngine(StockLoop):
                     case ChunkDone(done, _):
                         if on_chunk is not None:
                             on_chunk(done, total)
-        cached, num_blocks = member.num_cached[0], -(-total // self.cache.config.block_size)
-        made = Prefill(total, cached, total - cached, num_blocks, self._clock() - started)
-        return self._with_loaded(made, member)
+        cached, num_blocks = tally.num_cached[0], -(-total // self.cache.config.block_size)
+        seconds = self._clock() - started
+        return Prefill(total, cached, total - cached, num_blocks, seconds, tally.loaded)
 
     # Generation -----------------------------------------------------------------------------------------------
 
@@ -369,6 +379,7 @@ class HFEngine(StockLoop):
         on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
         as_of: int | None = None,
+        tally: Tally | None = None,
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
 
@@ -385,6 +396,8 @@ class HFEngine(StockLoop):
         - ``hints``: what eviction policies may use of these requests, the same for all: see ``PrefixCache.open``. With
           ``expected_gap_s``, a disk brings what it has of prompt and answer near before that time: ``TieredCache``.
         - ``as_of``: see ``PrefixCache.open``. It also holds if the request gives its room up and starts again.
+        - ``tally``: kept up until the call ends, also by an error: see ``Tally``. What it has at the end counts in the
+          tenant's statistics.
 
         Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
         ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration
@@ -408,6 +421,7 @@ class HFEngine(StockLoop):
             on_no_room=on_no_room,
             hints=hints,
             as_of=as_of,
+            tally=self._begun(tally),
         )
         made = self._generated(request, started)
         self._bring_back(request, made)
@@ -440,10 +454,9 @@ class HFEngine(StockLoop):
         with self._gate, ExitStack() as stack:
             begun = self._clock()
             pages = self._prefill_rows(request, watcher, stack)
-            cached = [page.num_found for page in pages]
             rows = None if watcher.stopped else self._decode(request, watcher, pages, stack)
         seconds = self._clock() - started
-        return _generation(request, rows, cached, watcher.first_token_at, started, seconds, begun)
+        return _generation(request, rows, watcher.first_token_at, started, seconds, begun)
 
     def _generate_together(self, batch: Batch, request: Request, started: float) -> Generation:
         """In the batch."""
@@ -472,10 +485,7 @@ class HFEngine(StockLoop):
             sizes = [len(prompt.ids) for prompt in request.prompts for _ in range(request.fanout)]
             batch.finish(member, [size + len(row) - 1 for size, row in zip(sizes, rows, strict=True)])
         seconds = self._clock() - started
-        made = _generation(
-            request, rows, member.num_cached, first_token_at, started, seconds, member.started_at
-        )
-        return self._with_loaded(made, member)
+        return _generation(request, rows, first_token_at, started, seconds, member.started_at)
 
     def _search_together(self, batch: Batch, request: Request, started: float) -> Generation:
         """A beam search: transformers' loop, whose forwards are a part of the batch's steps."""
@@ -488,6 +498,7 @@ class HFEngine(StockLoop):
             can_wait=request.on_no_room is not None,
             hints=request.hints,
             as_of=request.as_of,
+            tally=request.tally,
             is_driven=True,
         )
         opened = self._with_opened_calls(request)
@@ -500,15 +511,14 @@ class HFEngine(StockLoop):
                     rows = self._search(batch, member, request, watcher, stack)
         seconds = self._clock() - started
         first_token_at, begun = watcher.first_token_at, member.started_at
-        made = _generation(request, rows, member.num_cached, first_token_at, started, seconds, begun)
-        return self._with_loaded(made, member)
+        return _generation(request, rows, first_token_at, started, seconds, begun)
 
-    def _with_loaded(self, made: Made, member: BatchRequest) -> Made:
-        if self._tiers is None and not self.cache.config.has_tiers:
-            return made
-        return replace(
-            made, loaded=Loaded(member.num_loaded["host"], member.num_loaded["disk"], member.loading_s)
-        )
+    def _begun(self, tally: Tally | None) -> Tally:
+        """The tally of a call, the caller's or one of its own."""
+        tally = Tally() if tally is None else tally
+        if self._tiers is not None or self.cache.config.has_tiers:
+            tally.num_loaded = {"host": 0, "disk": 0}
+        return tally
 
     def _fill_prompts(self, batch: Batch, member: BatchRequest, request: Request, watcher: Watcher) -> None:
         """Compute the prompts up to their last token."""
@@ -531,6 +541,8 @@ class HFEngine(StockLoop):
     ) -> list[list[int]]:
         """Run the loop, within the gate."""
         sequences = [row.hand_over() for row in member.rows]
+        for row, sequence in zip(member.rows, sequences, strict=True):
+            stack.callback(member.count, row, sequence)
         computed = [len(prompt.ids) - 1 for prompt in request.prompts]
         paged = self._paged(sequences, computed, request, watcher, fanout=request.fanout)
         stack.callback(paged.release)
@@ -577,6 +589,7 @@ class HFEngine(StockLoop):
             can_wait=request.on_no_room is not None,
             hints=request.hints,
             as_of=request.as_of,
+            tally=request.tally,
         )
 
     def _open_row(self, request: BatchRequest, row: Row) -> Sequence:
@@ -653,7 +666,6 @@ def _wait_for_room(error: CapacityError, on_no_room: WaitForRoom | None) -> None
 def _generation(
     request: Request,
     rows: list[list[int]] | None,
-    cached: list[int],
     first_token_at: float | None,
     started: float,
     seconds: float,
@@ -661,6 +673,7 @@ def _generation(
 ) -> Generation:
     if rows is None:  # stopped before the first token
         rows = [[] for _ in range(len(request.prompts) * request.num_return_sequences)]
+    cached = request.tally.num_cached
     return Generation(
         token_ids=rows,
         num_prompt_tokens=[len(prompt.ids) for prompt in request.prompts],
@@ -669,6 +682,7 @@ def _generation(
         time_to_first_token_s=seconds if first_token_at is None else first_token_at - started,
         seconds=seconds,
         queued_s=seconds if begun is None else begun - started,
+        loaded=request.tally.loaded,
     )
 
 

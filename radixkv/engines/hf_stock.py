@@ -31,7 +31,7 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.batch_request import Ids, Prompt
 from radixkv.engines.control import ControlServer
-from radixkv.engines.engine_protocol import Prefill, WaitForRoom
+from radixkv.engines.engine_protocol import Prefill, Tally, WaitForRoom
 from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache, RequestHints
@@ -87,6 +87,7 @@ class Request:
     on_no_room: WaitForRoom | None
     hints: RequestHints | None
     as_of: int | None
+    tally: Tally
 
     @property
     def fanout(self) -> int:
@@ -125,17 +126,20 @@ class StockLoop:
         on_chunk: Callable[[int, int], None] | None,
         on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
+        tally: Tally,
     ) -> Prefill:
         started, num_tokens = self._clock(), len(prompt.ids)
-        with _with_room(open_sequence, on_no_room) as sequence:
-            cached = _num_there(sequence)
-            paged = self._paged([sequence], [cached])
+        with ExitStack() as stack:
+            sequence = _begun(stack, open_sequence, on_no_room, tally)
+            paged = self._paged([sequence], [tally.num_cached[0]])
             with paged.attached(self.model):
                 for done in self._compute(paged, prompt.ids):
+                    tally.reach(0, done)
                     if on_chunk is not None:
                         on_chunk(done, num_tokens)
             num_blocks = sequence.num_blocks
-        return Prefill(num_tokens, cached, num_tokens - cached, num_blocks, self._clock() - started)
+        cached, seconds = tally.num_cached[0], self._clock() - started
+        return Prefill(num_tokens, cached, num_tokens - cached, num_blocks, seconds, tally.loaded)
 
     @torch.no_grad()
     def _compute(self, paged: PagedCache, ids: Ids) -> Iterator[int]:
@@ -178,12 +182,13 @@ class StockLoop:
         """Open each prompt and compute all but its last token. Ends early if the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
-            opening = partial(self._open, request, prompt)
-            sequence = stack.enter_context(_with_room(opening, request.on_no_room))
-            page = self._paged([sequence], [_num_there(sequence)], request, watcher)
+            opening, tally = partial(self._open, request, prompt), request.tally
+            sequence = _begun(stack, opening, request.on_no_room, tally)
+            page = self._paged([sequence], [tally.num_cached[-1]], request, watcher)
             pages.append(page)
             with page.attached(self.model):
-                for _ in self._compute(page, prompt.ids[:-1]):
+                for done in self._compute(page, prompt.ids[:-1]):
+                    tally.reach(len(pages) - 1, done)
                     if watcher.ask_to_stop():
                         return pages
             if request.num_rows > 1:
@@ -270,8 +275,12 @@ class Watcher(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """For each row of ``input_ids``, ``[rows, tokens so far]``: whether it ends here."""
+        tally = self._request.tally
         if self.first_token_at is None:
             self.first_token_at = self._clock()
+            for at, prompt in enumerate(self._request.prompts):
+                tally.reach(at, len(prompt.ids))
+        tally.num_chosen += 1
         if self._request.on_step is not None:
             step = self._step(input_ids[:, -1].tolist())
             with self.random.outside():
@@ -365,6 +374,19 @@ def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
         except CapacityError as error:
             if on_no_room is None or not on_no_room(error):
                 raise
+
+
+def _begun(
+    stack: ExitStack, open_sequence: Callable[[], Sequence], on_no_room: WaitForRoom | None, tally: Tally
+) -> Sequence:
+    """Open the next prompt for the time of a stack. In the end the tenant's statistics get what the tally has."""
+    sequence = stack.enter_context(_with_room(open_sequence, on_no_room))
+    at, found = len(tally.num_cached), sequence.num_cached_tokens
+    tally.begin(_num_there(sequence))
+    if tally.num_loaded is not None:
+        tally.num_loaded["host"] += tally.num_cached[at] - found
+    stack.callback(lambda: sequence.recount(1, tally.num_cached[at], tally.num_computed[at]))
+    return sequence
 
 
 def _num_there(sequence: Sequence) -> int:

@@ -128,9 +128,7 @@ def _lean(
     sequence._user = user
     cache._evictor.take_granted(needed, tenant, sequence._table)
     cache._evictor.charge(tenant, needed)
-    tenant.requests += 1
-    tenant.hit_tokens += sequence._num_cached
-    tenant.missed_tokens += len(key) // TOKEN_BYTES - sequence._num_cached
+    sequence._counted = tenant.count(len(key) // TOKEN_BYTES, sequence._num_cached)
     if tenant.on_opened is not None:
         path = path_between(tree.root, node)
         sequence._hints = tenant.on_opened(path, max(len(key) - TOKEN_BYTES, 0) // cache._block_bytes, hints)

@@ -204,6 +204,23 @@ class PrefixCache(CacheState):
         with self._lock, Mending(self):
             return requests.touch(self, namespace, key)
 
+    def count_reads(
+        self, tenant: TenantId, num_tokens: SupportsIndex, *, as_of: SupportsIndex | None = None
+    ) -> None:
+        """Count tokens that a request read without opening a sequence, as hits in the tenant's statistics. O(1).
+
+        ``as_of``: see ``open``. Raises StaleGeneration if the tenant was purged or removed since.
+        """
+        require_tenant_id(tenant)
+        num_read = require_between("num_tokens", num_tokens, 0, None)
+        came = None if as_of is None else require_between("as_of", as_of, 0, None)
+        with self._lock:
+            if came is not None:
+                self._endings.require_current(tenant, came)
+            state = self._tenants.get(tenant)
+            if state is not None:
+                state.hit_tokens += num_read
+
     # --- requests that wait
 
     def announce(

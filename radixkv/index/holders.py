@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from radixkv.index.blocks import unpack
 from radixkv.index.match import Match
-from radixkv.index.tenants import NamespaceTree
+from radixkv.index.tenants import NOT_COUNTED, NamespaceTree
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES, Key
 from radixkv.index.tree import Node, SoleUser
 
@@ -104,6 +104,7 @@ class SequenceState:
     __slots__ = (
         "_ahead",
         "_closed_by",
+        "_counted",
         "_hints",
         "_is_fenced",
         "_is_open",
@@ -159,6 +160,7 @@ class SequenceState:
         self._hints: object = None  # what the policy wants to get with each commit
         self._segment_keys: SegmentKeys | None = None  # of committed segments, if the policy wants them
         self._user: SoleUser | None = None  # the session that opened it
+        self._counted = NOT_COUNTED
 
     @property
     def is_lent(self) -> bool:

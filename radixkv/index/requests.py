@@ -255,12 +255,9 @@ def open_sequence(
     cache._evictor.take_granted(needed, tenant, table)
     cache._evictor.charge(tenant, needed)
     num_cached = cached * cache._block_size
-    tenant.requests += 1
-    if lookup:
-        tenant.hit_tokens += num_cached
-        tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
     sequence = SequenceState(tree, node, key, table, num_cached, cached)
     sequence._user = user
+    sequence._counted = tenant.count(num_bytes // TOKEN_BYTES if lookup else 0, num_cached)
     if tenant.on_opened is not None:
         path = path_between(tree.root, node)
         sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)

@@ -433,6 +433,28 @@ class Sequence:
                 mend(cache, error, state)
                 raise
 
+    def recount(
+        self, requests: SupportsIndex, hit_tokens: SupportsIndex, missed_tokens: SupportsIndex
+    ) -> None:
+        """Count the request otherwise in the tenant's statistics than its opening did: 1, what was found, and the rest.
+
+        For an engine that loads a part from a tier below, computes only a part because the request ends, or opens one
+        request several times. Also after the release. Without effect once the tenant was removed.
+        """
+        counts = [
+            require_between(name, value, 0, None)
+            for name, value in (
+                ("requests", requests),
+                ("hit_tokens", hit_tokens),
+                ("missed_tokens", missed_tokens),
+            )
+        ]
+        state = self._state
+        if not self._cache.is_dead:
+            with self._cache._lock:
+                tenant = state._tree.tenant
+                state._counted = tenant.recount(state._counted, counts[0], counts[1], counts[2])
+
     def __enter__(self) -> Sequence:
         return self
 

@@ -7,7 +7,7 @@ chooses the tenant that loses blocks. ``eviction.Evictor.promised_blocks`` count
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from radixkv.errors import IntegrityError
 from radixkv.index.blocks import BlockPool
@@ -30,6 +30,12 @@ UNLIMITED: Final = 2**62
 
 UNRANKED: Final = -1
 """The rank of a tenant that must be ranked before its blocks can be evicted."""
+
+
+Counted: TypeAlias = tuple[int, int, int, int]
+"""What a tenant's counts have of a sequence: ``TenantState.num_lives`` then, requests, hit tokens, missed tokens."""
+
+NOT_COUNTED: Final[Counted] = (-1, 0, 0, 0)
 
 
 class TenantState:
@@ -65,6 +71,7 @@ class TenantState:
         "is_strict",
         "max_blocks",
         "missed_tokens",
+        "num_lives",
         "num_sessions",
         "on_admit",
         "on_extended",
@@ -113,12 +120,30 @@ class TenantState:
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.generation = 0  # how often it was purged
         self.num_sessions = 0  # ever made, for their names
+        self.num_lives = 0  # how often its counts began
         self.forget_counts()
 
     def forget_counts(self) -> None:
         """Reset the counts of requests and evictions. The next tenant of this name is a new one."""
+        self.num_lives += 1
         self.evicted_blocks = self.declined_blocks = self.failed_policies = 0
         self.requests = self.hit_tokens = self.missed_tokens = 0
+
+    def count(self, num_tokens: int, num_hit: int) -> Counted:
+        """Count a request that was opened, with this prompt. Returns what ``recount`` needs."""
+        self.requests += 1
+        self.hit_tokens += num_hit
+        self.missed_tokens += num_tokens - num_hit
+        return self.num_lives, 1, num_hit, num_tokens - num_hit
+
+    def recount(self, counted: Counted, requests: int, hit_tokens: int, missed_tokens: int) -> Counted:
+        """Count these in place of what was counted, unless the counts began anew since."""
+        if counted[0] != self.num_lives:
+            return counted
+        self.requests += requests - counted[1]
+        self.hit_tokens += hit_tokens - counted[2]
+        self.missed_tokens += missed_tokens - counted[3]
+        return self.num_lives, requests, hit_tokens, missed_tokens
 
     def follow(self, policy: Policy) -> None:
         """Send all further events to this policy, and tell it of the announced prompts. O(claims)."""

@@ -7,7 +7,7 @@ event loop:  handlers, lookups, jobs, fleet      one thread at a time:  the mode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from radixkv.errors import CapacityError, ControlError, CoordinationError, Integ
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
+from radixkv.service.fitting import based_blocks, blocks_needed
 from radixkv.service.fleet.peers import Fleet
 from radixkv.service.fleet.pins import FleetPins
 from radixkv.service.fleet.placement import Placement
@@ -96,7 +97,7 @@ class Service:
         """What ``close`` couldn't do."""
         self._sample_at = 0.0
         self.warmer = Warmer(engine, self.worker, self.meter, recorder)
-        self.promises = Promises(engine, clock)
+        self.promises = Promises(engine, clock, lambda tenant: self.quotas.room(tenant).most)
         self.tenant_sync = tenant_sync
         self.router = Router(LocalSource(fleet.coordinator, self._resident, self._prefetch))
         placement = Placement(fleet.coordinator, self.router)
@@ -163,6 +164,20 @@ class Service:
         """Replace the bounds on requests; those of jobs stay. Requests in progress and queues are not cut."""
         self.limits = replace(limits, max_jobs=self.limits.max_jobs, job_ttl_s=self.limits.job_ttl_s)
         self.gate.max_concurrent, self.worker.max_queued = limits.max_concurrent, limits.max_queued
+
+    def require_fit(
+        self, namespace: Namespace, keys: Sequence[bytes], field: str, num_rows: int = 1, max_tokens: int = 0
+    ) -> None:
+        """Raise ApiError 400 if prompts with their answers can never fit into the blocks that their tenant can have.
+
+        503 if they don't fit with its present share of a quota. ``field``: of the request, which says how much it is.
+        """
+        room, size = self.quotas.room(namespace.tenant), self.engine.limits.block_size
+        needed = blocks_needed(keys, num_rows, max_tokens, size)
+        if needed > room.most and "publish" in self.engine.abilities:
+            based = based_blocks(self.cache, namespace, keys)
+            needed = blocks_needed(keys, num_rows, max_tokens, size, based)
+        room.require(needed, size, field)
 
     def require(self, ability: Ability) -> None:
         """Raise ApiError unless the engine can do what a request needs."""

@@ -202,17 +202,20 @@ _LISTED = (
     ),
     ErrorType(
         "no_capacity",
-        (503,),
-        "The cache has too few free blocks for this request now.",
-        "Wait for the seconds in Retry-After and try again. The operator can guarantee blocks to a tenant "
-        "(`guaranteed_blocks`), or give the cache more blocks.",
+        (400, 503),
+        "503: the cache has too few free blocks for this request now. 400: it never has, because the rest is "
+        "guaranteed to other tenants.",
+        "503: wait for the seconds in Retry-After and try again. 400: send less, or ask for a shorter answer. The "
+        "operator can guarantee blocks to a tenant (`guaranteed_blocks`), or give the cache more blocks.",
         {"message": "the cache has too few free blocks for this request at the moment; try again"},
     ),
     ErrorType(
         "quota_exceeded",
-        (503,),
-        "The tenant's own limit leaves too few blocks for this request.",
-        "Wait until your other requests end, or end a pin. The operator can raise `max_blocks` or `fleet_blocks`.",
+        (400, 503),
+        "503: the tenant's other requests and pins leave too few blocks of its limit now. 400: this request alone "
+        "exceeds the limit.",
+        "503: wait until your other requests end, or end a pin. 400: send less, or ask for a shorter answer. The "
+        "operator can raise `max_blocks` or `fleet_blocks`.",
         {
             "message": "12 blocks needed, 8 of the tenant's 8 used, 0 of them evictable",
             "value": 12,

@@ -5,7 +5,8 @@
 
 Every request that used the model is billed in one place: completions of all shapes where they are generated
 (``endpoints.completions``), warms and pins where they share what is computed (``warming``), bases where they are
-published. A cancelled request is billed too, with what was computed and generated. A request that failed isn't.
+published. Whichever way a request ends, it is billed for what was read, computed and generated until then; if that is
+nothing, there is no record.
 
 **Held.** ``sample`` is told each tenant's resident and pinned tokens about once a second. They count for the time since
 the sample before. A record of kind ``held`` is written every TELL_EVERY_S and at the end of an hour. A crash loses

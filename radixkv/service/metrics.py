@@ -167,10 +167,11 @@ class Metrics(RequestMetrics):
         self._cache.read()
 
     def completed(
-        self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
+        self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float | None
     ) -> None:
-        """Count a completion that ended."""
-        self._first_token.labels(tenant).observe(first_token_s)
+        """Count a completion that ended, whichever way. ``first_token_s``: None if there was no token."""
+        if first_token_s is not None:
+            self._first_token.labels(tenant).observe(first_token_s)
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
             self._tokens.labels(tenant, kind).inc(max(count, 0))
 

@@ -165,13 +165,13 @@ def _request_examples(described: Operation) -> dict[str, Any]:
 
 
 def _error_examples(status: int, described: Operation, who: Who) -> dict[str, dict[str, str]]:
-    """Return references to the examples of errors. For 409 and 503 only to those that the operation can have."""
+    """Return references to the examples of errors. Those of 409 and 503 only if the operation can have them."""
     always = ("shutting_down", "settings_pending") if who in ("tenant", "either") else ("shutting_down",)
-    possible = (*described.errors, *always) if status in (409, 503) else ERROR_TYPES
+    possible = (*described.errors, *always)
     return {
         each.type: {"$ref": f"#/components/examples/{each.type}"}
         for each in ERROR_TYPES.values()
-        if status in each.statuses and each.type in possible
+        if status in each.statuses and (each.type in possible or not {409, 503} & {*each.statuses})
     }
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from radixkv.engines.engine_protocol import Counting
 from radixkv.service.problems import revoked
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines import Engine
+    from radixkv.engines.engine_protocol import Tally
     from radixkv.service.metering import Payer
 
 
@@ -61,6 +63,18 @@ class Owner:
     def names_tenant(self) -> dict[str, str]:
         """Fields of an order to another replica: which tenant of the name it is for. None without a keys file."""
         return {"incarnation": self.payer.incarnation} if self.payer.incarnation else {}
+
+    def count_reads(self, num_tokens: int) -> None:
+        """Let the tenant's statistics count tokens that the request read without a run of the engine.
+
+        Raises StaleGeneration if its tenant was purged or removed meanwhile: then it read nothing.
+        """
+        if isinstance(self.engine.cache, Counting):
+            self.engine.cache.count_reads(self.tenant, num_tokens, as_of=self.as_of)
+
+    def tallied(self, tally: Tally) -> dict[str, Any]:
+        """Arguments for a call of the engine that keeps up a tally, if it has that ability."""
+        return self.arguments | ({"tally": tally} if "tally" in self.engine.abilities else {})
 
     @property
     def arguments(self) -> dict[str, Any]:

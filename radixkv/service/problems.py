@@ -206,14 +206,15 @@ def no_capacity() -> ApiError:
 
 
 def quota_exceeded(error: QuotaExceeded) -> ApiError:
-    """503: the caller's own limit leaves no capacity; only its own numbers are shown."""
+    """503: the caller's own limit leaves no capacity now; 400: it never does. Only its own numbers are shown."""
+    is_final = error.needed > error.limit
     return ApiError(
-        503,
+        400 if is_final else 503,
         "quota_exceeded",
         str(error),
         value=error.needed,
         allowed=f"at most {error.limit} blocks",
-        retry_after_s=RETRY_AFTER_S,
+        retry_after_s=None if is_final else RETRY_AFTER_S,
     )
 
 

@@ -6,6 +6,9 @@
 A promise is a pin within its tenant's budget. So it ends early only by deletion, clear, purge, removal of the tenant, a
 new version of the weights, or loss of the replica. A request is served all the same if the budget has no room.
 
+Pins leave an eighth of what their tenant can have to its requests, at least a block. Otherwise a tenant could pin all
+of it, and none of its requests would be served until the pins end.
+
 The cache has one pin for a prefix, with one end. Several *holders* may want it: promises, a pin of the tenant, a pin of
 the fleet. ``hold`` keeps the pin until the last of their ends, and ``release`` leaves it to the others. The ends of
 others count only while the cache has the same pin as before: a pin that was deleted or cleared ended for all.
@@ -17,11 +20,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from radixkv.errors import CapacityError, ControlError, LeaseError
+from radixkv.errors import CapacityError, ControlError, LeaseError, PinBudgetExceeded
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.problems import of_library
 from radixkv.service.usage import Promise
@@ -36,6 +39,8 @@ REFUSAL_HEADER: Final = "x-cache-write-refused"
 """The header with the type of the error for which a promise was refused. The request is served all the same."""
 
 _FEWEST_TO_SWEEP: Final = 64
+_REST: Final = 8
+"""A tenant's pins leave one part of so many to its requests."""
 _Place = tuple["Namespace", bytes]
 
 
@@ -62,11 +67,15 @@ class _Share:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What a tenant's promises and pins share. ``lock``: held while the cache is asked, which may be far away."""
+    """What a tenant's promises and pins share. ``lock``: held while the cache is asked, which may be far away.
+
+    ``last_id``: of its newest pin.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     shares: dict[_Place, _Share] = field(default_factory=dict)
     sweep_at: int = _FEWEST_TO_SWEEP
+    last_id: int = 0
 
     def sweep(self, now: float) -> None:
         """Forget prefixes that nothing holds any more. O(1), amortised."""
@@ -80,8 +89,9 @@ class _Tenant:
 class Promises:
     """The pins of one engine's cache and their holders. Thread-safe. No tenant waits for another's pin."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(self, engine: Engine, clock: Clock, most_blocks: Callable[[str], int] | None = None) -> None:
+        """``most_blocks``: returns how many blocks a tenant can have; None: its pins may hold all of them."""
+        self._engine, self._clock, self._most_blocks = engine, clock, most_blocks
         self._tenants: dict[str, _Tenant] = {}
 
     def keep(
@@ -129,11 +139,25 @@ class Promises:
             others = {} if share is None else _standing(share.ends, holder, now)
             until = max(now + ttl_s, *others.values(), 0.0)
             pin = cache.pin(namespace, prompt_key, until - now, as_of=as_of)
+            if pin.id > tenant.last_id:
+                tenant.last_id = pin.id
+                self._require_rest(pin)
             if share is not None and others and pin.id != share.pin_id:
                 others, pin = {}, cache.pin(namespace, prompt_key, ttl_s, as_of=as_of)
             tenant.shares[place] = _Share(pin.id, {**others, holder: now + ttl_s})
             tenant.sweep(now)
             return pin
+
+    def _require_rest(self, pin: Pin) -> None:
+        """End a new pin and raise PinBudgetExceeded if the pins leave too little to the tenant's requests."""
+        tenant, cache = pin.namespace.tenant, self._engine.cache
+        if self._most_blocks is None:
+            return
+        budget, pinned = budget_of(self._most_blocks(tenant)), cache.tenant_stats(tenant).pinned_blocks
+        if pinned > budget:
+            cache.unpin(pin)
+            before = cache.tenant_stats(tenant).pinned_blocks
+            raise PinBudgetExceeded(pinned - before, budget, before)
 
     def release(self, holder: str, namespace: Namespace, prompt_key: bytes, pin: Pin) -> None:
         """End a holder's time. The pin ends, unless others hold it. Raises LeaseError if it has ended before."""
@@ -153,6 +177,11 @@ class Promises:
 
     def _tenant(self, namespace: Namespace) -> _Tenant:
         return self._tenants.setdefault(namespace.tenant, _Tenant())
+
+
+def budget_of(most_blocks: int) -> int:
+    """Return how many blocks a tenant may pin, whatever its settings say, of those that it can have."""
+    return most_blocks - max(most_blocks // _REST, 1)
 
 
 def _place(namespace: Namespace, prompt_key: bytes) -> _Place:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from radixkv.engines.engine_protocol import Loaded
+    from radixkv.engines.engine_protocol import Loaded, Tally
 
 TTL_5M: Final = 300
 TTL_30M: Final = 1_800
@@ -56,6 +56,11 @@ class RequestUsage:
         return sum(self.written.values())
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether nothing was read, computed or generated."""
+        return not (self.num_prompt_tokens or self.generated)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.read + self.num_written + self.uncached
@@ -78,6 +83,18 @@ class RequestUsage:
         if loaded is None:
             return self
         return replace(self, read_host=loaded.host_tokens, read_disk=loaded.disk_tokens)
+
+
+def usage_so_far(tally: Tally, granted: Iterable[Promise] = (), generated: int = 0) -> RequestUsage:
+    """Return the usage of a request that ends, whichever way: of its prompts, what was read and computed.
+
+    ``granted``: the promises that hold now, of the first prompt.
+    """
+    usage = RequestUsage(generated=generated)
+    for cached, computed in zip(tally.num_cached, tally.num_computed, strict=True):
+        usage += usage_of(cached + computed, cached, granted)
+        granted = ()
+    return usage.loaded(tally.loaded)
 
 
 def usage_of(

@@ -8,8 +8,8 @@ unneeded prefix costs nothing.
     absent ──join──▶ queued ──thread──▶ running ──▶ done | failed | cancelled
                         ▲ join: one share more        the entry is gone from the table
 
-**Bills.** What is computed is billed once: to the first share that is left at the end. The others read it. If all left
-before, the last one pays for what was computed until then.
+**Bills.** What is computed is billed once: to the first share that is left at the end, also if that is an error. The
+others read it. If all left before, the last one pays for what was computed until then.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from typing import TYPE_CHECKING, Literal
 from radixkv.billing.pending import Written
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
-from radixkv.errors import LeaseError
+from radixkv.engines.engine_protocol import Tally
+from radixkv.errors import LeaseError, QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.service.fitting import of_quota
 from radixkv.service.metering import Meter
 from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
-from radixkv.service.usage import Promise, RequestUsage, usage_of
-from radixkv.service.worker import Cancelled, ModelWorker, Work, finished
+from radixkv.service.usage import Promise, RequestUsage, usage_of, usage_so_far
+from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import Engine
@@ -79,6 +81,8 @@ class Warming:
         self.shares: list[Share] = []
         self.last: Share | None = None
         self.started = False
+        self.tally = Tally()
+        self.written: Written | None = None  # of the bill for an error
         self.work: Work[Warmed] | None = None
         self._paid = threading.Lock()  # held once it is paid
 
@@ -101,6 +105,16 @@ class Warming:
                 return share.owner.require_key()
         self.first.require_key()
 
+    def bill_spent(self, share: Share) -> None:
+        """Bill a share for what was read and computed, however it ended, unless that is paid. From any thread."""
+        if "tally" in self.first.engine.abilities:
+            usage = usage_so_far(self.tally)
+        else:
+            is_any = self.num_ready > self.num_cached
+            usage = usage_of(self.num_ready, self.num_cached) if is_any else RequestUsage()
+        if not usage.is_nothing and self.pay():
+            self.written = share.bill(usage)
+
     def pay(self) -> bool:
         """Return True to the first caller, which bills what was computed. From any thread."""
         return self._paid.acquire(blocking=False)
@@ -121,7 +135,13 @@ class Share:
 
     async def result(self) -> Warmed:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
-        return Warmed(0, 0, 0) if self.warming.work is None else await finished(self.warming.work)
+        if self.warming.work is None:
+            return Warmed(0, 0, 0)
+        try:
+            return await finished(self.warming.work)
+        except Exception:
+            await self._meter.settled(self.warming.written)
+            raise
 
     async def settled(
         self, granted: Iterable[Promise] = (), *, num_tokens: int | None = None
@@ -137,6 +157,8 @@ class Share:
         warmed = warmed or Warmed(0, 0, 0)
         is_first = self.warming.shares[:1] == [self] and self.warming.pay()
         cached = warmed.num_cached if is_first else warmed.num_tokens
+        if cached and cached == warmed.num_tokens:  # the engine computed nothing for this request
+            self.owner.count_reads(cached)
         usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
         usage = usage.loaded(warmed.loaded) if is_first else usage
         await self._meter.settled(self.bill(usage))
@@ -152,9 +174,8 @@ class Share:
         was_first = shares[:1] == [self]
         warming.last = self
         shares.remove(self)
-        warmed = warming.done()
-        if was_first and warmed is not None and warming.pay():
-            self.bill(usage_of(warmed.num_tokens, warmed.num_cached).loaded(warmed.loaded))
+        if was_first and warming.done() is not None:
+            warming.bill_spent(self)
 
 
 class Warmer:
@@ -249,14 +270,17 @@ class Warmer:
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         loaded: Loaded | None = None
         if match.num_tokens < num_tokens:
-            computed = self._engine.prefill(
-                namespace,
-                prompt_key,
-                on_chunk=on_chunk,
-                on_no_room=work.wait_for_room,
-                hints=_HINTS,
-                **warming.first.arguments,
-            )
+            try:
+                computed = self._engine.prefill(
+                    namespace,
+                    prompt_key,
+                    on_chunk=on_chunk,
+                    on_no_room=work.wait_for_room,
+                    hints=_HINTS,
+                    **warming.first.tallied(warming.tally),
+                )
+            except QuotaExceeded as error:
+                raise of_quota(error, cache, namespace.tenant) from None
             num_cached, loaded = min(computed.num_cached_tokens, num_tokens), computed.loaded
             if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile
@@ -269,14 +293,11 @@ class Warmer:
 
 
 def _bill_abandoned(warming: Warming, future: Future[Warmed]) -> None:
-    """Bill what was computed if no request is left to do it, or if it was cancelled midway."""
+    """Bill what was computed if no request is left to do it, or if it ended in an error."""
     if future.cancelled():
         return  # it never began
     share = warming.shares[0] if warming.shares else warming.last
-    warmed, is_over = warming.done(), isinstance(future.exception(), Cancelled)
-    if share is None or (warmed is None and not is_over) or (warmed is not None and warming.shares):
+    is_whole = warming.done() is not None
+    if share is None or (is_whole and warming.shares):
         return
-    num_cached = warming.num_cached if warmed is None else warmed.num_cached
-    num_ready = max(warming.num_ready, num_cached)
-    if num_ready > num_cached and warming.pay():
-        share.bill(usage_of(num_ready, num_cached))
+    warming.bill_spent(share)

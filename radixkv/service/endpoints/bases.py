@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from radixkv.engines.engine_protocol import Tally
 from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
 from radixkv.service.auth import OPERATOR_ACCOUNT
@@ -24,7 +25,7 @@ from radixkv.service.schemas.bases import (
     PublishRequest,
     ReadersRequest,
 )
-from radixkv.service.usage import RequestUsage
+from radixkv.service.usage import RequestUsage, usage_so_far
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ async def publish(call: Call[Service]) -> Response:
         raise invalid(
             message, "prompt", prompt.left_out, f"at least {service.rules.block_size} stable tokens"
         )
-    namespace = service.namespace(OPERATOR_ACCOUNT, "", body.adapter)
+    namespace, tally = service.namespace(OPERATOR_ACCOUNT, "", body.adapter), Tally()
 
     def compute(work: Work[Prefill]) -> Prefill:
         def on_chunk(done: int, total: int) -> None:
@@ -57,17 +58,22 @@ async def publish(call: Call[Service]) -> Response:
                 work.check()
 
         call.owner.require_key()
-        done = service.engine.publish(
-            body.id,
-            service.current(namespace),
-            prompt.key,
-            readers,
-            on_chunk=on_chunk,
-            on_no_room=work.wait_for_room,
-            **call.owner.arguments,
-        )
-        usage = RequestUsage(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
-        service.meter.bill("base", call.owner.payer, usage)
+        usage = RequestUsage()
+        try:
+            done = service.engine.publish(
+                body.id,
+                service.current(namespace),
+                prompt.key,
+                readers,
+                on_chunk=on_chunk,
+                on_no_room=work.wait_for_room,
+                **call.owner.tallied(tally),
+            )
+            usage = RequestUsage(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
+        finally:  # what ends midway is paid for too
+            usage = usage_so_far(tally) if usage.is_nothing else usage
+            if not usage.is_nothing:
+                service.meter.bill("base", call.owner.payer, usage)
         return done
 
     work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)

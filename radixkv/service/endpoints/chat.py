@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint
-from radixkv.service.endpoints.completions import Run, check, event
+from radixkv.service.endpoints.completions import Run, check, default_tokens, event
 from radixkv.service.problems import Json, LongJson, refused
 from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.chat import (
-    DEFAULT_MAX_TOKENS,
     AnswerMessage,
     CallReply,
     ChatChoice,
@@ -50,7 +49,7 @@ async def chat_completions(call: Call[Service]) -> Response:
         reason = f"they have {prompt.num_tokens} tokens"
         allowed = f"fewer than {limit} tokens, with room for an answer"
         raise refused("messages", None, reason, allowed, is_too_long=True)
-    order = body.order(min(DEFAULT_MAX_TOKENS, left))
+    order = body.order(default_tokens(call, prompt, body.n))
     check(call.host, order, [prompt])
     run = ChatRun(call, order, prompt)
     run.uses_cache = uses_cache(body.prompt_cache_options, len(prompt.asked))

@@ -22,23 +22,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
-import numpy as np
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixkv.billing.pending import Written
 from radixkv.config import Namespace
-from radixkv.engines.engine_protocol import Noting
+from radixkv.engines.engine_protocol import Noting, Tally
 from radixkv.engines.tier_settings import UNCACHED_SALT
+from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, until_disconnect
+from radixkv.service.fitting import blocks_needed, of_quota
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import (
     Choice,
     CompletionReply,
@@ -51,7 +53,7 @@ from radixkv.service.schemas.completions import (
     Usage,
 )
 from radixkv.service.textstream import Stop, TextStream
-from radixkv.service.usage import RequestUsage, usage_of
+from radixkv.service.usage import RequestUsage, usage_of, usage_so_far
 from radixkv.service.worker import Work, finished
 from radixkv_policies.hints import Label
 
@@ -98,6 +100,14 @@ def check(
     _check_options(body, service.model_name)
     _check_abilities(body, service.engine.abilities)
     _check_room(body, prompts, service.engine.limits, most)
+
+
+def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> int:
+    """Return the most tokens of an answer if the request doesn't say: those that fit after its prompt."""
+    service = call.host
+    room, size = service.quotas.room(call.tenant), service.engine.limits.block_size
+    left = service.rules.max_tokens - prompt.num_tokens
+    return min(DEFAULT_MAX_TOKENS, left, room.tokens_left(prompt.num_tokens, num_rows, size))
 
 
 class EventStream(StreamingResponse):
@@ -170,7 +180,10 @@ class Run:
     - ``num_found``: tokens of its prompts that were resident just before the generation, for usage in a stream's
       beginning.
     - ``uses_cache``: False: it reads nothing from the cache and leaves nothing in it.
+    - ``most``: the field of the request that bounds the answer.
     """
+
+    most: ClassVar[str] = "max_tokens"
 
     def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
@@ -200,6 +213,9 @@ class Run:
         self.began_at = call.started_at
         self.owner = call.owner
         self.namespace = self.service.namespace(call.tenant, body.salt, body.adapter)
+        self.tally = Tally()
+        self.is_whole = False  # whether all texts have all tokens of the generation
+        self._first_token_s: float | None = None  # after its arrival
         self._bill: Written | None = None
         self.served_in: Namespace | None = None  # set when its turn comes
 
@@ -207,10 +223,9 @@ class Run:
         """Return the reply as one JSON body."""
         work = self._submit()
         try:
-            generation = await until_disconnect(self.call.request, finished(work))
+            generation = await until_disconnect(self.call.request, self._finished(work))
         finally:
             work.cancel()
-        await self._settle(generation)
         answer = await self._written(lambda: self._answer(generation))
         self.owner.require()
         return self._told(answer)
@@ -245,7 +260,7 @@ class Run:
         try:
             await until_disconnect(self.call.request, progress.wait())
             if work.future.done():
-                await finished(work)
+                await self._finished(work)
         except BaseException:
             work.cancel()
             raise
@@ -253,6 +268,16 @@ class Run:
         return self._told(
             EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
         )
+
+    async def _finished(self, work: Work[Generation]) -> Generation:
+        """Return the result of the work. If there is a bill, wait a moment until it is written, also after an error."""
+        try:
+            generation = await finished(work)
+        except Exception:
+            await self.service.meter.settled(self._bill)
+            raise
+        await self.service.meter.settled(self._bill)
+        return generation
 
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
@@ -270,8 +295,7 @@ class Run:
                     self.owner.require()
                     yield self._chunk(pieces)
                 await self._next(progress)
-            generation = await finished(work)
-            await self._settle(generation)
+            generation = await self._finished(work)
             self.owner.require()
             for each in self._last_events(generation):
                 yield each
@@ -307,6 +331,8 @@ class Run:
 
     def _submit(self) -> Work[Generation]:
         namespace = self.namespace
+        keys, most = [each.key for each in self.prompts], self.body.max_tokens
+        self.service.require_fit(namespace, keys, self.most, _width(self.body), most)
         lacking = sum(each.num_tokens for each in self.prompts)
         if not self.service.engine.limits.cache_waits:
             lacking -= sum(self.service.cache.match(namespace, each.key).num_tokens for each in self.prompts)
@@ -334,6 +360,8 @@ class Run:
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
+            if self._first_token_s is None:
+                self._first_token_s = self.service.clock() - self.call.started_at
             self._keep(namespace)
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
@@ -349,26 +377,63 @@ class Run:
 
         self.owner.require(namespace)
         self._look(namespace)
-        generation = self.service.engine.generate(
-            namespace,
-            [prompt.key for prompt in self.prompts],
-            self.body.max_tokens,
-            on_step=None if self.body.use_beam_search else on_step,
-            stop=is_over,
-            on_no_room=work.wait_for_room,
-            hints=self.hints,
-            **self._sampling(),
-            **self.owner.arguments,
-        )
-        self.owner.require()
-        self._keep(namespace, is_last=True)
+        generation: Generation | None = None
         try:
+            generation = self.service.engine.generate(
+                namespace,
+                [prompt.key for prompt in self.prompts],
+                self.body.max_tokens,
+                on_step=None if self.body.use_beam_search else on_step,
+                stop=is_over,
+                on_no_room=work.wait_for_room,
+                hints=self.hints,
+                **self._sampling(),
+                **self.owner.tallied(self.tally),
+            )
+            self.owner.require()
+            self._keep(namespace, is_last=True)
             self._complete(generation, work)
-        finally:  # a cancelled request pays too
-            self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, self.request_usage(generation))
+        except QuotaExceeded as error:
+            raise of_quota(error, self.service.cache, self.call.tenant) from None
+        finally:  # a request pays whichever way it ends
+            self._pay(generation)
         if self.service.recorder is not None:
             self._record(self.service.recorder, namespace, generation)
         return generation
+
+    def _pay(self, generation: Generation | None) -> None:
+        """Record and count what was read, computed and generated. None: the engine has raised an error."""
+        usage = self._spent(generation)
+        if usage.is_nothing:
+            return
+        self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, usage)
+        if generation is not None and usage.generated:
+            self._first_token_s = self._timings(generation).time_to_first_token_s
+        self.service.metrics.completed(
+            self.call.tenant,
+            prompt=usage.num_prompt_tokens,
+            cached=usage.read,
+            generated=usage.generated,
+            first_token_s=self._first_token_s,
+        )
+
+    def _spent(self, generation: Generation | None) -> RequestUsage:
+        """Return what was read, computed and generated until now. An engine without tallies tells it at the end."""
+        granted = () if self.kept is None else self.kept.granted
+        generated = self._num_generated
+        if self.tally.num_cached or ("tally" in self.service.engine.abilities and not generated):
+            return usage_so_far(self.tally, granted, generated)
+        if generation is not None:
+            return self.request_usage(generation)
+        if not generated:
+            return RequestUsage()
+        return RequestUsage(uncached=sum(each.num_tokens for each in self.prompts), generated=generated)
+
+    @property
+    def _num_generated(self) -> int:
+        """Tokens of the answers until now. Beams report none of them before the end."""
+        chosen = self.tally.num_chosen if self.body.use_beam_search and not self.is_whole else 0
+        return self.copies * sum(max(self.texts[row].num_tokens, chosen) for row in self.answered)
 
     def _look(self, namespace: Namespace) -> None:
         """Note what is resident before the generation, if the beginning of a stream says so."""
@@ -391,11 +456,6 @@ class Run:
             usage += usage_of(prompt.num_tokens, cached, granted)
         return usage.loaded(generation.loaded)
 
-    @property
-    def _num_generated(self) -> int:
-        """Tokens of the answers."""
-        return self.copies * sum(self.texts[row].num_tokens for row in self.answered)
-
     def note_calls(self) -> None:
         """Tell the eviction policy that a tool's answer continues the conversation of the first prompt."""
         cache = self.service.cache
@@ -410,6 +470,7 @@ class Run:
                 work.turn()
                 work.check()
             text.close()
+        self.is_whole = True
         work.check()
         if self._cuts_beams:
             self._leave_out_twins()
@@ -451,21 +512,6 @@ class Run:
             "seed": body.seed,
             "num_return_sequences": body.n,
         }
-
-    async def _settle(self, generation: Generation) -> None:
-        """Count the request, and wait a moment until its bill is written."""
-        self._count(generation)
-        await self.service.meter.settled(self._bill)
-
-    def _count(self, generation: Generation) -> None:
-        usage, timings = self._usage(generation), self._timings(generation)
-        self.service.metrics.completed(
-            self.call.tenant,
-            prompt=usage.prompt_tokens,
-            cached=sum(generation.num_cached_tokens),
-            generated=usage.completion_tokens,
-            first_token_s=timings.time_to_first_token_s,
-        )
 
     def _pieces(self) -> list[Choice]:
         taken = [(row, text.take()) for row, text in enumerate(self.texts)]
@@ -538,6 +584,11 @@ def _is_greedy(body: CompletionRequest) -> bool:
     return body.temperature < _GREEDY_BELOW and not body.use_beam_search
 
 
+def _width(body: CompletionRequest) -> int:
+    """Return the rows that may come to differ after each prompt."""
+    return 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
+
+
 def _check_options(body: CompletionRequest, model_name: str) -> None:
     """Refuse unsupported combinations of options. Raises ApiError 404 (model) or 422."""
     if body.model is not None and body.model != model_name:
@@ -594,11 +645,8 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: Engi
         reason = f"a prompt of {longest} tokens leaves {limit - longest} tokens"
         allowed = f"prompt and {most} within {limit} tokens"
         raise refused(most, body.max_tokens, reason, allowed, is_too_long=True)
-    width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
-    shared = sum(prompt.num_tokens // limits.block_size for prompt in prompts)
-    tails = [prompt.num_tokens % limits.block_size + body.max_tokens for prompt in prompts]
-    private = sum(width * int(np.ceil(tail / limits.block_size)) for tail in tails)
-    if shared + private > limits.num_blocks:
+    keys = [prompt.key for prompt in prompts]
+    if blocks_needed(keys, _width(body), body.max_tokens, limits.block_size) > limits.num_blocks:
         allowed = f"prompts and completions that fit into {limits.num_cache_tokens} tokens"
         raise refused(most, body.max_tokens, "the completions don't fit into the cache", allowed)
 

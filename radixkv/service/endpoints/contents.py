@@ -25,12 +25,11 @@ from radixkv.coordination.store.wire import is_pin_id
 from radixkv.index.pins import MAX_TTL_S
 from radixkv.service.dialects import GOOGLE
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
-from radixkv.service.endpoints.completions import check, event
+from radixkv.service.endpoints.completions import check, default_tokens, event
 from radixkv.service.endpoints.one_answer import OneAnswer
 from radixkv.service.fleet.pins import PinContent, PinReplica
 from radixkv.service.problems import ApiError, Json, invalid, not_found, refused
 from radixkv.service.prompts import Prompt
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import Choice, Timings
 from radixkv.service.schemas.contents import (
     AnswerContent,
@@ -284,7 +283,7 @@ async def _run(call: Call[Service]) -> ContentRun:
     if prompt.num_tokens >= limit:
         reason, allowed = f"they have {prompt.num_tokens} tokens", f"fewer than {limit} tokens"
         raise refused("contents", None, reason, allowed, is_too_long=True)
-    order = body.order(salt, min(DEFAULT_MAX_TOKENS, limit - prompt.num_tokens))
+    order = body.order(salt, default_tokens(call, prompt))
     check(service, order, [prompt], most="maxOutputTokens")
     return ContentRun(call, order, prompt)
 
@@ -298,6 +297,8 @@ async def _joined(call: Call[Service], mine: PinReplica, after: str) -> Prompt:
 
 class ContentRun(OneAnswer):
     """One answer to contents."""
+
+    most = "maxOutputTokens"
 
     def _answer(self, generation: Generation) -> Response:
         text, calls = self._read_all()

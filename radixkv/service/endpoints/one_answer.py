@@ -76,7 +76,9 @@ async def computed_ahead(
     service = call.host
     service.require("prefill")
     namespace, keep = service.namespace(call.tenant, salt, adapter), service.promises.keep
-    with service.warmer.join(namespace, service.rules.whole_blocks(prompt.key, 0).key, call.owner) as share:
+    key = service.rules.whole_blocks(prompt.key, 0).key
+    service.require_fit(namespace, [key], "prompt")
+    with service.warmer.join(namespace, key, call.owner) as share:
         await until_disconnect(call.request, share.result())
         kept = await service.threads.ask_cache(
             call.tenant, keep, namespace, prompt.key, prompt.asked, call.owner.as_of

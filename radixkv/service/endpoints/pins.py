@@ -50,6 +50,7 @@ async def pin(call: Call[Service]) -> Response:
         found = await service.threads.ask_cache(
             call.tenant, hold, OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of
         )
+        call.owner.count_reads(found.num_tokens)
         bill = service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
         await service.meter.settled(bill)
         return reply(_shown(found), 201)

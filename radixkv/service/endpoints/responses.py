@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.endpoints.completions import check, event
+from radixkv.service.endpoints.completions import check, default_tokens, event
 from radixkv.service.endpoints.one_answer import OneAnswer, computed_ahead
 from radixkv.service.problems import ApiError, Json, refused
 from radixkv.service.prompts import Prompt
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import Choice, CompletionRequest, Timings
 from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.responses import (
@@ -48,7 +47,7 @@ async def responses(call: Call[Service]) -> Response:
     reading = await call.read(ResponsesRequest)
     body, prompt = reading.body, reading.prompts[0]
     options = body.prompt_cache_options
-    order = body.order(_room(call.host, prompt))
+    order = body.order(_room(call, prompt))
     check(call.host, order, [prompt], most="max_output_tokens")
     has_diagnosis = options is not None and options.comparison_response_id is not None
     if options is not None and options.prewarm:
@@ -58,14 +57,14 @@ async def responses(call: Call[Service]) -> Response:
     return await (run.streamed() if body.stream else run.whole())
 
 
-def _room(service: Service, prompt: Prompt) -> int:
+def _room(call: Call[Service], prompt: Prompt) -> int:
     """Return the most tokens of an answer if the request doesn't say. Raises ApiError if there is no room."""
-    limit = service.rules.max_tokens
+    limit = call.host.rules.max_tokens
     if prompt.num_tokens >= limit:
         reason = f"it has {prompt.num_tokens} tokens"
         allowed = f"fewer than {limit} tokens, with room for an answer"
         raise refused("input", None, reason, allowed, is_too_long=True)
-    return min(DEFAULT_MAX_TOKENS, limit - prompt.num_tokens)
+    return default_tokens(call, prompt)
 
 
 async def _prewarmed(
@@ -91,6 +90,8 @@ async def _prewarmed(
 
 class ResponseRun(OneAnswer):
     """One response being made. A stream numbers its events, and keeps its finished items and its open text."""
+
+    most = "max_output_tokens"
 
     def __init__(
         self, call: Call[Service], body: CompletionRequest, prompt: Prompt, *, has_diagnosis: bool

@@ -29,6 +29,7 @@ from radixkv.index.pins import Pin
 from radixkv.index.tokens import TOKEN_BYTES, decode
 from radixkv.service.fleet.peers import PIN_PATH
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
+from radixkv.service.promises import budget_of
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.usage import Promise
 from radixkv.signing import mac
@@ -423,6 +424,7 @@ class FleetPins:
         lacking = num_blocks - self._cache.match(namespace, prompt_key).num_blocks
         if settings is not None and lacking:
             budget = settings.tenant(tenant, self._quotas.granted(tenant)).pin_budget
+            budget = min(budget, budget_of(self._quotas.room(tenant).most))
             pinned = self._cache.tenant_stats(tenant).pinned_blocks
             if pinned + lacking > budget:
                 raise PinBudgetExceeded(lacking, budget, pinned)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from radixkv.errors import ArgumentError
+from radixkv.service.fitting import Room
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
@@ -44,6 +45,8 @@ class Quotas:
         self._named: dict[str, int | None] = {}
         self._said: set[str] = set()
         self._limits: dict[str, int] = {}
+        self._guaranteed: tuple[Keyring | None, int] = None, 0
+        """A keyring, and the blocks that all of its tenants together are guaranteed."""
         self._lock = threading.Lock()
 
     def say(self, tenant: str) -> None:
@@ -66,6 +69,20 @@ class Quotas:
     def granted(self, tenant: str) -> int | None:
         """Return this replica's share of the limit, in force; None if there is none. Local."""
         return None if self.limit(tenant) is None else self._tenant_sync.granted(tenant)
+
+    def room(self, tenant: str) -> Room:
+        """Return the blocks that a tenant can have here. Local; O(1), and O(tenants) after a change of settings."""
+        ring = self._ring()
+        own = ring.settings.get(tenant)
+        guaranteed = 0 if own is None else own.guaranteed_blocks
+        if own is not None and own.mode == "strict":
+            return Room(guaranteed, self.granted(tenant), self._num_blocks)
+        known, total = self._guaranteed
+        if known is not ring:
+            total = sum(each.guaranteed_blocks for each in ring.settings.values())
+            self._guaranteed = ring, total
+        limits = [each for each in (None if own is None else own.max_blocks, self.limit(tenant)) if each]
+        return Room(min(limits, default=None), self.granted(tenant), self._num_blocks - total + guaranteed)
 
     def step(self) -> None:
         """Write limits that were set here, and update all shares.

@@ -256,7 +256,7 @@ class GenerationConfig(GoogleBody):
         default=None,
         ge=1,
         le=2**31 - 1,
-        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what the model's length leaves",
+        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what fits",
     )
     stopSequences: (
         Annotated[

@@ -184,7 +184,7 @@ class ResponsesRequest(ConversationBody):
         None,
         ge=1,
         le=2**31 - 1,
-        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what the model's length leaves",
+        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what fits",
     )
     temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0)

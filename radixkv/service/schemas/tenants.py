@@ -30,7 +30,9 @@ class TenantSettings(RequestBody):
         description="burst: borrows idle blocks; strict: borrows nothing, and others change nothing that it sees",
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description="most blocks that the tenant may pin; null: as many as it is guaranteed"
+        default=None,
+        description="most blocks that the tenant may pin, fewer than it may use; null: as many as it is guaranteed. An "
+        "eighth of what it can have stays free for its requests",
     )
     max_pins: Annotated[int, Field(ge=0, le=65_536)] = Field(
         default=MAX_PINS,
@@ -83,6 +85,9 @@ class TenantSettings(RequestBody):
             self.max_pins,
             self.tier_dtype,
         )
+        if whole.max_pinned_blocks and whole.limit is not None and whole.max_pinned_blocks >= whole.limit:
+            allowed = f"at most {whole.limit - 1}: pins on all {whole.limit} blocks would leave none to its requests"
+            raise ArgumentError("max_pinned_blocks", whole.max_pinned_blocks, allowed)
         if self.fleet_blocks is not None and self.fleet_blocks < self.guaranteed_blocks:
             allowed = f"at least {self.guaranteed_blocks}, which each replica guarantees, or null"
             raise ArgumentError("fleet_blocks", self.fleet_blocks, allowed)
