@@ -362,10 +362,13 @@ class ClosedByFork(RadixKVError):
 class IntegrityError(RadixKVError):
     """An invariant of the cache is broken, or the cache is dead: its state couldn't be repaired after an error.
 
-    Report it. Never handle or retry it. A dead cache raises it from every call: replace the cache.
+    Report it, and don't hide it. If a repair has failed, the message says that the next call tries again. A dead cache
+    raises it from every call: replace the cache.
     """
 
-    hint: ClassVar[str] = "Report it as a bug of radixkv. Replace the cache; don't handle or retry the error."
+    hint: ClassVar[str] = (
+        "Report it as a bug of radixkv. Replace the cache, unless the message says that the next call repairs it."
+    )
 
 
 _TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")

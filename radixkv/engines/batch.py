@@ -3,7 +3,8 @@
     caller's thread    add ─▶ next_news ─▶ its callbacks ─▶ next_news ─▶ ... ─▶ finish, or leave
                                  │ no news yet: makes a step for all
     a step             grow: a place for each newest token      (preempts, if there is none)
-                       fill: chunks of prompts, within a budget (starts waiting requests that have room)
+                       fill: chunks of prompts, within a budget (starts waiting requests that have room, and loads
+                             what the tiers below have of them)
                        one forward of all of it, choices, news
 
 There is no thread of the batch. A caller without news makes a step itself, of which every request gets its part. A
@@ -24,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -43,8 +43,9 @@ from radixkv.scheduling import RequestQueue, WaitingRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.engines.lower_tiers import LowerTiers, RowBelow
     from radixkv.engines.tiers_by_dtype import TiersByDtype
+    from radixkv.index.below import Loading
 
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
@@ -225,6 +226,7 @@ class Batch:
         """Release a running request's blocks. It waits before all that never started, and goes on from its tokens."""
         for row in request.rows:
             request.close(row)
+        request.stop_waiting()
         self._running.pop(request, None)
         request.state, self._may_start = "waiting", True
         assert request.handle is not None
@@ -419,6 +421,8 @@ class Batch:
                     request.lack = error if isinstance(error, CapacityError) else None
                     return budget
                 continue
+            if row.below is not None and not row.below.is_done and self._waits_below(request, row, row.below):
+                return budget
             target = request.target(row)
             if budget < min(self._chunk_tokens, _LEAST_CHUNK, target - row.num_computed):
                 return budget
@@ -449,32 +453,39 @@ class Batch:
             return error
         request.open(row, sequence)
         row.key = self.new_key()
-        return self._load(request, row)
+        return None if row.loading is None else self._load(request, row, row.loading)
 
-    def _load(self, request: BatchRequest, row: Row) -> Exception | None:
+    def _load(self, request: BatchRequest, row: Row, loading: Loading) -> Exception | None:
         """Load what host memory has of a row that was just opened. Returns the error; then the request has failed."""
-        if row.loading is None and row.below is None:
-            return None
         began_at = self._clock()
         try:
-            if row.below is not None:
-                there = row.below.load(row.opened, row.cache_key)
-                num_disk = min(row.below.num_disk_tokens, there - row.num_computed)
-                self._count_loaded(request, row, there - num_disk, "host")
-                self._count_loaded(request, row, there, "disk")
-            if row.loading is not None:
-                row.loading.poll()
-                there, host_stop = (
-                    row.opened.num_committed_tokens,
-                    row.num_computed + row.loading.num_host_tokens,
-                )
-                self._count_loaded(request, row, min(there, host_stop), "host")
-                self._count_loaded(request, row, there, "disk")
+            loading.poll()
+            there, host_stop = row.opened.num_committed_tokens, row.num_computed + loading.num_host_tokens
+            self._count_loaded(request, row, min(there, host_stop), "host")
+            self._count_loaded(request, row, there, "disk")
         except Exception as error:  # noqa: BLE001 its caller raises it
             self._fail(request, error)
             return error
         request.tally.loading_s += self._clock() - began_at
         return None
+
+    def _waits_below(self, request: BatchRequest, row: Row, below: RowBelow) -> bool:
+        """Load what has come from the engine's own tiers. Whether more comes, or the request has failed.
+
+        The row has its blocks, and computes nothing meanwhile. It is asked again in each step.
+        """
+        began_at = self._clock()
+        try:
+            is_waiting = below.bring(row.opened, row.cache_key)
+            there = row.opened.num_committed_tokens
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return True
+        num_disk = min(below.num_disk_tokens, there - row.num_computed)
+        self._count_loaded(request, row, there - num_disk, "host")
+        self._count_loaded(request, row, there, "disk")
+        request.note_wait(is_waiting, began_at, self._clock())
+        return is_waiting
 
     @staticmethod
     def _count_loaded(request: BatchRequest, row: Row, stop: int, tier: Literal["host", "disk"]) -> None:
@@ -485,25 +496,6 @@ class Batch:
             request.tally.num_cached[row.at] += num_tokens
             assert request.tally.num_loaded is not None
             request.tally.num_loaded[tier] += num_tokens
-
-    def _waits_below(self, request: BatchRequest) -> bool:
-        """Whether a disk still brings some of its prompts. It is asked again in each step."""
-        if self._tiers is None or self._tiers.disk is None:
-            return False
-        is_waiting = False
-        for row in request.rows:
-            if row.is_over or row.sequence is not None:
-                continue
-            row.below = row.below or self._tiers.row(request.namespace)
-            if row.below is not None:
-                num_local = partial(self._num_resident, request, row)
-                is_waiting |= row.below.is_waiting(request.namespace, row.cache_key, num_local)
-        self._may_start |= is_waiting
-        request.note_wait(is_waiting, self._clock())
-        return is_waiting
-
-    def _num_resident(self, request: BatchRequest, row: Row) -> int:
-        return self._cache.match(request.namespace, row.cache_key).num_tokens
 
     def _look_below(self, request: BatchRequest, row: Row) -> None:
         """Let a row find what the tiers below have, as of now. Just before its sequence is opened."""
@@ -557,7 +549,7 @@ class Batch:
         row = request.unfilled()
         assert row is not None, "a request that waits has something to compute"
         request.lack = None
-        if not request.may_step or self._is_being_computed(request, row) or self._waits_below(request):
+        if not request.may_step or self._is_being_computed(request, row):
             return False
         error: Exception | None = self._make_room(request)
         if error is None and (beside := self._beside(request)):
@@ -665,6 +657,8 @@ class Batch:
         victim = self._room.victim(caller, error, idle)
         if victim is not None and victim is not caller:
             self._preempt(victim, "unread")
+        elif any(each.is_loading for each in self._running):  # it goes on without a step
+            return False
         elif caller.can_wait or not any(each is not caller for each in self._running):
             caller.news.append(NoRoom(error))
         else:

@@ -260,11 +260,19 @@ class BatchRequest:
                 return row
         return None
 
-    def note_wait(self, is_waiting: bool, now: float) -> None:
-        """Count the time while the disk brings some of it."""
-        if self._waits_since is not None:
-            self.tally.loading_s += now - self._waits_since
+    @property
+    def is_loading(self) -> bool:
+        """Whether it has started, and waits for the disk."""
+        return self._waits_since is not None
+
+    def note_wait(self, is_waiting: bool, began_at: float, now: float) -> None:
+        """Count the time while something of it is loaded: since ``began_at``, or since the disk brings some of it."""
+        self.tally.loading_s += now - (began_at if self._waits_since is None else self._waits_since)
         self._waits_since = now if is_waiting else None
+
+    def stop_waiting(self) -> None:
+        """Take that it doesn't wait for the disk now."""
+        self._waits_since = None
 
     def set_filled(self) -> None:
         """Go on after the prompts."""

@@ -234,13 +234,18 @@ class DiskLevel:
         for lane in self.lanes:
             lane.promotions.forget(request_id)
 
-    def take_brought(self, request_id: str) -> int:
-        """Return how many blocks came from the disk for a request since the last call. O(lanes)."""
-        return sum(lane.promotions.take_brought(request_id) for lane in self.lanes)
-
     def num_brought(self, request_id: str) -> int:
-        """Return what ``take_brought`` will return."""
+        """Return how many blocks came from the disk for a request, which it hasn't ``used``. O(lanes)."""
         return sum(lane.promotions.num_brought(request_id) for lane in self.lanes)
+
+    def used(self, request_id: str, num_blocks: int) -> None:
+        """Take that a request has loaded so many blocks of these, and doesn't need the others. O(lanes)."""
+        for lane in self.lanes:
+            lane.promotions.used(request_id, num_blocks)
+
+    def take_used(self, request_id: str) -> int:
+        """Return how many blocks that came from the disk a request has used since the last call. O(lanes)."""
+        return sum(lane.promotions.take_used(request_id) for lane in self.lanes)
 
     # --- steps
 

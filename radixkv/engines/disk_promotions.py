@@ -4,6 +4,10 @@
 worker copies them into slots in its own order, behind the zeroing of these slots. A promotion that is cut off, purged
 or refused leaves nothing. Its tokens are computed.
 
+**What is read is used.** Slots are reserved before the first read, and no more is read than these hold. What a request
+waits for stays there until it has loaded it (``used``), or ends. Otherwise requests that need more than host
+memory has would evict each other's blocks before they are loaded, and read them again.
+
 **Single flight.** A request waits if another one's promotion brings its next block. It also waits if staging memory is
 short. Both waits are at most ``LEAST_WAIT_S``. If the block comes ahead, the request uses what is there and reads on
 itself.
@@ -40,6 +44,7 @@ Need: TypeAlias = Literal["waits", "announced", "asked"]
 """Why something comes: a request waits for it, an announced one will, or somebody asked where to send it."""
 AHEAD_S: Final = 2.0
 """The longest time for a part of what comes before anybody waits for it."""
+_NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 _COUNTS: Final = ("disk_loaded_blocks", "disk_failed_blocks", "disk_load_us", "disk_loads")
 
 
@@ -47,7 +52,7 @@ _COUNTS: Final = ("disk_loaded_blocks", "disk_failed_blocks", "disk_load_us", "d
 class _Promotion:
     """Records on their way from the disk, for the blocks of ``sequence`` from ``start`` on.
 
-    ``key``: of all blocks. ``num_purges``: of the tenant on this disk when it began.
+    ``key``: of all blocks. ``num_purges``: of the tenant on this disk when it began. ``slots``: reserved for them.
     """
 
     namespace: Namespace
@@ -56,11 +61,13 @@ class _Promotion:
     key: bytes
     sequence: Held
     start: int
+    slots: Slots
     rows: list[int]
     jobs: list[Job]
     began_at: float
     ends_at: float
     need: Need
+    is_held: bool
     is_dropped: bool = False
 
 
@@ -89,7 +96,9 @@ class DiskPromotions:
         self._asked: set[str] = set()
         self._queued: dict[str, float] = {}
         """Until when a request waits for others' promotions, before its own begins."""
-        self._brought: Counter[str] = Counter()
+        self._held: dict[str, Held] = {}
+        """What has come for a request and isn't used yet."""
+        self._brought, self._num_used = Counter[str](), Counter[str]()
         self._counts, self._load_durations = dict.fromkeys(_COUNTS, 0), load_durations
 
     def is_waiting(
@@ -101,10 +110,14 @@ class DiskPromotions:
         num_local: int,
         *,
         need: Need = "waits",
+        is_held: bool = False,
+        in_parts: bool = False,
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts. ``need``: a request that is to come
+        One that needs more rows of staging memory than are free comes in parts. ``is_held``: what has come can't be
+        evicted until ``used`` or ``forget``. ``in_parts``: the caller uses each part before it asks for the next, so a
+        prompt may be longer than host memory. ``need``: a request that is to come
         takes neither rows nor threads from those that wait. One that was only asked about takes no slots from other
         tenants beyond its own one's guarantee. The write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
@@ -120,6 +133,8 @@ class DiskPromotions:
             if not stop or self._index.reach(namespace, key, promotion.start) < stop:
                 return False
             self._asked.discard(request_id)  # more of it may be there
+            if in_parts:
+                return True
         if request_id in self._asked:
             return False
         if self.place_of(namespace) is None:
@@ -145,24 +160,39 @@ class DiskPromotions:
         self._asked.add(request_id)
         if need == "asked" and self._bringing(namespace, key, first):
             return False  # a request for it has come
-        return self._begin(request_id, namespace, generation, key, first, num_local, need)
+        return self._begin(request_id, namespace, generation, key, first, num_local, need, is_held)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
         self._asked.discard(request_id)
         self._queued.pop(request_id, None)
-        self.take_brought(request_id)
+        self.take_used(request_id)
+        self.used(request_id, 0)
         promotion = self._promotions.pop(request_id, None)
         if promotion is not None:
             self._drop(promotion)
 
     def take_brought(self, request_id: str) -> int:
-        """Return how many blocks came from the disk for a request since the last call."""
+        """Return how many blocks came from the disk for a request since the last call, or ``used``."""
         return self._brought.pop(request_id, 0)
 
     def num_brought(self, request_id: str) -> int:
         """Return what ``take_brought`` will return."""
         return self._brought[request_id]
+
+    def used(self, request_id: str, num_blocks: int) -> None:
+        """Take that a request has loaded so many blocks of those that came for it. The others may be evicted now."""
+        num_used = min(self.take_brought(request_id), num_blocks)
+        if num_used:
+            self._counts["disk_loaded_blocks"] += num_used
+            self._num_used[request_id] += num_used
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.release()
+
+    def take_used(self, request_id: str) -> int:
+        """Return how many blocks a request has ``used`` since the last call."""
+        return self._num_used.pop(request_id, 0)
 
     @property
     def num_running(self) -> int:
@@ -182,7 +212,7 @@ class DiskPromotions:
 
     def close(self) -> None:
         """End all promotions."""
-        for request_id in list(self._promotions):
+        for request_id in [*self._promotions, *self._held]:
             self.forget(request_id)
 
     def take_counts(self) -> dict[str, int]:
@@ -275,6 +305,7 @@ class DiskPromotions:
         first: int,
         num_local: int,
         need: Need,
+        is_held: bool,
     ) -> bool:
         on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
         num_purges = self._tier.num_purges(tenant)
@@ -299,9 +330,23 @@ class DiskPromotions:
         now = self._clock()
         ends_at = now + (self._patience.patience_s(num * self._size) if waits else AHEAD_S)
         promotion = _Promotion(
-            namespace, generation, num_purges, key, sequence, first, [], [], now, ends_at, need
+            namespace,
+            generation,
+            num_purges,
+            key,
+            sequence,
+            first,
+            _NO_SLOTS,
+            [],
+            [],
+            now,
+            ends_at,
+            need,
+            is_held,
         )
         with self._dropped_after_error(promotion):
+            stop = first + self._reserve(promotion, num)
+            promotion.key = key[: stop * self._size * TOKEN_BYTES]
             for block in range(first, stop):
                 row = self._rows.take_one(tenant) if waits else self._rows.take_ahead()
                 promotion.rows.append(row)
@@ -316,6 +361,14 @@ class DiskPromotions:
                 return False
             self._promotions[request_id] = promotion
         return True
+
+    def _reserve(self, promotion: _Promotion, num: int) -> int:
+        """Reserve slots for ``num`` blocks of a promotion. Returns how many of these, from the first on, have one."""
+        first = promotion.start
+        lacking = self._index.lacking(promotion.sequence.block_table[first : first + num])
+        promotion.slots = self._index.reserve(promotion.namespace.tenant, len(lacking))
+        num_slots = len(promotion.slots)
+        return int(lacking[num_slots]) if num_slots < len(lacking) else num
 
     def _end(self, request_id: str, promotion: _Promotion) -> int:
         """Use the leading records that are proven. Returns the position behind them if that is all; else 0."""
@@ -335,11 +388,11 @@ class DiskPromotions:
             self._drop(promotion)
             return 0
         num_good = self._fill_slots(promotion, num_good)
+        if promotion.is_held and num_good:
+            self._hold(request_id, promotion)
         self._drop(promotion)
         if not num_good:
             return 0
-        if is_awaited:  # what came ahead counts where a request finds it
-            self._counts["disk_loaded_blocks"] += num_good
         self._brought[request_id] += num_good
         stop = promotion.start + num_good
         if promotion.need == "asked":
@@ -347,6 +400,13 @@ class DiskPromotions:
                 promotion.namespace, promotion.generation, promotion.key, promotion.start, stop
             )
         return stop if num_good == len(promotion.jobs) else 0
+
+    def _hold(self, request_id: str, promotion: _Promotion) -> None:
+        """Hold what has come for a request until it is ``used``. A later part holds what came before it too."""
+        before, self._held[request_id] = self._held.get(request_id), promotion.sequence
+        promotion.is_dropped = True
+        if before is not None:
+            before.release()
 
     def _is_current(self, promotion: _Promotion) -> bool:
         """Whether nothing was purged or cleared since a promotion began, nor is to be."""
@@ -362,6 +422,7 @@ class DiskPromotions:
         The promotion loses the rows that it copies: not those of blocks that came otherwise.
         """
         stop = promotion.start + num_good
+        self._give_back(promotion)
         try:
             if promotion.sequence.num_committed_tokens < stop * self._size:
                 promotion.sequence.commit(stop * self._size)
@@ -390,9 +451,15 @@ class DiskPromotions:
             job.cancel()
         while promotion.rows:
             self._rows.give(promotion.rows.pop())
+        self._give_back(promotion)
         if not promotion.is_dropped:
             promotion.is_dropped = True
             promotion.sequence.release()
+
+    def _give_back(self, promotion: _Promotion) -> None:
+        """Let the slots that a promotion has reserved be given to its blocks now, or to others. Once."""
+        slots, promotion.slots = promotion.slots, _NO_SLOTS
+        self._index.unuse(slots)
 
     @contextmanager
     def _dropped_after_error(self, promotion: _Promotion) -> Iterator[None]:

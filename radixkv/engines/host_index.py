@@ -239,17 +239,39 @@ class HostIndex:
             reserve = self._reserve(tenant, len(entries), pool.capacity)
             self._make_room(pool, tenant, len(entries))
         num = len(entries) - max(self._short(pool, len(entries)), 0)
-        self._num_free -= num
-        slots = self._free[self._num_free : self._num_free + num][::-1].copy()
-        pool.used += num
+        slots = self._taken(number, num)
         owner = self._owner(tenant)
         is_foreign = (self._owner_of[slots] != 0) & (self._owner_of[slots] != owner)
         if is_foreign.any():
             self._to_zero.append(slots[is_foreign])
-        self._owner_of[slots], self._pool_of[slots] = owner, number
+        self._owner_of[slots] = owner
         self._slot_of[entries[:num]] = slots
         if may_evict:
             self._make_reserve(number, tenant, reserve)
+        return slots
+
+    def reserve(self, tenant: str, num_slots: int) -> Slots:
+        """Return up to so many slots of a tenant's pool, in use and of no entry. ``unuse`` lets ``give`` have them.
+
+        They are taken as ``give`` takes them, with ``may_evict``.
+        """
+        self.settle()
+        number = self._pool_number(tenant)
+        if number is None or not num_slots:
+            return _NO_SLOTS
+        pool = self._pools[number]
+        self._make_room(pool, tenant, num_slots)
+        slots = self._taken(number, num_slots - max(self._short(pool, num_slots), 0))
+        self._is_orphan[slots] = True
+        self.use(slots)
+        return slots
+
+    def _taken(self, number: int, num_slots: int) -> Slots:
+        """Take free slots for a pool, which must be able to have them."""
+        self._num_free -= num_slots
+        slots = self._free[self._num_free : self._num_free + num_slots][::-1].copy()
+        self._pools[number].used += num_slots
+        self._pool_of[slots] = number
         return slots
 
     def _owner(self, tenant: str) -> int:

@@ -1,7 +1,7 @@
 """Host memory and a disk below the cache of an engine in the same process: what was evicted comes back.
 
-    a request may start                  is_waiting   whether the disk still brings some of its prompt
-    its blocks are there                 load         host memory → blocks; committed when all bytes have come
+    a request has started                bring        host memory → blocks, then from the disk part by part
+    its sequence was opened again        load         host memory → blocks; committed when all bytes have come
     whole blocks were computed           save         blocks → host memory, and from there to the disk
     purge, clear, new weights            TieredCache  reaches every tier
 
@@ -10,6 +10,9 @@ scheduler and its only worker are one thread, so a load or a save is made at onc
 
 **Saves.** While host memory has free slots, each block is copied when it is computed. Later a block is copied when the
 cache evicts it, unless its copy is still here (``host_index``). So the two hold different blocks when memory is short.
+
+**Loads** begin when the request has its blocks, so nothing is read for one that can't start. Each part that the disk
+brings is copied into these blocks before the next one is read. So host memory may be smaller than a prompt.
 
 **Nothing older than a purge.** A row is marked before its sequence is opened. A purge or a clear changes the mark
 before it forgets anything and again afterwards. A row with an outdated mark loads and saves nothing. The mark is
@@ -93,35 +96,58 @@ _log = logging.getLogger(__name__)
 class RowBelow:
     """What one sequence of the engine has below. Its tiers' lock is the engine's gate."""
 
-    __slots__ = ("_is_settled", "_mark", "_request_id", "_tiers", "num_disk_tokens")
+    __slots__ = ("_has_part", "_is_settled", "_mark", "_request_id", "_tiers", "num_disk_tokens")
 
     def __init__(self, tiers: LowerTiers, mark: int | None) -> None:
         self._tiers, self._mark, self._request_id = tiers, mark, f"row-{next(tiers.numbers)}"
+        self._has_part = True  # host memory may have something for it
         self._is_settled = False  # the disk brings nothing more for it
         self.num_disk_tokens = 0
         """Of the tokens that were loaded last, those that the disk had brought for it."""
 
     def begin(self, tenant: str) -> None:
         """Mark the row anew. Call it just before its sequence is opened."""
-        self._mark = self._tiers.mark(tenant)
+        self._mark, self._has_part = self._tiers.mark(tenant), True
 
     def fork(self) -> RowBelow:
         """Return that of a sequence that was forked off."""
         return RowBelow(self._tiers, self._mark)
 
-    def is_waiting(self, namespace: Namespace, key: bytes, num_local: Callable[[], int]) -> bool:
-        """Whether the disk still brings some of a prompt behind its first ``num_local()`` tokens. Never waits.
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is loaded."""
+        return self._is_settled and not self._has_part
 
-        O(1) after the first False.
+    def bring(self, sequence: Sequence, key: bytes) -> bool:
+        """Load what is below of an opened sequence and has come. Returns whether the disk still brings some of it.
+
+        Call it in each step until it is False, before anything is computed. Of what came in one call,
+        ``num_disk_tokens`` are from the disk. Never waits. Raises as ``load``.
         """
-        if not self._is_settled:
-            self._is_settled = not self._tiers.is_waiting(self._request_id, namespace, key, num_local())
-        return not self._is_settled
+        num_disk_tokens, is_coming, is_part = 0, False, False
+        while not is_coming and not self.is_done:
+            if self._has_part:
+                self._has_part, before = False, sequence.num_committed_tokens
+                is_used = self.load(sequence, key) > before
+                num_disk_tokens += self.num_disk_tokens
+                if is_part and not is_used:  # purged, or it failed: the next one would be the same
+                    self._is_settled = True
+                    self.forget()
+            if not self._is_settled:
+                is_coming = self._tiers.is_waiting(
+                    self._request_id, sequence.namespace, key, sequence.num_committed_tokens
+                )
+                self._is_settled = not is_coming
+                is_part = self._tiers.has_part(self._request_id)
+                self._has_part = is_part or (self._is_settled and self._tiers.has_disk)
+                is_coming &= not is_part
+        self.num_disk_tokens = num_disk_tokens
+        return is_coming
 
     def load(self, sequence: Sequence, key: bytes) -> int:
-        """Load what is below of a sequence that was just opened, and commit it. Returns the tokens that are there.
+        """Load what host memory has of an opened sequence behind its committed tokens, and commit it.
 
-        Raises LeaseError if its tenant was purged.
+        Returns the tokens that are there then. Raises LeaseError if its tenant was purged.
         """
         num_tokens = self._tiers.load(self._request_id, self._mark, sequence, key)
         self.num_disk_tokens = self._tiers.take_disk_tokens(self._request_id)
@@ -235,20 +261,24 @@ class LowerTiers:
             return None if is_shut else self._marks[tenant]
 
     def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
-        """See ``RowBelow.is_waiting``."""
+        """Whether the disk still brings some of a prompt behind its first ``num_local`` tokens. Never waits."""
         if self.level.disk is None or self._is_shut:
             return False
         namespace = namespace._replace(weights=self.level.weights)
         with self._guarded():
             generation = self.level.cache.generation(namespace.tenant)
-            found = self.level.found_key(request_id, namespace, generation, key, num_local)
+            is_waiting = self.level.waits_for_disk(request_id, namespace, generation, key, num_local)
             self._run()
-            return found is None
+            return is_waiting
         return False
+
+    def has_part(self, request_id: str) -> bool:
+        """Whether something has come from the disk for a request, and isn't loaded."""
+        return self.level.disk is not None and self.level.disk.num_brought(request_id) > 0
 
     def load(self, request_id: str, mark: int | None, sequence: Sequence, key: bytes) -> int:
         """See ``RowBelow.load``."""
-        num_local = sequence.num_cached_tokens
+        num_local = sequence.num_committed_tokens
         stop = 0
         if not self._is_shut and self._is_current(mark, sequence.namespace):
             with self._guarded(), self._timed():
@@ -258,8 +288,8 @@ class LowerTiers:
         return max(stop, num_local)
 
     def take_disk_tokens(self, request_id: str) -> int:
-        """Return how many tokens the disk brought for a request since the last call."""
-        return 0 if self.level.disk is None else self.level.disk.take_brought(request_id) * self._size
+        """Return how many tokens that the disk brought a request has loaded since the last call."""
+        return 0 if self.level.disk is None else self.level.disk.take_used(request_id) * self._size
 
     def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
         """See ``RowBelow.save``."""
@@ -809,7 +839,7 @@ class LowerTiers:
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
 
-        - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``, each in the tier where a request found it.
+        - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``: used by requests, each where it was found.
         - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
         - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
         - ``owed_purges``: tenants whose purge isn't done there yet.
@@ -911,8 +941,10 @@ class LowerTiers:
         """Copy what host memory has behind the first ``num_local`` tokens. Returns the tokens that are there then."""
         namespace = sequence.namespace
         generation = self.level.cache.generation(namespace.tenant)
-        num_found = self.level.found_key(request_id, namespace, generation, key, num_local)
+        num_found = self.level.found_key(request_id, namespace, key, num_local)
         if not num_found:
+            if self.disk is not None:
+                self.disk.used(request_id, 0)
             return 0
         start, stop = num_local // self._size, (num_local + num_found) // self._size
         table = sequence.block_table[start:stop].tolist()

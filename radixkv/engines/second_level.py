@@ -207,7 +207,10 @@ class _Request(RequestKey):
 
 
 class _Load(NamedTuple):
-    """A load, from its decision until all workers have ended it. ``lease``: None if nothing could be leased."""
+    """A load, from its decision until all workers have ended it. ``lease``: None if nothing could be leased.
+
+    ``num_failed``: the last blocks of it that a worker couldn't load.
+    """
 
     namespace: Namespace
     generation: int
@@ -217,6 +220,7 @@ class _Load(NamedTuple):
     slots: Slots
     lease: Lease | None
     blocks: Slots
+    num_failed: int = 0
 
 
 class _Save(NamedTuple):
@@ -310,15 +314,24 @@ class SecondLevel:
             return None
         match = self.cache.match(request.namespace, key)
         request.num_saved = match.num_blocks
-        return self._num_loadable(match, num_local) if request.facts.looks_up else 0
+        num_found = self._num_loadable(match, num_local) if request.facts.looks_up else 0
+        if num_found == 0 and self.disk is not None:
+            self.disk.used(request_id, 0)
+        return num_found
 
-    def found_key(
+    def waits_for_disk(
         self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
-    ) -> int | None:
-        """Do what ``found`` does, for a request with this key, which ``found`` doesn't know."""
+    ) -> bool:
+        """Whether the disk brings some of a key for a request that ``found`` doesn't know. Ask again.
+
+        When a part of it has come (``DiskLevel.num_brought``), load that first: it makes room for the next one.
+        """
         key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
-        if self._waits_for_disk(request_id, namespace, generation, key, num_local):
-            return None
+        return self._waits_for_disk(request_id, namespace, generation, key, num_local, in_parts=True)
+
+    def found_key(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> int | None:
+        """Do what ``found`` does but for the disk, for a request with this key, which ``found`` doesn't know."""
+        key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
         return self._num_loadable(self.cache.match(namespace, key), num_local)
 
     def load(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
@@ -563,6 +576,9 @@ class SecondLevel:
                 if self._has_above:
                     self.index.loaded(load.entries, load.blocks[load.slots != NO_SLOT])
                 self._release_load(load, load.lease)
+            if load is not None and self.disk is not None:
+                num_brought = min(self.disk.num_brought(request_id), len(load.blocks))  # the last ones
+                self.disk.used(request_id, max(num_brought - load.num_failed, 0))
 
     def _release_load(self, load: _Load, lease: Lease) -> None:
         slots = load.slots[load.slots != NO_SLOT]
@@ -648,10 +664,17 @@ class SecondLevel:
             raise
 
     def _waits_for_disk(
-        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
+        self,
+        request_id: str,
+        namespace: Namespace,
+        generation: int,
+        key: bytes,
+        num_local: int,
+        *,
+        in_parts: bool = False,
     ) -> bool:
         return self.disk is not None and self.disk.lane_of(namespace.tenant).promotions.is_waiting(
-            request_id, namespace, generation, key, num_local
+            request_id, namespace, generation, key, num_local, is_held=True, in_parts=in_parts
         )
 
     def _num_loadable(self, match: Match, num_local: int) -> int | None:
@@ -719,6 +742,7 @@ class SecondLevel:
         if load is None:
             return _NO_BLOCKS
         self.counts["failed_loads"] += 1
+        self._loads[request_id] = load._replace(num_failed=len(load.blocks) - position)
         good = load.start + position
         if (request := self._requests.get(request_id)) is not None:
             request.num_saved = min(request.num_saved, good)

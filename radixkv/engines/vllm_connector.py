@@ -114,7 +114,7 @@ COUNTS = {
     "unsaved_blocks": "blocks that failed to be saved",
     "loaded_bytes": "bytes loaded",
     "saved_bytes": "bytes saved",
-    "disk_loaded_blocks": "blocks that came from the disk",
+    "disk_loaded_blocks": "blocks from the disk that requests used",
     "disk_failed_blocks": "blocks on the disk that could not be read, or came too late",
     "disk_timeouts": "requests that stopped waiting for the disk",
     "disk_unstored_blocks": "saved blocks that the disk did not take",

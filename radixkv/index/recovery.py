@@ -147,12 +147,17 @@ def repair(cache: CacheState) -> None:
                 return  # a later attempt succeeded
             raise
         cache._damage.num_failed += 1
-        why = _DEAD.format(error=type(error).__name__)
-        if cache._damage.num_failed >= MAX_FAILED_REPAIRS:
+        left, name = MAX_FAILED_REPAIRS - cache._damage.num_failed, type(error).__name__
+        why = (_BROKEN if left > 0 else _DEAD).format(error=name, left=left)
+        if left <= 0:
             cache._lock.death = why
         raise IntegrityError(why) from error
 
 
+_BROKEN = (
+    "the cache couldn't be repaired after an error that interrupted a call ({error}); the next call tries again. After "
+    "{left} more calls that can't, the cache is dead: only then replace the cache by a new PrefixCache"
+)
 _DEAD = (
     "the cache is dead: an error interrupted a call and the cache's state could not be repaired ({error}); "
     "every call fails: replace the cache by a new PrefixCache"

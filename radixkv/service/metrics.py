@@ -77,8 +77,11 @@ _TIER_TEXTS = {
     "open": ("1 if the tier serves all tenants, 0 also while it rests for some", True),
     "owed_purges": ("Tenants that were purged, and whose records the tier couldn't destroy yet", True),
     "budget_bytes": ("What the write budget of the tier has left", True),
-    "hit_blocks": ("Blocks that came back from the tier instead of being computed", False),
-    "read_bytes": ("Bytes read from the tier", False),
+    "hit_blocks": (
+        "Blocks of the tier that requests used instead of computing them; what was read and not used isn't counted",
+        False,
+    ),
+    "read_bytes": ("Bytes read from the tier, also of blocks that no request used", False),
     "written_bytes": ("Bytes written to the tier", False),
     "unchosen_blocks": ("Blocks that the tier's write budget left out", False),
     "lost_blocks": ("Blocks that left the tier above and found no room or no time here", False),

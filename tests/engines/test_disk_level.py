@@ -226,6 +226,22 @@ def test_two_requests_never_read_the_same_records(tmp_path: Path) -> None:
     engine.stop()
 
 
+def test_requests_that_need_more_than_host_memory_use_what_they_read(tmp_path: Path) -> None:
+    """What has come for one isn't evicted for the other before it is loaded."""
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(4):
+        engine.again(f"a{seed}", ids_of(61, seed))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    for seed in range(4):
+        engine.add(f"b{seed}", ids_of(61, seed))
+    engine.run()
+    num_used = engine.disk.take_counts()["disk_loaded_blocks"]
+    assert engine.num_computed == 4 * 61 - num_used * SIZE and num_used >= 15
+    assert engine.disk.tier.counts()["loaded"] == num_used
+    engine.stop()
+
+
 def test_a_request_waits_for_staging_memory(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=128)
     for seed in range(3):

@@ -6,7 +6,9 @@ import errno
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from radixkv.config import CacheConfig, Tenant
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.engines import lower_tiers
 from radixkv.engines.hf import HFEngine, layout_of
+from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
@@ -23,10 +26,10 @@ from radixkv.errors import ConfigError, TierError
 from radixkv.index.tokens import encode
 from radixkv.tiers.files import Files
 from tests.engines.support import model_of, prompt_of, stock
-from tests.engines.test_lower_tiers import SIZE, ask, evict_all, host_bytes
+from tests.engines.test_lower_tiers import SIZE, ask, evict_all, hits, host_bytes
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
-from tests.waiting import eventually, is_set
+from tests.waiting import LIMIT_S, eventually, is_set
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +42,7 @@ PROMPT = prompt_of(41)
 def on_disk(
     folder: Path,
     *,
+    num_blocks: int = 32,
     host_blocks: int = 64,
     files: Files | None = None,
     secret: bytes = SECRET,
@@ -46,7 +50,7 @@ def on_disk(
 ) -> Iterator[HFEngine]:
     """An engine with host memory and a disk. It is closed afterwards."""
     model = model_of()
-    cache = TieredCache(CacheConfig(32, SIZE, layout_of(model)))
+    cache = TieredCache(CacheConfig(num_blocks, SIZE, layout_of(model)))
     disk = DiskOptions(folder, DISK_BYTES, secret, awaits, files or FaultyFiles())
     engine = HFEngine(model, cache, chunk_tokens=16, tiers=TierSettings(host_bytes(host_blocks), disk))
     try:
@@ -107,6 +111,49 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
         evict_all(engine)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert ask(engine, prompt) == (answer, 40)
+
+
+def blocks_read(engine: HFEngine) -> int:
+    return int(disk_counts(engine)["read_bytes"]) // lower_of(engine).memory.block_bytes
+
+
+@pytest.mark.parametrize(("num_together", "host_blocks"), [(2, 26), (3, 26), (1, 8), (2, 8)])
+def test_what_is_read_is_used(tmp_path: Path, num_together: int, host_blocks: int) -> None:
+    """Requests side by side that need more than host memory has, or one of which it can't hold."""
+    prompts = [prompt_of(81, seed) for seed in range(6)]
+    with on_disk(tmp_path / "disk", num_blocks=256, host_blocks=256) as engine:
+        answers = [ask(engine, each) for each in prompts]
+    with on_disk(tmp_path / "disk", num_blocks=256, host_blocks=host_blocks) as engine:
+        with ThreadPoolExecutor(num_together) as threads:
+            found = list(threads.map(partial(ask, engine), prompts))
+        assert found == [(answer, 80) for answer, _ in answers]
+        assert blocks_read(engine) == disk_counts(engine)["hit_blocks"] == 6 * 20
+        assert hits(engine) == 0
+
+
+def test_a_request_without_room_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load begins when it has its blocks. What comes ahead for an announcement is another matter."""
+    monkeypatch.setattr(LowerTiers, "expect", lambda self, expected: None)
+    answer, lacks = filled(tmp_path / "disk"), threading.Event()
+    with on_disk(tmp_path / "disk") as engine, ThreadPoolExecutor(1) as threads:
+        with engine.cache.open(engine.namespace("b"), prompt_of(100)):
+            asked = threads.submit(ask, engine, PROMPT, on_no_room=lambda error: not lacks.set())
+            is_set(lacks)
+            assert blocks_read(engine) == 0
+        assert asked.result(LIMIT_S) == (answer, 40) and blocks_read(engine) == 10
+
+
+def test_what_was_read_and_not_used_is_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = filled(tmp_path / "disk")
+
+    def fail(*_: object) -> None:
+        raise OSError("no memory")
+
+    with on_disk(tmp_path / "disk") as engine:
+        monkeypatch.setattr(HostBlocks, "_copy_in", fail)
+        assert ask(engine, PROMPT) == (answer, 0)
+        assert blocks_read(engine) > 0 == disk_counts(engine)["hit_blocks"] == hits(engine)
+        monkeypatch.undo()
 
 
 def test_tenants_share_nothing_on_disk(tmp_path: Path) -> None:

@@ -92,6 +92,19 @@ def test_the_next_call_repairs_a_cache_after_a_failed_repair(monkeypatch: pytest
     audit.check(cache)
 
 
+def test_what_a_failed_repair_says_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache isn't dead before no call tries again, and the message doesn't say so."""
+    cache, *_ = _interrupted(monkeypatch, 1_000_000)
+    for left in range(MAX_FAILED_REPAIRS - 1, 0, -1):
+        with pytest.raises(IntegrityError, match=rf"the next call tries again. After {left} more"):
+            cache.stats()
+        assert cache.is_broken and not cache.is_dead
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=r"the cache is dead: .* every call fails"):
+            cache.stats()
+        assert cache.is_dead
+
+
 @pytest.mark.slow
 def test_a_dead_cache_refuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call raises IntegrityError and says what to do. Leaving a ``with`` block does not hide another error."""
