@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from radixkv.service.arrivals import Arrivals
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
 from radixkv.service.endpoints import (
@@ -129,6 +130,7 @@ def make_app(
             Middleware(Framing),
             Middleware(EncodedSlashes),
             Middleware(Versions),
+            Middleware(Arrivals, host, (*endpoints, described, *docs.ENDPOINTS)),
         ],
         lifespan=lifespan,
     )

@@ -30,6 +30,7 @@ from radixkv.service.prompts import PromptRules
 from radixkv.service.reading import Reader, Reading, name_of, unpacked
 from radixkv.service.reading_pool import ReadingPool, Specification
 from radixkv.service.schemas.base import RequestBody
+from radixkv.service.turns import Allowance
 from radixkv.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
@@ -46,8 +47,6 @@ RECEIVING_BURST = 2**20
 _SHORT_NICENESS, _LONG_NICENESS = 2, 15
 """Niceness of the processes, so that the event loop gets a core at once, even if they share one."""
 _MAX_PROCESSES = 4
-_MAX_DEBTS = 1024
-"""Lanes that are remembered, before those without a debt are dropped."""
 
 
 class Intake:
@@ -161,25 +160,3 @@ class _Room:
             if not turn.cancelled():
                 self._left -= size
                 turn.set_result(None)
-
-
-class Allowance:
-    """A limit on what each lane uses: ``rate`` a second, ``burst`` at once. O(1)."""
-
-    def __init__(self, clock: Clock, rate: float, burst: float) -> None:
-        self._clock, self._rate, self._burst = clock, rate, burst
-        self._debts: dict[str, tuple[float, float]] = {}
-
-    def wait_s(self, lane: str) -> float:
-        """Return the seconds until the lane may use more; 0.0 if it may now."""
-        return max(self._debt(lane) - self._burst, 0.0) / self._rate
-
-    def spend(self, lane: str, amount: float) -> None:
-        """Record that the lane has used this amount."""
-        self._debts[lane] = (self._debt(lane) + amount, self._clock())
-        if len(self._debts) > _MAX_DEBTS:
-            self._debts = {each: debt for each, debt in self._debts.items() if self._debt(each)}
-
-    def _debt(self, lane: str) -> float:
-        debt, since = self._debts.get(lane, (0.0, 0.0))
-        return max(debt - self._rate * (self._clock() - since), 0.0)

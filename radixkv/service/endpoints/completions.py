@@ -25,7 +25,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixkv.billing.pending import Written
@@ -34,7 +34,7 @@ from radixkv.engines.engine_protocol import Noting
 from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
-from radixkv.service.endpoint import Call, Endpoint, until_disconnect
+from radixkv.service.endpoint import Call, Endpoint, Streamed, until_disconnect
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
@@ -100,7 +100,7 @@ def check(
     _check_room(body, prompts, service.engine.limits, most)
 
 
-class EventStream(StreamingResponse):
+class EventStream(Streamed):
     """Server-sent events of some work, which is cancelled when the response ends, even if it never began.
 
     The connection is closed if a client reads too slowly to finish in ``timeout_s``.
