@@ -6,6 +6,8 @@
 | up to SHORT_COST | in the process for short bodies | it waits behind short bodies only |
 | longer | in the processes for long bodies | it may take a second and more |
 
+A conversation that a model's template renders is never read on the loop: a template is a program.
+
 A tenant may use LOOP_SHARE of the loop's time for its bodies, and LOOP_BURST_S at once. Beyond that, the process for
 short bodies reads its short bodies. So no tenant takes the loop from others by many small requests.
 
@@ -32,6 +34,8 @@ from radixkv.service.reading_pool import ReadingPool, Specification
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.turns import Allowance
 from radixkv.tokenizer import Tokenizer
+from radixkv.tokenizer.base import BaseTokenizer
+from radixkv.tokenizer.chat import NotRendered
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -56,7 +60,8 @@ class Intake:
         self, tokenizer: Tokenizer, rules: PromptRules, path: str | None, clock: Clock = monotonic
     ) -> None:
         """``path``: the path from which processes load the same tokenizer, as ``load_tokenizer`` takes it."""
-        self._reader = Reader(tokenizer, rules)
+        unblocked = tokenizer.without_blocking() if isinstance(tokenizer, BaseTokenizer) else tokenizer
+        self._reader = Reader(unblocked, rules)
         specification = Specification(path, tokenizer.digest, rules)
         num_long = min(max((os.cpu_count() or 1) - 1, 1), _MAX_PROCESSES)
         self._short = ReadingPool(specification, 1, _SHORT_NICENESS)
@@ -96,6 +101,8 @@ class Intake:
         began_at = time.thread_time()
         try:
             return self._reader.read(raw, model)
+        except NotRendered:
+            return None
         finally:
             self._loop_time.spend(lane, time.thread_time() - began_at)
 
