@@ -374,7 +374,7 @@ class IntegrityError(RadixKVError):
 _TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")
 _STORAGE = ("torch",)
 _HF = (*_STORAGE, "transformers", "safetensors")
-_HTTP = (*_TOKENIZER, "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
+_HTTP = (*_TOKENIZER, "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
 
 EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "storage": _STORAGE,

@@ -9,6 +9,10 @@ own (``run``), because a shared interpreter would distort the timed calls.
     stops       streams of 32 choices with four long stop strings
     streams     three long streams that the client does not read
     completions eight long completions at once
+    routes      32 connections, each with one small ``/v1/route`` of 512 ids after the other
+    lookups     the same with 250 connections of lookups of three ids
+    keyless     the same with 250 connections of ``/healthz`` without a key
+    downloads   the same with 32 connections that download the largest file of ``/docs`` without a key
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +36,7 @@ MAX_BODY_BYTES = 4 * 2**20
 _ANSWER_BYTES = 2**16
 _HOLD_S = 30.0
 _UNDER_WAY_S = 5.0
+_LARGEST = "/docs/assets/swagger-ui-bundle.js"
 _PAUSE_S = 0.01
 """The pause after an answer or a broken connection. It limits the rate of an attack and avoids a busy loop."""
 
@@ -40,13 +46,15 @@ class Attack:
     """``connections`` concurrent clients. Each sends the ``requests`` one after the other, each on a new connection.
 
     A client waits up to 30 s for an answer. Without ``reads``, it keeps the connection open for 30 s and reads
-    nothing.
+    nothing. With ``floods``, it sends the first request again on the same connection as soon as it has the answer,
+    whatever that is.
     """
 
     name: str
     connections: int
     requests: tuple[bytes, ...]
     reads: bool = True
+    floods: bool = False
 
 
 @dataclass(slots=True)
@@ -64,6 +72,9 @@ def attacks(host: str, key: str) -> tuple[Attack, ...]:
             body = json.dumps(body)
         content = body if isinstance(body, bytes) else body.encode()
         return _head("POST", path, host, len(content), key, headers) + content
+
+    def kept(request: bytes) -> bytes:
+        return request.replace(b"connection: close\r\n", b"")
 
     tokenising = json.dumps({"prompt": _text(516_000)})
     stream = {"prompt": "Go on.", "max_tokens": 400, "temperature": 1.0, "stream": True, "ignore_eos": True}
@@ -83,6 +94,10 @@ def attacks(host: str, key: str) -> tuple[Attack, ...]:
         Attack("stops", 4, tuple(post("/v1/completions", body) for body in stops)),
         Attack("streams", 3, (unread,), reads=False),
         Attack("completions", 8, (long,)),
+        Attack("routes", 32, (kept(post("/v1/route", {"token_ids": list(range(512))})),), floods=True),
+        Attack("lookups", 250, (kept(post("/v1/lookup", {"token_ids": [1, 2, 3]})),), floods=True),
+        Attack("keyless", 250, (kept(_head("GET", "/healthz", host, 0, None)),), floods=True),
+        Attack("downloads", 32, (kept(_head("GET", _LARGEST, host, 0, None)),), floods=True),
     )
 
 
@@ -123,6 +138,13 @@ async def _all(
 
 async def _client(address: tuple[str, int], attack: Attack, number: int, seen: Seen) -> None:
     """Send requests of an attack in an endless loop, one connection at a time."""
+    while attack.floods:
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        with suppress(OSError):
+            await loop.create_connection(partial(_Flood, attack.requests[0], seen, over), *address)
+            await over
+        await asyncio.sleep(_PAUSE_S)
     while True:
         request = attack.requests[number % len(attack.requests)]
         status = 0
@@ -131,6 +153,39 @@ async def _client(address: tuple[str, int], attack: Attack, number: int, seen: S
         seen.statuses[status] += 1
         number += 1
         await asyncio.sleep(_PAUSE_S)
+
+
+class _Flood(asyncio.Protocol):
+    """Sends a request again and again. ``over`` ends with the connection."""
+
+    def __init__(self, request: bytes, seen: Seen, over: asyncio.Future[None]) -> None:
+        self._request, self._seen, self._over = request, seen, over
+        self._head, self._left = b"", 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the first request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count the answer, and send the request again when it has ended."""
+        if not self._left:
+            self._head += data
+            head, end, data = self._head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._seen.statuses[int(head[9:12])] += 1
+            fields = head.lower().partition(b"content-length: ")[2]
+            self._head, self._left = b"", int(fields.partition(b"\r\n")[0] or b"0")
+        self._left -= len(data)
+        if not self._left:
+            self._transport.write(self._request)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Let the client connect again."""
+        if not self._over.done():
+            self._over.set_result(None)
 
 
 async def _sent(address: tuple[str, int], request: bytes, reads: bool) -> int:

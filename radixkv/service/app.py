@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from radixkv.service.arrivals import Arrivals
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
 from radixkv.service.endpoints import (
@@ -45,6 +46,7 @@ from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
 from radixkv.service.prompts import PromptRules
+from radixkv.service.static import StaticContent
 
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
@@ -129,6 +131,7 @@ def make_app(
             Middleware(Framing),
             Middleware(EncodedSlashes),
             Middleware(Versions),
+            Middleware(Arrivals, host, (*endpoints, described, *docs.ENDPOINTS)),
         ],
         lifespan=lifespan,
     )
@@ -221,12 +224,13 @@ def _route(host: H, endpoint: Endpoint[H]) -> Route:
 
 
 def _openapi(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> Endpoint[H]:
-    rendered: list[bytes] = []
+    rendered: list[StaticContent] = []
 
     async def openapi(call: Call[H]) -> Response:
         """Return this document: OpenAPI 3.1."""
-        return Response(rendered[0], media_type="application/json")
+        return await rendered[0].answer(call)
 
     endpoint = Endpoint("GET", "/openapi.json", openapi, "Get this document", "anyone", {200: dict})
-    rendered.append(bytes(Json(document([*endpoints, endpoint], version, rules)).body))
+    content = bytes(Json(document([*endpoints, endpoint], version, rules)).body)
+    rendered.append(StaticContent(content, "application/json"))
     return endpoint

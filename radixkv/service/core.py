@@ -43,6 +43,7 @@ from radixkv.service.reload_counts import ReloadCounts, reload_levels
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.service.threads import Threads
+from radixkv.service.turns import Turns
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -82,7 +83,7 @@ class Service:
         self.limits, self.reloads = limits or Limits(), ReloadCounts()
         self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
-        self.gate = Gate(self.limits.max_concurrent, clock)
+        self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.rules = self._rules()
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)

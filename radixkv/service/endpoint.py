@@ -1,7 +1,7 @@
 """An endpoint as a value: the source of routes and of the OpenAPI document.
 
-    caller's key or signature (401, 403) ──▶ gate (429) ──▶ body received, bounded (408, 413) ──▶ read (400, 415, 422)
-      ──▶ handler (504) ──▶ reply
+    turn (429) ──▶ caller's key or signature (401, 403) ──▶ gate (429) ──▶ body received, bounded (408, 413)
+      ──▶ read (400, 415, 422) ──▶ handler (504) ──▶ reply
 
 Authentication comes before the body is received. So a caller without a key can't distinguish a valid body from an
 invalid one, and can't make the server buffer a body. This holds for replicas too: their signature covers the body's
@@ -18,18 +18,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Scope
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope, Send
 
 from radixkv.errors import UnverifiedRequest
-from radixkv.service import problems
+from radixkv.service import problems, turns
 from radixkv.service.auth import KEY_HEADERS, OPERATOR_ACCOUNT, Key, Principal, presented_key
 from radixkv.service.dialects import OWN, Dialect
 from radixkv.service.draining import Ended
@@ -37,6 +37,7 @@ from radixkv.service.fleet.peers import unsigned
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.service.turns import FIRST, NOBODY, TENANT
 from radixkv.signing import SIGNED_HEADERS, SignedHead
 
 if TYPE_CHECKING:
@@ -57,13 +58,20 @@ if TYPE_CHECKING:
     from radixkv.service.reload_counts import ReloadCounts
     from radixkv.service.schemas.replicas import RouteRequest
     from radixkv.service.threads import Threads
+    from radixkv.service.turns import Account, Turns
 
 Who = Literal["anyone", "tenant", "operator", "either", "replica"]
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
 
 ENCODED_SLASH = "%2F"
+ARRIVAL = "radixkv.arrival"
+"""The name of a request's ``Arrival`` in its scope."""
+NOBODY_ACCOUNT = "\x00nobody"
+FLEET_ACCOUNT = "\x00fleet"
+"""The accounts of requests without a valid key, and of other replicas' requests whose tenant isn't known yet."""
 MAX_QUERY_BYTES = 8 * 1024
+_KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 
 log = logging.getLogger("radixkv.service")
 
@@ -95,6 +103,10 @@ class Host(Protocol):
     @property
     def gate(self) -> Gate:
         """The rate limits of tenants."""
+
+    @property
+    def turns(self) -> Turns:
+        """Whose turn it is on the event loop."""
 
     @property
     def drain(self) -> Drain:
@@ -161,6 +173,47 @@ class Host(Protocol):
 H = TypeVar("H", bound=Host)
 H_co = TypeVar("H_co", bound=Host, covariant=True)
 H_contra = TypeVar("H_contra", bound=Host, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request came, before its key was looked up, and its key in the ring of that time.
+
+    ``at``: on ``Host.clock``. ``as_of``: ``Host.num_endings``.
+    """
+
+    at: float
+    as_of: int
+    ring: Keyring
+    key: Key | None
+
+
+def arrived(host: Host, scope: Scope) -> Arrival:
+    """Return the arrival of a request, now. O(keys)."""
+    at, as_of, ring = host.clock(), host.num_endings, host.keyring
+    given: dict[str, list[str]] = {}
+    for name, value in scope["headers"]:
+        if name in _KEY_HEADERS:
+            given.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    return Arrival(at, as_of, ring, ring.find(presented_key(given)) if given else None)
+
+
+def account_of(host: Host, path: str, key: Key | None) -> Account:
+    """Return the account of a request on the event loop."""
+    if key is None:
+        is_signed = host.fleet is not None and path.startswith("/internal/")
+        return host.turns.account(*((FLEET_ACCOUNT, TENANT) if is_signed else (NOBODY_ACCOUNT, NOBODY)))
+    if key.principal.tenant is None:
+        return host.turns.account(OPERATOR_ACCOUNT, FIRST)
+    return tenants_account(host, key.principal.tenant)
+
+
+def tenants_account(host: Host, tenant: str) -> Account:
+    """Return a tenant's account on the event loop, with its present mode and weight."""
+    own = host.keyring.settings.get(tenant)
+    if own is None:
+        return host.turns.account(tenant)
+    return host.turns.account(tenant, FIRST if own.mode == "strict" else TENANT, own.weight)
 
 
 @dataclass(slots=True)
@@ -293,7 +346,8 @@ class Endpoint(Generic[H_contra]):
 
 async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     """Answer one request; every error becomes an answer, except a bug in radixkv."""
-    call = Call(host, request, endpoint, host.clock(), host.num_endings)
+    arrival: Arrival = request.scope[ARRIVAL]
+    call = Call(host, request, endpoint, arrival.at, arrival.as_of)
     response: Response | None = None
     try:
         with host.drain.under_way():
@@ -340,6 +394,8 @@ async def _answer_replica(call: Call[Host]) -> Response:
     path = call.endpoint.path + (f"?{query}" if query else "")
     headers = {name: value for name in SIGNED_HEADERS if (value := call.header(name)) is not None}
     call.signed = fleet.verified(headers, call.endpoint.method, path)
+    if (payer := turns.payer()) is not None:
+        payer.account = tenants_account(call.host, call.signed.tenant)
     async with fleet.admitted(call.endpoint.path, limits.body_timeout_s), call.receiving:
         if call.endpoint.body is not None:
             call.body = await _received(call, call.endpoint.body, limits.max_body_bytes)
@@ -400,9 +456,11 @@ async def _in_time(call: Call[Host]) -> Response:
 
 
 def _authenticated(call: Call[Host]) -> Key:
-    given = {name: values for name in KEY_HEADERS if (values := call.request.headers.getlist(name))}
     ring = call.host.keyring
-    key = ring.find(presented_key(given))
+    arrival: Arrival = call.request.scope[ARRIVAL]
+    if arrival.ring is not ring:
+        arrival = arrived(call.host, call.request.scope)
+    key = arrival.key
     if key is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
         message = "the request has no valid key, or two; send the header Authorization: Bearer KEY once"
@@ -445,10 +503,18 @@ def reply(body: BaseModel, status: int = 200) -> Json:
     return Json(body.model_dump(), status)
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+class Streamed(StreamingResponse):
+    """An answer in parts, each sent in the turn of the request."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the parts. Starlette calls it in a task of its own."""
+        await turns.in_turn(super().stream_response(send))
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``, or raise ClientDisconnect as soon as the client hangs up (``work`` is
     cancelled)."""
-    working = asyncio.ensure_future(work)
+    working = asyncio.ensure_future(turns.in_turn(work))
     leaving = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -6,6 +6,8 @@
 | up to SHORT_COST | in the process for short bodies | it waits behind short bodies only |
 | longer | in the processes for long bodies | it may take a second and more |
 
+A conversation that a model's template renders is never read on the loop: a template is a program.
+
 A tenant may use LOOP_SHARE of the loop's time for its bodies, and LOOP_BURST_S at once. Beyond that, the process for
 short bodies reads its short bodies. So no tenant takes the loop from others by many small requests.
 
@@ -30,7 +32,10 @@ from radixkv.service.prompts import PromptRules
 from radixkv.service.reading import Reader, Reading, name_of, unpacked
 from radixkv.service.reading_pool import ReadingPool, Specification
 from radixkv.service.schemas.base import RequestBody
+from radixkv.service.turns import Allowance
 from radixkv.tokenizer import Tokenizer
+from radixkv.tokenizer.base import BaseTokenizer
+from radixkv.tokenizer.chat import NotRendered
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -46,8 +51,6 @@ RECEIVING_BURST = 2**20
 _SHORT_NICENESS, _LONG_NICENESS = 2, 15
 """Niceness of the processes, so that the event loop gets a core at once, even if they share one."""
 _MAX_PROCESSES = 4
-_MAX_DEBTS = 1024
-"""Lanes that are remembered, before those without a debt are dropped."""
 
 
 class Intake:
@@ -57,7 +60,8 @@ class Intake:
         self, tokenizer: Tokenizer, rules: PromptRules, path: str | None, clock: Clock = monotonic
     ) -> None:
         """``path``: the path from which processes load the same tokenizer, as ``load_tokenizer`` takes it."""
-        self._reader = Reader(tokenizer, rules)
+        unblocked = tokenizer.without_blocking() if isinstance(tokenizer, BaseTokenizer) else tokenizer
+        self._reader = Reader(unblocked, rules)
         specification = Specification(path, tokenizer.digest, rules)
         num_long = min(max((os.cpu_count() or 1) - 1, 1), _MAX_PROCESSES)
         self._short = ReadingPool(specification, 1, _SHORT_NICENESS)
@@ -97,6 +101,8 @@ class Intake:
         began_at = time.thread_time()
         try:
             return self._reader.read(raw, model)
+        except NotRendered:
+            return None
         finally:
             self._loop_time.spend(lane, time.thread_time() - began_at)
 
@@ -161,25 +167,3 @@ class _Room:
             if not turn.cancelled():
                 self._left -= size
                 turn.set_result(None)
-
-
-class Allowance:
-    """A limit on what each lane uses: ``rate`` a second, ``burst`` at once. O(1)."""
-
-    def __init__(self, clock: Clock, rate: float, burst: float) -> None:
-        self._clock, self._rate, self._burst = clock, rate, burst
-        self._debts: dict[str, tuple[float, float]] = {}
-
-    def wait_s(self, lane: str) -> float:
-        """Return the seconds until the lane may use more; 0.0 if it may now."""
-        return max(self._debt(lane) - self._burst, 0.0) / self._rate
-
-    def spend(self, lane: str, amount: float) -> None:
-        """Record that the lane has used this amount."""
-        self._debts[lane] = (self._debt(lane) + amount, self._clock())
-        if len(self._debts) > _MAX_DEBTS:
-            self._debts = {each: debt for each, debt in self._debts.items() if self._debt(each)}
-
-    def _debt(self, lane: str) -> float:
-        debt, since = self._debts.get(lane, (0.0, 0.0))
-        return max(debt - self._rate * (self._clock() - since), 0.0)

@@ -35,6 +35,7 @@ from radixkv.errors import (
 )
 from radixkv.service.error_types import docs_url
 from radixkv.service.schemas.base import NOT_SUPPORTED, TWO_VALUES, UNKNOWN_FIELDS
+from radixkv.service.turns import LOOP_BURST_S, LOOP_SHARE
 from radixkv.service.wording import allowed_at, schema_of
 
 MAX_ECHO = 80
@@ -186,6 +187,13 @@ def busy() -> ApiError:
 def too_fast(wait_s: float, allowed: str) -> ApiError:
     """429: the caller sends requests too often."""
     message = "too many requests; try again later"
+    return ApiError(429, "rate_limited", message, allowed=allowed, retry_after_s=wait_s)
+
+
+def above_share(wait_s: float) -> ApiError:
+    """429: the caller's requests use more of the event loop than one tenant may."""
+    message = "your requests use more of the server's time than one tenant's may; try again later"
+    allowed = f"{LOOP_SHARE:.0%} of the event loop's time, {LOOP_BURST_S:g} s at once"
     return ApiError(429, "rate_limited", message, allowed=allowed, retry_after_s=wait_s)
 
 

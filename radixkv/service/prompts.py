@@ -33,6 +33,7 @@ from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
 from radixkv.service.schemas.tokenizing import DetokenizeRequest, TokenizeRequest
 from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
+from radixkv.tokenizer.chat import RenderingTooLong
 from radixkv.tokenizer.protocol import Tool, Turn
 
 if TYPE_CHECKING:
@@ -237,6 +238,8 @@ def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenize
     for more in (_AFTER_BREAKPOINT[0], _AFTER_BREAKPOINT[2]):
         try:
             other = tokenizer.encode_chat([*turns, *more], tools)
+        except RenderingTooLong:
+            raise
         except ArgumentError:
             continue
         ids = ids[: _num_equal(ids, other)]
@@ -251,6 +254,8 @@ def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer
     for more in _AFTER_BREAKPOINT:
         try:
             before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools)
+        except RenderingTooLong:
+            raise
         except ArgumentError:
             continue
         return _num_equal(before, ids)

@@ -75,7 +75,7 @@ class Listener(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=Connection,
+            http=Connection.of(host.turns),
             ws="none",
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,

@@ -32,6 +32,7 @@ from radixkv.service.reloading import Reloader
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind, catching, keep_latency_low
 from radixkv.service.threads import Threads
+from radixkv.service.turns import Turns
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class RouterHost:
         assert isinstance(source, Observer)
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits, self.reloads = limits or Limits(), ReloadCounts()
-        self.gate = Gate(self.limits.max_concurrent, clock)
+        self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.failures, self.fleet = Failures(), None
         self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 
 from radixkv.errors import ArgumentError
-from radixkv.tokenizer.chat import Chat, Segment, common_segments
+from radixkv.tokenizer.chat import Chat, Segment, TemplateChat, UnrenderedChat, common_segments
 from radixkv.tokenizer.protocol import Message, Tool, Turn, check_text
 
 
@@ -32,6 +33,14 @@ class BaseTokenizer(ABC):
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self._leading, self._chat = list(leading), chat
         self.roles = chat.roles
+
+    def without_blocking(self) -> BaseTokenizer:
+        """Return the same tokenizer for an event loop: it raises NotRendered where a template would be rendered."""
+        if not isinstance(self._chat, TemplateChat):
+            return self
+        found = copy(self)
+        found._chat = UnrenderedChat()
+        return found
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:

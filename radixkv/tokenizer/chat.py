@@ -4,8 +4,8 @@ There are three kinds of ``Chat``:
 
 - ``MarkerChat``, of the shipped tokenizer: ``<s>``, then for each message the id of its role, its content and the
   id of ``<|end|>``. The generation prompt is the id of the assistant's role.
-- ``TemplateChat``: a model's Jinja template, in Jinja's sandbox. The special tokens that the template writes become
-  ids. The same strings inside a message stay text.
+- ``TemplateChat``: a model's Jinja template, rendered in Jinja's sandbox in a process of its own (``templates``). The
+  special tokens that the template writes become ids. The same strings inside a message stay text.
 - ``PlainChat``, for a model without a template: a message is ``role: content`` and a newline. Further lines of the
   content are indented by two spaces, so that none of them can look like the line of a role. The generation prompt
   is ``assistant:``.
@@ -15,17 +15,14 @@ Each text segment is encoded by itself: an id between two texts separates them f
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from radixkv.errors import ArgumentError, ConfigError, needs
+from radixkv.errors import ArgumentError
+from radixkv.tokenizer import templates
 from radixkv.tokenizer.protocol import Message, Tool, Turn, check_messages
-
-if TYPE_CHECKING:
-    import jinja2
+from radixkv.tokenizer.templates import to_json
 
 Segment = str | int
 
@@ -44,6 +41,14 @@ _TOOLS_END = (
     "To call one, answer with its name and arguments as JSON:\n<tool_call>\n"
     '{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
+
+
+class RenderingTooLong(ArgumentError):
+    """The chat template needs more time, memory or text than it may for a conversation."""
+
+
+class NotRendered(Exception):
+    """This tokenizer renders no chat template: its caller must not be blocked."""
 
 
 class Chat(Protocol):
@@ -93,6 +98,20 @@ class MarkerChat:
         return self.segments(with_tools_as_text(turns, tools), True)
 
 
+class UnrenderedChat:
+    """Stands for a chat that blocks: every conversation raises NotRendered."""
+
+    opens_like_text = False
+    only_grows = False
+    roles = None
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        raise NotRendered
+
+    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+        raise NotRendered
+
+
 class PlainChat:
     """Roles are words at the start of a line."""
 
@@ -129,7 +148,8 @@ class TemplateChat:
         self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]
     ) -> None:
         self._made_of = template, special_ids, variables
-        self._template = _compiled(template)
+        templates.check(template)
+        self._template = template
         self._ids = {piece: token_id for piece, token_id in special_ids.items() if piece}
         self._variables = dict(variables)
         longest_first = sorted(self._ids, key=lambda piece: (-len(piece), piece))
@@ -138,7 +158,7 @@ class TemplateChat:
         self._start_of_special = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TemplateChat, self._made_of  # a compiled template can't be copied
+        return TemplateChat, self._made_of
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         return self._segments(messages, (), add_generation_prompt)
@@ -174,18 +194,21 @@ class TemplateChat:
     def _render(
         self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
     ) -> str:
-        import jinja2
-
+        variables = {
+            **self._variables,
+            "messages": turns,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        roles = [turn["role"] for turn in turns]
         try:
-            return self._template.render(
-                **self._variables,
-                messages=turns,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            roles = [turn["role"] for turn in turns]
+            return templates.render(self._template, variables)
+        except templates.Refused as error:
             raise ArgumentError("messages", roles, f"roles that the chat template allows: {error}") from error
+        except templates.TooLong as error:
+            raise RenderingTooLong(
+                "messages", len(turns), f"a conversation that can be rendered: {error}"
+            ) from None
 
 
 def _unused_mark(value: object) -> str:
@@ -209,7 +232,7 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Mes
     messages = [_turn_as_text(turn) for turn in turns]
     if not tools:
         return messages
-    listed = "\n".join(_to_json(tool) for tool in tools)
+    listed = "\n".join(to_json(tool) for tool in tools)
     text = f"{_TOOLS_BEGIN}\n<tools>\n{listed}\n</tools>\n{_TOOLS_END}"
     if messages and messages[0]["role"] == "system":
         first = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
@@ -221,7 +244,7 @@ def _turn_as_text(turn: Turn) -> Message:
     if turn["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
     calls = [
-        f"<tool_call>\n{_to_json(call['function'])}\n</tool_call>" for call in turn.get("tool_calls") or ()
+        f"<tool_call>\n{to_json(call['function'])}\n</tool_call>" for call in turn.get("tool_calls") or ()
     ]
     content = "\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls])
     return {"role": turn["role"], "content": content}
@@ -246,6 +269,8 @@ def common_segments(
             grown.append(
                 chat.segments([*messages, *({"role": role, "content": "x"} for role in roles)], False)
             )
+        except RenderingTooLong:
+            raise
         except ArgumentError:
             continue
     kept = min(_num_common(segments, other) for other in grown)
@@ -261,34 +286,3 @@ def common_segments(
 def _num_common(left: list[Segment], right: list[Segment]) -> int:
     pairs = zip(left, right, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-def _compiled(template: str) -> jinja2.Template:
-    """Return the template in the sandbox, with the functions that chat templates expect."""
-    try:
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError("chat_template", template, "None", problem=needs("tokenizer")) from error
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError("tokenizer", "chat_template", f"a Jinja template: {error}") from error
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
-
-
-def _now(format_: str) -> str:
-    return datetime.datetime.now().strftime(format_)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

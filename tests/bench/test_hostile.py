@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from radixkv.bench import attacks, hostile
 from radixkv.errors import ArgumentError
 from tests.bench.forking import fork_services
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, finished
 
 
 @pytest.fixture
@@ -71,3 +72,55 @@ def test_attacks_stay_within_the_limit_of_bodies() -> None:
         for request in attack.requests:
             body = request.partition(b"\r\n\r\n")[2]
             assert len(body) <= attacks.MAX_BODY_BYTES
+
+
+def test_wide_floods_have_a_wider_limit_and_keyless_ones_none_for_healthz() -> None:
+    def rounds(p99_ms: float) -> list[hostile.Round]:
+        names = ("lookup", "/healthz")
+        return [hostile.Round(dict.fromkeys(names, p99_ms), dict.fromkeys(names, 10), 0, {})]
+
+    measured = {
+        "idle": rounds(1.0),
+        **dict.fromkeys(("routes", "lookups", "keyless", "downloads"), rounds(20.0)),
+    }
+    limits = {state: hostile.figure(measured, state, "lookup")["limit_ms"] for state in measured}
+    assert limits == {"idle": 5.0, "routes": 15.0, "lookups": 30.0, "keyless": 30.0, "downloads": 15.0}
+    found = hostile.figure(measured, "downloads", "/healthz")
+    assert found["limit_ms"] is None and found["met"]
+
+
+@pytest.mark.slow
+def test_a_flood_sends_its_request_again_with_each_answer() -> None:
+    """A stub answers in pieces; each connection of the flood asks three times, whatever the status is."""
+    answers = [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello",
+        b"HTTP/1.1 429 X\r\nContent-Length: 0\r\n\r\n",
+    ]
+    seen = attacks.Seen()
+
+    async def test() -> None:
+        asked: list[bytes] = []
+        done = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while len(asked) < 9:
+                asked.append(await reader.readuntil(b"\r\n\r\n"))
+                for at, byte in enumerate(answers[len(asked) % 2]):
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0 if at % 10 else 0.001)
+            done.set()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()[:2]
+        (flood,) = (each for each in attacks.attacks("127.0.0.1:1", "key") if each.name == "keyless")
+        tasks = [asyncio.create_task(attacks._client(address, flood, 0, seen)) for _ in range(3)]
+        await finished(done.wait())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        server.close()
+        assert set(asked) == {flood.requests[0]}
+
+    asyncio.run(test())
+    assert seen.statuses[200] and seen.statuses[429] and sum(seen.statuses.values()) >= 6

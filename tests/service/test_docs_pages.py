@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
+import struct
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 import radixkv.errors
 from radixkv.errors import RadixKVError
 from radixkv.service.error_types import DOCS_PATH, ERROR_TYPES, docs_url, error_classes
+from radixkv.service.static import accepts_gzip
 from tests.service.running import Running
+from tests.waiting import LIMIT_S
 
 SERVICE = Path(radixkv.errors.__file__).parent / "service"
 PAGES = ("/docs", "/docs/errors")
+BUNDLE = "/docs/assets/swagger-ui-bundle.js"
 
 
 class Page(HTMLParser):
@@ -69,11 +75,53 @@ def test_a_page_needs_no_key_and_loads_only_from_this_service(live: Running, pat
 
 
 def test_assets_are_sent_whole_and_may_be_cached(live: Running) -> None:
-    answer = live.nobody.get("/docs/assets/swagger-ui-bundle.js")
+    answer = live.nobody.get(BUNDLE, headers={"accept-encoding": "identity"})
     assert answer.headers["content-type"].startswith("text/javascript")
     assert int(answer.headers["content-length"]) == len(answer.content) > 500_000
     assert "max-age" in answer.headers["cache-control"]
     assert live.nobody.head("/docs/assets/docs.css").status_code == 200
+
+
+@pytest.mark.parametrize("path", [*PAGES, BUNDLE, "/docs/assets/errors.css", "/openapi.json"])
+def test_what_never_changes_is_sent_compressed_and_once(live: Running, path: str) -> None:
+    plain = live.nobody.get(path, headers={"accept-encoding": "identity, gzip;q=0"})
+    packed = live.nobody.get(path, headers={"accept-encoding": "br, gzip;q=0.5"})
+    assert "content-encoding" not in plain.headers and packed.headers["content-encoding"] == "gzip"
+    assert packed.content == plain.content and plain.headers["etag"] != packed.headers["etag"]
+    assert int(packed.headers["content-length"]) < 0.7 * int(plain.headers["content-length"])
+    for answer in (plain, packed):
+        encoding = answer.request.headers["accept-encoding"]
+        assert "Accept-Encoding" in answer.headers["vary"]
+        known = {"accept-encoding": encoding, "if-none-match": f'"x", W/{answer.headers["etag"]}'}
+        again = live.nobody.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b"")
+        for name in ("etag", "cache-control", "vary", "content-security-policy"):
+            assert again.headers.get(name) == answer.headers.get(name), name
+        head = live.nobody.head(path, headers={"accept-encoding": encoding})
+        assert head.headers["content-length"] == answer.headers["content-length"]
+
+
+def test_which_clients_get_gzip() -> None:
+    for text in ("gzip", "GZIP;q=1", "deflate, gzip", "*", "*;q=0.1"):
+        assert accepts_gzip([text]), text
+    for text in ("", "identity", "gzip;q=0", "gzip; q=0.000", "*;q=0", "*, gzip;q=0", "br"):
+        assert not accepts_gzip([text]), text
+
+
+def test_a_download_that_the_client_ends_early_logs_at_most_one_line(
+    live: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = urlsplit(live.url)
+    head = f"GET {BUNDLE} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    for how_much in (0, 1, 20_000):
+        for _ in range(5):
+            with socket.create_connection((place.hostname, place.port), timeout=LIMIT_S) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(head)
+                while how_much > 0:
+                    how_much -= len(client.recv(how_much))
+    assert live.nobody.get(BUNDLE).status_code == 200
+    assert len(caplog.records) <= 1, [each.getMessage() for each in caplog.records]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from radixkv.service.intake import Intake
 from radixkv.service.options import ServeSettings
 from radixkv.service.reloading import Reloader, ReloadingHost
 from radixkv.service.server import ACCEPTS_A_TURN, WAITING_CONNECTIONS, Listener
+from radixkv.service.turns import Turns
 from tests.waiting import LIMIT_S, eventually_async, finished
 
 _NUM_CONNECTIONS = 40
@@ -36,7 +37,7 @@ class _Host:
     """A host without work in progress."""
 
     def __init__(self) -> None:
-        self.drain, self.limits, self.drain_s = Drain(), self, 0.0
+        self.drain, self.limits, self.drain_s, self.turns = Drain(), self, 0.0, Turns()
 
 
 def test_each_turn_of_the_loop_accepts_one_connection_of_a_flood() -> None:
@@ -121,6 +122,7 @@ def test_the_garbage_collector_skips_loaded_objects() -> None:
     """A collection over all modules and the model would stop every request for 0.2 s."""
     code = """
 import gc, sys
+from radixkv.service.turns import Turns
 from radixkv.service.server import TURN_S, keep_latency_low
 keep_latency_low()
 print(gc.get_freeze_count() > 10_000, abs(sys.getswitchinterval() - TURN_S) < 1e-6)

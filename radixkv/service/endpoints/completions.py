@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixkv.billing.pending import Written
@@ -34,7 +34,7 @@ from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
-from radixkv.service.endpoint import Call, Endpoint, until_disconnect
+from radixkv.service.endpoint import Call, Endpoint, Streamed, until_disconnect
 from radixkv.service.fitting import blocks_needed, of_quota
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
@@ -110,7 +110,7 @@ def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> in
     return min(DEFAULT_MAX_TOKENS, left, room.tokens_left(prompt.num_tokens, num_rows, size))
 
 
-class EventStream(StreamingResponse):
+class EventStream(Streamed):
     """Server-sent events of some work, which is cancelled when the response ends, even if it never began.
 
     The connection is closed if a client reads too slowly to finish in ``timeout_s``.

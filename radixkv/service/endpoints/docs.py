@@ -3,35 +3,34 @@
 All files are part of the installation: those in ``pages/``, and Swagger UI from the distribution ``swagger-ui-py``,
 whose code is never imported. The pages load nothing from another host, and their Content-Security-Policy forbids it.
 Paths in the pages are relative, so the pages also work behind a proxy that adds a prefix. No key is needed, as for
-``/openapi.json``: neither page depends on tenants.
-
-An asset is sent in pieces of PIECE_BYTES, so a client that doesn't read costs no more memory than that.
+``/openapi.json``: neither page depends on tenants. ``static`` says how they are sent.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from functools import cache
 from html import escape
 from importlib.util import find_spec
 from inspect import cleandoc
 from pathlib import Path
 
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 from radixkv.errors import RadixKVError
 from radixkv.service.endpoint import Call, Endpoint, Host
 from radixkv.service.error_types import ERROR_TYPES, ErrorType, error_classes
 from radixkv.service.problems import not_found
+from radixkv.service.static import StaticContent
 
-PIECE_BYTES = 16 * 1024
 _POLICY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Cache-Control": "no-cache",
 }
 _CACHED = {"Cache-Control": "public, max-age=3600"}
+_HTML = "text/html; charset=utf-8"
 _KINDS = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 _OWN = ("docs.css", "docs.js", "errors.css", "icon.svg")
 _SWAGGER = ("swagger-ui.css", "swagger-ui-bundle.js")
@@ -41,38 +40,45 @@ _DATA_IMAGE = re.compile(rb'url\((?:"data:(?:\\.|[^"\\])*"|data:[^)]*)\)')
 
 async def docs(call: Call[Host]) -> Response:
     """Show the HTTP interface."""
-    return HTMLResponse(_page("docs.html"), headers=_POLICY)
+    return await _docs().answer(call)
 
 
 async def errors(call: Call[Host]) -> Response:
     """Describe all types of errors."""
-    return HTMLResponse(errors_page(), headers=_POLICY)
+    return await _errors().answer(call)
 
 
 async def asset(call: Call[Host]) -> Response:
     """Send a script, a stylesheet or an image of the pages."""
     name = call.request.path_params["asset"]
-    content = _asset(name) if name in (*_OWN, *_SWAGGER) else None
-    if content is None:
+    found = _asset(name) if name in (*_OWN, *_SWAGGER) else None
+    if found is None:
         raise not_found("path")
-    headers = {**_CACHED, "Content-Length": str(len(content))}
-    return StreamingResponse(_pieces(content), media_type=_KINDS[name.rpartition(".")[2]], headers=headers)
-
-
-async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
-    view = memoryview(content)
-    for start in range(0, len(content), PIECE_BYTES):
-        yield view[start : start + PIECE_BYTES]
+    return await found.answer(call)
 
 
 @cache
+def _docs() -> StaticContent:
+    return StaticContent(_page("docs.html"), _HTML, _POLICY)
+
+
+@cache
+def _errors() -> StaticContent:
+    return StaticContent(errors_page().encode(), _HTML, _POLICY)
+
+
 def _page(name: str) -> bytes:
     return (Path(__file__).parents[1] / "pages" / name).read_bytes()
 
 
 @cache
-def _asset(name: str) -> bytes | None:
+def _asset(name: str) -> StaticContent | None:
     """Return a file; None for one of Swagger UI if it isn't installed (extras ``service``, ``route``)."""
+    content = _content(name)
+    return None if content is None else StaticContent(content, _KINDS[name.rpartition(".")[2]], _CACHED)
+
+
+def _content(name: str) -> bytes | None:
     if name in _OWN:
         return _page(name)
     found = find_spec("swagger_ui")
@@ -82,9 +88,8 @@ def _asset(name: str) -> bytes | None:
     return _DATA_IMAGE.sub(b"none", content) if name.endswith(".css") else content
 
 
-@cache
 def errors_page() -> str:
-    """Return the page of all types of errors as HTML, made once. Each type and each class has an anchor of its name."""
+    """Return the page of all types of errors as HTML. Each type and each class has an anchor of its name."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
