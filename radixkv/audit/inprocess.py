@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -115,7 +115,7 @@ def run(
         "policies": list(policy_names()),
         "limit_s": limit.seconds,
     }
-    return AuditReport(target, version, settings, tuple(checks), tried=_tried(checks, examples, steps))
+    return AuditReport(target, version, settings, tuple(checks), tried=_tried(checks, steps))
 
 
 MACHINES = frozenset(
@@ -131,12 +131,12 @@ MACHINES = frozenset(
 """The checks that play lives: almost all of the time."""
 
 
-def _tried(checks: Sequence[Check], examples: int, steps: int) -> str:
+def _tried(checks: Sequence[Check], steps: int) -> str:
     """Say how much was tried, and if it was less than by default."""
     played = [check.figures for check in checks if check.name in MACHINES]
     lives, calls = (sum(figures.get(name, 0) for figures in played) for name in ("examples", "steps"))
     tried = f"{calls} calls in {lives} random lives, at most {steps} in each"
-    if examples >= EXAMPLES and steps >= STEPS:
+    if steps >= STEPS and min((figures.get("examples", 0) for figures in played), default=0) >= EXAMPLES:
         return tried
     return f"{tried}. That is little: by default check 1 plays {EXAMPLES} lives of up to {STEPS} calls"
 
@@ -285,20 +285,16 @@ class InProcess:
                 machine=machine,
                 progress=lived,
             )
-            try:
-                with self._limit.part(1 / (len(policies) - number)):
-                    report = play(shrink=False)
-            except Stopped as stopped:
-                if self._limit.stopped is not None or figures["examples"] == before:
-                    why = (
-                        f"{stopped}, after {figures['examples']} of {whole} lives, in which nothing was found"
-                    )
-                    return Verdict.NOT_CHECKED, why, figures
-                continue
+            with self._limit.part(1 / (len(policies) - number)):
+                report = play(shrink=False)
             figures["steps"] += report.steps
             if not report.ok:
                 figures["failure"], figures["policy"] = self._shrunk(report, play), policy
                 return Verdict.LEAKS, figures["failure"].splitlines()[0], figures
+            if self._limit.stopped is not None or not report.examples:
+                why = self._limit.stopped or f"the time was up before any life under the policy {policy}"
+                told = f"{why}; nothing was found in {figures['examples']} of {whole} lives"
+                return Verdict.NOT_CHECKED, told, figures
         lives = f"{figures['examples']} lives, {figures['steps']} steps, policies {', '.join(policies)}"
         fewer = f"; {whole} were planned, and the time was up" if figures["examples"] < whole else ""
         return Verdict.ISOLATED, f"nothing found in {lives}{fewer}", figures
@@ -309,8 +305,7 @@ class InProcess:
         """Return the failure, shrunk if there is time for it."""
         failure = found.failure or ""
         if self._shrink:
-            with suppress(Stopped):
-                failure = play(shrink=True).failure or failure
+            failure = play(shrink=True).failure or failure
         return failure
 
     # 2

@@ -49,7 +49,7 @@ THOROUGH_PROBES = 10
 LENGTHENINGS = 6
 """Prompt lengths to try, each twice the one before, until A finds its own prompts."""
 WEIGHTS = {
-    NAME: 3, EVERY_WAY: 8, NAMED: 3, ALMOST: 1, operators.NAME: 1, SCRAPED: 3, handles.NAMES_NAME: 1, handles.PINS: 1,
+    NAME: 5, EVERY_WAY: 10, NAMED: 3, ALMOST: 1, operators.NAME: 1, SCRAPED: 3, handles.NAMES_NAME: 1, handles.PINS: 1,
     handles.JOBS: 1, handles.KEYS: 1, handles.CLEARS: 2,
 }  # fmt: skip
 """The checks in order → the share of the time that each may use. What one doesn't use is left to those after it."""
@@ -339,7 +339,9 @@ class _Base:
                 self._b.complete(prompt)
                 found = _looked_up(self._a, prompt)
                 probes.append((fresh, found, self._a.complete(prompt), self._a.complete(prompt)))
-            except (TargetError, Stopped):
+            except (TargetError, Stopped) as error:
+                if probes and isinstance(error, Stopped) and self._a.limit.stopped is None:
+                    break  # the time was up: the probes until then count
                 judged = self._judged(probes) if probes else None
                 leaks += [judged.detail] if judged is not None and judged.verdict is Verdict.LEAKS else []
                 raise
@@ -375,6 +377,8 @@ class _Base:
             why = f"A didn't find its own prompt again in {blind} probes"
             return Check(3, NAME, Verdict.BLIND, why, figures)
         detail = f"none of {len(probes)} prompts of B was cached for A; its own prompts were"
+        if len(probes) < self._probes:
+            detail += f"; {self._probes} were planned, and the time was up"
         return Check(3, NAME, Verdict.ISOLATED, detail, figures)
 
 

@@ -412,14 +412,17 @@ def test_an_audit_of_a_cache_ends_within_its_limit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(inprocess, "HAND_OVERS", 60)
     monkeypatch.setattr(inprocess, "TRIALS", 20)
     clock = ManualClock()
-    limit = Limit(60, clock)
-    report = inprocess.run(
-        PrefixCache, examples=200, steps=2, limit=limit, progress=lambda *_: clock.advance(0.25)
-    )
+    limit = Limit(30, clock)
+
+    def progress(name: str, done: int, of: int) -> None:
+        clock.advance(0.5 if of > 1 else 0.0)  # a life
+
+    report = inprocess.run(PrefixCache, examples=200, steps=2, limit=limit, progress=progress)
     first = report.checks[0]
-    assert clock() <= 60 + 5
-    assert first.verdict is Verdict.ISOLATED and 4 <= first.figures["examples"] < 100
-    assert "200 were planned" in first.detail
+    assert clock() <= 30 + 5
+    assert first.verdict is Verdict.ISOLATED and 2 <= first.figures["examples"] < 50
+    assert "200 were planned" in first.detail and first.figures["steps"] >= first.figures["examples"]
+    assert "That is little" in report.tried
     assert not [check for check in report.checks if check.verdict is Verdict.NOT_CHECKED]
 
 
@@ -431,10 +434,8 @@ def test_little_is_called_little(monkeypatch: pytest.MonkeyPatch) -> None:
     report = inprocess.run(PrefixCache, examples=1, steps=1)
     assert report.verdict is Verdict.ISOLATED
     assert report.tried.startswith("6 calls in 6 random lives, at most 1 in each. That is little")
-    assert (
-        inprocess._tried([], inprocess.EXAMPLES, inprocess.STEPS)
-        == "0 calls in 0 random lives, at most 50 in each"
-    )
+    enough = Check(1, "laws and contents", Verdict.ISOLATED, "nothing", {"examples": 208, "steps": 9_000})
+    assert inprocess._tried([enough], inprocess.STEPS) == "9000 calls in 208 random lives, at most 50 in each"
     assert report.as_dict()["tried"] == report.tried
     assert "little" in remote._tried([], 1, {}) and "little" not in remote._tried([], remote.PROBES, {})
     assert "little" in remote._tried([], remote.PROBES, {"cross": [0.1] * 20, "miss": [0.1] * 20})

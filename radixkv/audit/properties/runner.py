@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import seed as with_seed
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from radixkv.audit.limit import Stopped
 from radixkv.audit.properties.adapter import Adapter
 from radixkv.audit.properties.checked import CheckedCache
 from radixkv.audit.properties.machine import CacheMachine
@@ -56,7 +57,7 @@ def run(
 
     ``with_storage``: run without a storage, with one (needs torch), or both. ``modes``: ``"strict"`` needs a cache
     with tenants (``TwoRuns`` only). ``progress`` is called after each example that found nothing, with their
-    number.
+    number. If it raises Stopped, the run ends, and the report has what was played until then.
 
     The same arguments give the same run as long as the same modules are loaded, because Hypothesis also draws
     constants from their sources. The run prints nothing and stores nothing on disk. A failure is shrunk, which
@@ -122,6 +123,8 @@ def _run(
     failure = None
     try:
         run_state_machine_as_test(with_seed(seed)(attacked), settings=chosen)
+    except Stopped:
+        pass
     except Exception as error:  # noqa: BLE001 - any error is the finding
         failure = _told(error)
     return PropertyReport(done["examples"], done["steps"], time.perf_counter() - started, seed, failure)
