@@ -13,7 +13,7 @@ import pytest
 
 from radixkv import audit
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually
 
 SALT = "s"
 Ending = Callable[[Running], None]
@@ -173,6 +173,15 @@ def test_a_revoked_key_ends_its_requests_and_no_others(live: Running, kind: str)
         answer = another.post("/v1/completions", json={"prompt": ids(1), "max_tokens": 1})
         assert answer.status_code == 200
         assert another.post("/v1/lookup", json={"token_ids": ids(0)}).json()["matched_tokens"] == 0
+
+
+def test_who_waits_for_a_pin_learns_at_once_that_its_key_was_revoked(live: Running) -> None:
+    key_id = next(
+        each["id"] for each in live.operator.get("/v1/keys").json()["keys"] if each["tenant"] == "acme"
+    )
+    with waiting(live, "pin") as asked:
+        assert live.operator.delete(f"/v1/keys/{key_id}").status_code == 204
+        assert status(asked[0].result(LIMIT_S)) == 401
 
 
 def test_an_answer_that_is_ready_is_not_sent_after_a_purge(

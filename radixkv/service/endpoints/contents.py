@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import is_pin_id
+from radixkv.errors import LeaseError
 from radixkv.index.pins import MAX_TTL_S
 from radixkv.service.dialects import GOOGLE
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
@@ -95,20 +96,18 @@ async def create_cached_content(call: Call[Service]) -> Response:
 
 
 async def _settled(call: Call[Service], pin_id: str) -> None:
-    """Wait until the replicas hold a content. Raises ApiError if none does; then it is ended.
+    """Wait until the replicas hold a content. Raises ApiError if none does; then it is ended, as if its client is gone.
 
     A content whose time ends meanwhile is over: it was held as long as it was promised.
     """
     fleet_pins, tenant = call.host.fleet_pins, call.tenant
     try:
-        fact, mine = await until_disconnect(call.request, fleet_pins.settled(tenant, pin_id))
-    except (ClientDisconnect, asyncio.CancelledError):
+        fact, mine = await until_disconnect(call.request, fleet_pins.settled(call.owner, pin_id))
+    except (ClientDisconnect, asyncio.CancelledError, ApiError, LeaseError) as error:
+        if isinstance(error, ApiError) and error.status == 404:
+            return
         with suppress(ApiError):
             await asyncio.shield(fleet_pins.end(tenant, pin_id))
-        raise
-    except ApiError as error:
-        if error.status == 404:
-            return
         raise
     if mine is not None and mine.state == "failed" and not any(part.state == "done" for part in fact.parts):
         with suppress(ApiError):

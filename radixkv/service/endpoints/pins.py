@@ -58,7 +58,7 @@ async def pin(call: Call[Service]) -> Response:
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
     pin_id = await fleet_pins.start(call.owner, namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
-        settled = await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
+        settled = await until_disconnect(call.request, fleet_pins.settled(call.owner, pin_id))
         return reply(_shown_fleet(block_size, *settled), 201)
     known = {fact.id: (fact, mine) for fact, mine in await fleet_pins.known(call.tenant)}.get(pin_id)
     if known is None:

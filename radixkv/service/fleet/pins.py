@@ -197,10 +197,11 @@ class FleetPins:
         if mine is not None:
             await self._drop(mine)
 
-    async def settled(self, tenant: str, pin_id: str) -> tuple[FleetPin, PinReplica | None]:
-        """Wait until no replica is still working on a pin, and return it."""
+    async def settled(self, owner: Owner, pin_id: str) -> tuple[FleetPin, PinReplica | None]:
+        """Wait until no replica is still working on a pin, and return it. Raises ApiError, StaleGeneration."""
         while True:
-            found = {pin.id: (pin, mine) for pin, mine in await self.known(tenant)}.get(pin_id)
+            owner.require()
+            found = {pin.id: (pin, mine) for pin, mine in await self.known(owner.tenant)}.get(pin_id)
             if found is None:
                 raise not_found("pin")
             pin, mine = found
