@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,27 @@ def test_a_read_only_disk_costs_hits_until_the_next_start(
         assert "Read-only file system" in caplog.text
     with service_in_thread(**options) as live:
         assert (ask(live.acme)[1] > 0) != is_new, "the records are still there"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_file_system_that_is_mounted_read_only(tmp_path: Path) -> None:
+    """A real one, once with the folder and once without."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=128m,mode=0700", "none", str(place)]
+    if subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount")
+    try:
+        options = {**tier_options(tmp_path), "disk": str(place / "kv")}
+        for is_there in (False, True):
+            subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+            with service_in_thread(**options) as live:
+                assert is_without_disk(live) and ask(live.acme)[1] == 0
+            subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+            with service_in_thread(**options) as live:
+                assert (ask(live.acme)[1] > 0) == is_there
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_purge_beside_a_read_only_disk_stays_pending(tmp_path: Path) -> None:
