@@ -50,6 +50,7 @@ from radixkv.tiers.private_folder import (
     ID_BYTES,
     KEYS,
     MASTER,
+    MAX_SMALL_BYTES,
     STORE,
     PrivateFolder,
     is_tag,
@@ -644,14 +645,12 @@ class TierFolder(PrivateFolder):
         file = self.read_small(self.folder, MASTER)
         if file is None:
             return None
-        is_checked = file[-_CHECK_BYTES:] == _checksum(file[:-_CHECK_BYTES])
-        sealed = file[:-_CHECK_BYTES] if is_checked else file
-        for number, key in enumerate(self._wrapping):
-            content = unseal(key, MASTER, sealed)
-            if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
-                self._is_current = number == 0
-                folder_key, *size, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
-                return Master(folder_key, size[0], size[1], scheme.rstrip(b"\0").decode())
+        is_checked = _is_checked(file)
+        opened = _unsealed_master(file, self._wrapping)
+        if opened is not None:
+            number, master = opened
+            self._is_current = number == 0
+            return master
         if not is_checked and not (len(file) in _UNCHECKED and file.startswith(_FORMAT)):
             raise DamagedMaster(self.path)
         allowed = "the secret under which the folder was sealed, or that one as a previous secret"
@@ -665,6 +664,35 @@ class TierFolder(PrivateFolder):
         if not self._is_current:
             self.finish()
             log.warning("%s is sealed under the current secret now: it needs no previous one", self.path)
+
+
+def master_in(path: Path | str, secrets_: Sequence[bytes]) -> Master | None:
+    """Return the master of a folder, which another process may use; None without one that these secrets open.
+
+    Changes nothing. Raises OSError.
+    """
+    try:
+        with (Path(path) / MASTER).open("rb") as file:
+            content = file.read(MAX_SMALL_BYTES)
+    except FileNotFoundError:
+        return None
+    opened = _unsealed_master(content, [derived(checked_secret(each), "tiers") for each in secrets_])
+    return None if opened is None else opened[1]
+
+
+def _is_checked(file: bytes) -> bool:
+    return file[-_CHECK_BYTES:] == _checksum(file[:-_CHECK_BYTES])
+
+
+def _unsealed_master(file: bytes, keys: Sequence[bytes]) -> tuple[int, Master] | None:
+    """Return which of the keys opens a file, and what it has; None if none does."""
+    sealed = file[:-_CHECK_BYTES] if _is_checked(file) else file
+    for number, key in enumerate(keys):
+        content = unseal(key, MASTER, sealed)
+        if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
+            folder_key, *size, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
+            return number, Master(folder_key, size[0], size[1], scheme.rstrip(b"\0").decode())
+    return None
 
 
 def _why_new(master: Master | None, num_slots: int | None, record_bytes: int | None) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from radixkv.config import is_tenant_id
 from radixkv.errors import ConfigError, shown
 from radixkv.tiers.files import Files
-from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
+from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder, master_in
 from radixkv.tiers.private_folder import (
     GENERATIONS,
     KEYS,
@@ -34,7 +34,7 @@ from radixkv.tiers.private_folder import (
     STORE,
     PrivateFolder,
 )
-from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer
+from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer, slots_in
 
 Progress = Callable[[int, int], None]
 _EVERY: Final = 64
@@ -119,6 +119,18 @@ def inspect(
             _clear(slab, [*found.damaged, *found.orphaned, *found.unreadable, *torn.tolist()])
             folder.repair()
         return result
+
+
+def num_dropped(path: Path | str, secrets: Sequence[bytes], disk_bytes: int) -> int:
+    """Return how many slots for records a start with a disk of this size drops, all of them or none.
+
+    Looks at the folder's key file alone, also while a process uses the folder. 0 without one that the secrets open.
+    Raises OSError.
+    """
+    master = master_in(path, secrets)
+    if master is None or slots_in(disk_bytes, master.record_bytes) == master.num_slots:
+        return 0
+    return master.num_slots
 
 
 def forget_tenant(

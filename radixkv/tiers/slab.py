@@ -291,6 +291,11 @@ class Slab:
 refuse_copies(Slab, "it holds an open file, and a copy would close it twice. Pass it on")
 
 
+def slots_in(disk_bytes: int, record_bytes: int) -> int:
+    """Return how many records of so many bytes fit in a disk of this size."""
+    return (disk_bytes - 2 * PAGE_BYTES) // (round_up(record_bytes) + HEADER_BYTES)
+
+
 def slot_buffer(record_bytes: int) -> memoryview:
     """Return aligned memory for a slot's ciphertext and its tag."""
     return aligned(buffer_bytes(record_bytes))

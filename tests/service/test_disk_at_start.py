@@ -173,6 +173,22 @@ def test_a_new_file_system_is_taken(tmp_path: Path) -> None:
     assert (folder / "lost+found").stat().st_mode & 0o777 == 0o755, "it is left alone"
 
 
+def test_a_check_of_the_settings_warns_of_another_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while a service uses the folder."""
+    options = tier_options(tmp_path)
+    with service_in_thread(**options):
+        for size, is_other in (("64MiB", False), ("32MiB", True)):
+            caplog.clear()
+            file = tmp_path / "radixkv.yaml"
+            lines = [f"{name}: {value}" for name, value in {**options, "disk-size": size}.items()]
+            file.write_text("\n".join(lines))
+            done = CliRunner().invoke(commands, ["config", "check", str(file)])
+            assert done.exit_code == 0, done.output
+            assert ("the next start drops all records" in caplog.text + done.output) == is_other
+
+
 @pytest.mark.parametrize(("setting", "value"), [("disk-size", "32MiB"), ("block-size", "32")])
 def test_what_another_size_drops_is_said_before(
     tmp_path: Path,
