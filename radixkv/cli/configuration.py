@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -13,7 +13,11 @@ from click.core import ParameterSource
 from radixkv.cli.output import examples, json_option, print_json, table
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import Sources, Value, names, texts
-from radixkv.errors import ConfigError, require_extra
+from radixkv.engines.lossy_folder import disks_in
+from radixkv.errors import ConfigError, MissingExtra, require_extra
+
+if TYPE_CHECKING:
+    from radixkv.engines.tier_settings import TierSettings
 
 Command = Callable[..., Any]
 log = logging.getLogger("radixkv.cli")
@@ -163,11 +167,30 @@ def _parsed(name: str, arguments: list[str]) -> click.Context:
 def check(file: str, command_name: str) -> None:
     """Check FILE as the command would read it at its start: names, types, bounds, and the files that it names.
 
-    The environment is left out. The exit code is 2 if the file can't be used.
+    The environment is left out. The exit code is 2 if the file can't be used. Warns of a disk-size with which the next
+    start drops all records of the disk.
     """
     require_extra("radixkv config check", "http")
-    checked(Sources(command_name, {}, {}, file))
+    settings = checked(Sources(command_name, {}, {}, file))
     click.echo(f"{file} is valid for `radixkv {command_name}`")
+    if command_name == "serve" and settings.tiers is not None:
+        _warn_of_dropped(settings.tiers)
+
+
+def _warn_of_dropped(tiers: TierSettings) -> None:
+    """Warn of sizes with which a start drops the records that are on disk."""
+    lossy = () if tiers.lossy_disk is None else disks_in(tiers.lossy_disk).values()
+    for disk in (tiers.disk, *lossy):
+        if disk is None:
+            continue
+        num_slots = 0
+        with suppress(MissingExtra, OSError):  # the start says it
+            from radixkv.tiers.inspection import num_dropped
+
+            num_slots = num_dropped(disk.folder, [disk.secret, *disk.previous_secrets], disk.num_bytes)
+        if num_slots:
+            text = "%s was made with another size: the next start drops all records there (room for %s)"
+            log.warning(text, disk.folder, f"{num_slots:,}")
 
 
 def checked(sources: Sources) -> Any:

@@ -1,4 +1,4 @@
-"""``radixkv disk check``, ``repair`` and ``forget``: the folder of a disk tier, while no process uses it."""
+"""``radixkv disk check``, ``repair``, ``forget`` and ``reset``: the folder of a disk tier, while no process uses it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _secret_options(*, required: bool) -> Callable[[Command], Command]:
 
 
 @click.group(
-    short_help="Check, repair or forget a disk tier's folder.",
+    short_help="Check, repair, forget or reset a disk tier's folder.",
     epilog=examples(
         "radixkv disk check /var/lib/radixkv --fleet-secret fleet.secret",
         "radixkv disk forget /var/lib/radixkv",
     ),
 )
 def disk() -> None:
-    """Check, repair or forget the folder of a disk tier, while no process uses it.
+    """Check, repair, forget or reset the folder of a disk tier, while no process uses it.
 
     A folder of --lossy-disk holds those of two disk tiers, fp8 and int8: name each of them.
     """
@@ -140,6 +140,36 @@ def forget(
     else:
         num_records = inspection.forget_tenant(folder, secrets_in(fleet_secret, previous), tenant)
         click.echo(f"forgot {num_records} records of {whose} in {folder}")
+
+
+@disk.command(
+    short_help="Delete what a folder has, also if it is damaged.",
+    epilog=examples("radixkv disk reset /var/lib/radixkv", "radixkv disk reset /var/lib/radixkv --yes"),
+)
+@click.argument("folder")
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@needs_extra("tiers")
+def reset(folder: str, yes: bool) -> None:
+    """Show what FOLDER has, and delete it: keys first, then records. Asks first. Needs no secret, and no whole file.
+
+    For a folder whose key file is damaged: nothing in it can be read. The next start with it begins with an empty disk.
+    """
+    from radixkv.tiers import inspection
+
+    _require_one_disk(folder)
+    found = inspection.contents(folder)
+    if not found:
+        click.echo(f"{folder} has nothing to delete")
+        return
+    click.echo(f"{folder} has:")
+    for name, (num_files, num_bytes) in found.items():
+        click.echo(
+            f"  {name:<14}{num_files:>8,} {'file ' if num_files == 1 else 'files'}{num_bytes:>20,} bytes"
+        )
+    if not yes:
+        click.confirm("Delete all of it? No record can be read afterwards.", abort=True, err=True)
+    inspection.forget(folder)
+    click.echo(f"deleted {sum(num_files for num_files, _ in found.values()):,} files in {folder}")
 
 
 def _require_one_disk(folder: str) -> None:

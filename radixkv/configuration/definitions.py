@@ -185,7 +185,13 @@ SERVE: Final = (
     Setting("replica", "Name of this replica in its fleet.", "text", unset="random"),
     _number("lease-s", "Seconds without a heartbeat after which a replica counts as gone.", 10, 0.5, 3600),
     _integer("num-blocks", "Blocks in the cache.", 4096, 2, 2**31 - 1),
-    _integer("block-size", "Tokens in a block.", 16, 1, 1024),
+    _integer(
+        "block-size",
+        "Tokens in a block. At the next start another number drops all records of a disk.",
+        16,
+        1,
+        1024,
+    ),
     Setting(
         "engine",
         "Engine: hf (transformers), vllm, or the name of one that an installed package brings.",
@@ -211,7 +217,12 @@ SERVE: Final = (
         "new folder",
         unset="none",
     ),
-    Setting("disk-size", "Size of the disk tier: bytes, or a text such as 200GiB.", "text", unset="none"),
+    Setting(
+        "disk-size",
+        "Size of the disk tier: bytes, or a text such as 200GiB. Another size drops all its records at the next start.",
+        "text",
+        unset="none",
+    ),
     Setting(
         "lossy-disk",
         "Keep KV of tenants whose tier_dtype is fp8 or int8 in this folder, as --disk does; needs --lossy-host-memory "
@@ -221,7 +232,8 @@ SERVE: Final = (
     ),
     Setting(
         "lossy-disk-size",
-        "Size of that folder: one half for fp8, the other for int8, each in a folder of its own.",
+        "Size of that folder: one half for fp8, the other for int8, each in a folder of its own. Another size drops "
+        "all its records.",
         "text",
         unset="none",
     ),

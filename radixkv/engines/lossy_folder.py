@@ -45,7 +45,8 @@ def disks_in(whole: DiskOptions) -> Disks:
 def open_folder(whole: DiskOptions) -> PrivateFolder:
     """Open and lock the folder of the folders, made if it is missing. ``close`` gives it back.
 
-    Raises ConfigError for one that isn't this user's alone, has other files, or is in use, and if the disk fails.
+    Raises ConfigError for one that isn't this user's alone, has other files, or is in use. Raises OSError if the disk
+    fails.
     """
     from radixkv.tiers.private_folder import LOSSY_DISKS, PrivateFolder
 
@@ -55,7 +56,7 @@ def open_folder(whole: DiskOptions) -> PrivateFolder:
 
 @contextmanager
 def errors_named(whole: DiskOptions) -> Iterator[None]:
-    """Let errors of a part name the settings of the whole, and its size. OSError becomes a ConfigError."""
+    """Let errors of a part name the settings of the whole, and its size."""
     dtypes = " and ".join(LOSSY_DTYPES)
     try:
         yield
@@ -66,6 +67,3 @@ def errors_named(whole: DiskOptions) -> Iterator[None]:
         if error.setting in ("folder", "disk"):
             raise ConfigError("lossy_disk", error.value, error.allowed) from None
         raise
-    except OSError as error:
-        allowed = f"a folder that can be used ({error.strerror or error}: {error.filename or 'a file in it'})"
-        raise ConfigError("lossy_disk", str(whole.folder), allowed) from error

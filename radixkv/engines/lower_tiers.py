@@ -60,6 +60,7 @@ from radixkv.engines.tier_settings import (
     disk_errors,
     require_fingerprint,
 )
+from radixkv.engines.unusable_disk import UnusableDisk
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
 from radixkv.index.load_target import commit_loaded
@@ -169,7 +170,8 @@ class LowerTiers:
     memory's policy, like the cache's; waits for the disk take ``clock``.
 
     Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
-    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``).
+    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). A
+    disk that fails, or whose key file is damaged, is left out: ``unusable_disk``.
     """
 
     def __init__(
@@ -230,9 +232,11 @@ class LowerTiers:
         """Those of strict tenants."""
         self._later = LaterPrompts()
         self._give_all: GiveAll = lambda is_over: None
+        self._unusable: UnusableDisk | None = None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
-            self._prefetch = self._made_prefetch(disk.shared)
+            if disk is not None:
+                self._prefetch = self._made_prefetch(disk.shared)
 
     # --- rows, within the gate
 
@@ -405,12 +409,14 @@ class LowerTiers:
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether a disk has, or may have, records of a tenant. O(1), any thread."""
-        return self.level.disk is not None and self.level.disk.tier.is_known(tenant)
+        if self.level.disk is None:
+            return self._unusable is not None and not self._unusable.is_lost
+        return self.level.disk.tier.is_known(tenant)
 
     @property
     def has_disk(self) -> bool:
-        """Whether there is a disk."""
-        return self.level.disk is not None
+        """Whether there is a disk, usable or not."""
+        return self.level.disk is not None or self._unusable is not None
 
     @contextmanager
     def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
@@ -486,6 +492,8 @@ class LowerTiers:
     def _owe(self, tenant: str) -> None:
         if self.level.disk is not None:
             self.level.disk.debts.owe(tenant)
+        elif self._unusable is not None:
+            self._unusable.owe(tenant)
 
     def owes_all_of(self, tenant: str) -> bool:
         """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
@@ -497,7 +505,9 @@ class LowerTiers:
 
     def owed(self) -> frozenset[str]:
         """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
-        return frozenset() if self.level.disk is None else self.level.disk.debts.owed
+        if self.level.disk is not None:
+            return self.level.disk.debts.owed
+        return frozenset() if self._unusable is None else self._unusable.owed
 
     def without_waiting(self) -> AbstractContextManager[None]:
         """See ``Tiered``."""
@@ -813,7 +823,8 @@ class LowerTiers:
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
             self._is_off = self._is_closed = True
-        unpaid = None if self.level.disk is None else self.level.disk.unpaid()
+        unusable = None if self._unusable is None else self._unusable.unpaid()
+        unpaid = unusable if self.level.disk is None else self.level.disk.unpaid()
         if unpaid is not None:
             raise TierError(unpaid)
 
@@ -876,6 +887,8 @@ class LowerTiers:
                 "unchosen_blocks": counts["disk_unchosen_blocks"],
                 "lost_blocks": counts["disk_unstored_blocks"],
             }
+        elif self._unusable is not None:
+            found["disk"] = self._unusable.counts()
         return found
 
     def details(self) -> Mapping[str, TierDetails]:
@@ -884,40 +897,47 @@ class LowerTiers:
         if disk is not None:
             tier, loads = disk.tier, disk.load_durations
             found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
+        elif self._unusable is not None:
+            found["disk"] = TierDetails(Durations())
         return found
 
     # --- inside
 
     def _open_disk(
         self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
-    ) -> DiskLevel:
+    ) -> DiskLevel | None:
         from radixkv.engines.disk_level import DiskLevel
         from radixkv.engines.disk_shares import DiskShares
         from radixkv.tiers.disk_tier import DiskSettings, DiskTier
+        from radixkv.tiers.folder import DamagedMaster
         from radixkv.tiers.record_identity import fingerprint_of
 
         disk = settings.disk
         assert disk is not None
         with disk_errors(disk.folder, disk.num_bytes):
-            tier = DiskTier(
-                DiskSettings(
-                    disk.folder,
-                    disk.num_bytes,
-                    self.memory.block_bytes,
-                    segment_tokens=self._size,
-                    fingerprint=fingerprint_of(
-                        engine=fingerprint,
-                        layout=repr(getattr(storage, "layout", storage.pool.geometry)),
-                        device=storage.device.type,
-                        torch=torch.__version__,
+            try:
+                tier = DiskTier(
+                    DiskSettings(
+                        disk.folder,
+                        disk.num_bytes,
+                        self.memory.block_bytes,
+                        segment_tokens=self._size,
+                        fingerprint=fingerprint_of(
+                            engine=fingerprint,
+                            layout=repr(getattr(storage, "layout", storage.pool.geometry)),
+                            device=storage.device.type,
+                            torch=torch.__version__,
+                        ),
+                        awaits_generations=disk.awaits_generations,
+                        scheme=settings.dtype,
+                        bandwidth=disk.bandwidth,
                     ),
-                    awaits_generations=disk.awaits_generations,
-                    scheme=settings.dtype,
-                    bandwidth=disk.bandwidth,
-                ),
-                [disk.secret, *disk.previous_secrets],
-                files=disk.files,
-            )
+                    [disk.secret, *disk.previous_secrets],
+                    files=disk.files,
+                )
+            except (OSError, DamagedMaster) as error:
+                self._unusable = UnusableDisk(disk.folder, error)
+                return None
         self._shares = DiskShares(tier, self._num_blocks)
         self.level.disk = level = DiskLevel(
             tier,

@@ -15,7 +15,7 @@ request, the disks of the other dtypes forget what they have of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -119,7 +119,10 @@ def tiers_of(
         with nullcontext() if lossy_disk is None or dtype == "exact" else errors_named(lossy_disk):
             return make(of_dtype[dtype])
 
-    folder = None if lossy_disk is None else open_folder(lossy_disk)
+    folder = None
+    if lossy_disk is not None:
+        with suppress(OSError):  # the disks in it tell, and are left out
+            folder = open_folder(lossy_disk)
     return TiersByDtype(list(of_dtype), made, default, folder)
 
 

@@ -52,6 +52,8 @@ def _tiers(service: Service) -> list[str]:
     counts = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
     sizes = (
         f"{tier}: {each['resident_blocks']:.0f} of {each['capacity_blocks']:.0f} blocks"
+        if each["capacity_blocks"]
+        else f"{tier}: can't be used, see the log"
         for tier, each in counts.items()
     )
     return [f"  tiers    {', '.join(sizes)}"] if counts else []

@@ -94,6 +94,9 @@ class Service:
             incarnation=lambda tenant: self.keyring.incarnation(tenant),
             clock=clock,
         )
+        tiers = engine.cache.tier_counts() if isinstance(engine.cache, Tiered) else {}
+        self._unusable = [name for name, counts in tiers.items() if not counts["capacity_blocks"]]
+        """Disks that couldn't be opened."""
         self.left_undone: TierError | None = None
         """What ``close`` couldn't do."""
         self._sample_at = 0.0
@@ -236,6 +239,11 @@ class Service:
         if health.state in ("fenced", "failed"):
             reasons.append(f"coordination: {health.state}")
         return reasons
+
+    def warnings(self) -> list[str]:
+        """Return what an operator should look at, without names, numbers or reasons: anybody may read it."""
+        text = "tiers: {} can't be used until the next start, and requests go on without it; the log says why"
+        return [*self.keys.warnings(), *map(text.format, self._unusable)]
 
     def coordination(self) -> str:
         """Return the state of this process in the fleet."""

@@ -166,6 +166,9 @@ class Host(Protocol):
     def unreadiness(self) -> list[str]:
         """Return the reasons to send no requests here now."""
 
+    def warnings(self) -> list[str]:
+        """Return what an operator should look at, although the process may serve. Anybody may read it."""
+
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process."""
 

@@ -101,6 +101,10 @@ class RouterHost:
         failure = self.source.failure
         return [] if failure is None else [f"following: {failure!r}"]
 
+    def warnings(self) -> list[str]:
+        """Return what an operator should look at, although requests are routed."""
+        return self.keys.warnings()
+
     def coordination(self) -> str:
         """Return ``ok``, or the problem with the store."""
         return "unavailable" if self.source.is_lost else "ok"

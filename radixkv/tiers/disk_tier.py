@@ -64,6 +64,7 @@ from radixkv.tiers.slab import (
     Slab,
     buffer_bytes,
     is_sealed,
+    slots_in,
 )
 from radixkv.tiers.slot_owners import Quota
 from radixkv.tiers.slots import SlotTable
@@ -175,7 +176,7 @@ class DiskSettings:
     @property
     def num_slots(self) -> int:
         """Records that fit."""
-        return (self.disk_bytes - 2 * 4096) // (round_up(self.record_bytes) + HEADER_BYTES)
+        return slots_in(self.disk_bytes, self.record_bytes)
 
     def _bytes_of(self, num_slots: int) -> int:
         return 2 * 4096 + num_slots * (round_up(self.record_bytes) + HEADER_BYTES)

@@ -1,7 +1,7 @@
 """The folder of a disk tier: who may open it, its sealed files, and the keys of tenants.
 
     lock           made first: a folder with other files and without it is not ours. flock; the id of the last opening
-    master         the folder's key, sealed under a key derived from the fleet's secret; made last
+    master         the folder's key, sealed under a key derived from the fleet's secret, and a checksum; made last
     slab           headers and slots (``slab``)
     store          the id of the store that the fleet's purges come from, sealed under the folder's key
     generations/   for each purged tenant its generation, here and in the fleet, sealed under the folder's key
@@ -13,6 +13,10 @@ its files 0600. All are opened relative to the folder's descriptor, and never th
 **Keys.** secret → wrapping key → folder's key → root key of a (tenant, generation) → data keys, keys of locators, key
 of identities. A root key is random. Without its file, all records of that generation can't be opened, found, or
 compared with a guessed prompt, also with the secret. A new secret seals ``master`` again.
+
+**What nobody can read any more** is removed by the next opening that may make a slab: without ``master`` everything,
+else keys that aren't what was sealed. If ``master`` is damaged, its checksum tells that from another secret. Then the
+folder is left as it is, because a copy of ``master`` would open it: ``inspection.forget`` removes it.
 
 **Incarnations.** A root key's file also says of which of several tenants of the same name it is, one after the other
 (``Tenant.incarnation``). Once a process has named another one, the key is neither used nor replaced before a purge. A
@@ -46,6 +50,7 @@ from radixkv.tiers.private_folder import (
     ID_BYTES,
     KEYS,
     MASTER,
+    MAX_SMALL_BYTES,
     STORE,
     PrivateFolder,
     is_tag,
@@ -138,6 +143,27 @@ _OLD_MASTER_BYTES: Final = _MASTER.size - 16
 """Of a folder of an earlier release, which doesn't say the scheme of its records: that of its next opening."""
 
 
+_CHECK_BYTES: Final = 8
+_SEALED_BYTES: Final = len(_FORMAT) + _NONCE_BYTES + _TAG_BYTES
+_UNCHECKED: Final = (_SEALED_BYTES + _MASTER.size, _SEALED_BYTES + _OLD_MASTER_BYTES)
+"""Bytes of a ``master`` of earlier releases, which has no checksum."""
+
+
+class DamagedMaster(ConfigError):
+    """The folder's ``master`` isn't what was written: nothing in the folder can be read."""
+
+    def __init__(self, path: str) -> None:
+        problem = (
+            f"{path!r}: its key file {MASTER!r} is damaged, so fleet_secret doesn't open it any more, whichever it is, "
+            f"and no record there can be read. `radixkv disk reset {path}` shows what is left, and deletes it"
+        )
+        super().__init__("folder", path, "a folder with a whole key file", problem=problem)
+
+
+def _checksum(sealed: bytes) -> bytes:
+    return blake2b(sealed, digest_size=_CHECK_BYTES).digest()
+
+
 def seal(key: bytes, name: str, content: bytes) -> bytes:
     """Return a small file's bytes: authenticated under ``key``, bound to its name."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -160,11 +186,12 @@ class TierFolder(PrivateFolder):
 
     - ``secrets_``: the fleet's secret, then previous ones.
     - ``num_slots``, ``record_bytes`` and ``scheme``: of the slab to make. None to open only what is there.
-    - ``is_new``: the slab must be made, because there was none of this geometry and scheme.
+    - ``is_new``: the slab must be made, because there was none of this geometry and scheme. ``why_new``: why.
     - ``may_make``: it may be made if it is missing or damaged.
 
     Raises ConfigError for a folder that isn't ours, isn't private, is in use or has foreign files, and for other
-    secrets than its own. It has changed nothing then. Raises OSError if the disk fails.
+    secrets than its own, or DamagedMaster if no secret opens it. It has changed nothing then. Raises OSError if the
+    disk fails.
     """
 
     def __init__(
@@ -204,7 +231,9 @@ class TierFolder(PrivateFolder):
                 num_slots is not None and master[1:] != (num_slots, record_bytes, scheme)
             )
             if self.is_new and (num_slots is None or record_bytes is None or scheme is None):
-                raise ConfigError("folder", self.path, "a folder that a disk tier has used")
+                allowed = f"a folder that a disk tier has used; this one has no key file {MASTER!r}"
+                raise ConfigError("folder", self.path, allowed)
+            self.why_new = _why_new(master, num_slots, record_bytes)
             for name in (GENERATIONS, KEYS):
                 self.require_tags(name)
             self.sign()  # before anything is changed
@@ -225,7 +254,9 @@ class TierFolder(PrivateFolder):
             self.make_private(self.folder)
             self.make_private(self._in_generations, f"{GENERATIONS}/")
             self.make_private(self._in_keys, f"{KEYS}/")
-            if master is not None:
+            if master is None:
+                self._remove_unreadable()
+            else:
                 self._read_tenants()
                 self._finish_purges()
                 self.store = self._read_store()
@@ -236,7 +267,8 @@ class TierFolder(PrivateFolder):
     def finish(self) -> None:
         """After the slab of a new folder was made: write ``master``, which makes the folder valid."""
         content = _MASTER.pack(*self.master[:3], self.master.scheme.encode())
-        self.write_small(self.folder, MASTER, seal(self._wrapping[0], MASTER, content))
+        sealed = seal(self._wrapping[0], MASTER, content)
+        self.write_small(self.folder, MASTER, sealed + _checksum(sealed))
         self.is_new = False
 
     def remember_store(self, store: str) -> None:
@@ -541,6 +573,9 @@ class TierFolder(PrivateFolder):
                 continue
             if root is None:
                 log.error("%s/%s is damaged: the records under that key are lost", KEYS, name)
+                if self.may_make and self._unless_unreadable(self._is_whole, name) is False:
+                    with suppress(OSError):  # else the next opening says it again
+                        self.destroy(self._in_keys, name)
                 continue
             tag, known = root[0].hex(), self._generations.get(root[0].hex(), _NOT_PURGED)
             if known is not None and known.here == root[1]:
@@ -578,6 +613,27 @@ class TierFolder(PrivateFolder):
             log.error("a small file of a tenant can't be read: %s: %s", name, error.strerror)
             return None
 
+    def _is_whole(self, name: str) -> bool:
+        return self._opened_root(name) is not None
+
+    def _remove_unreadable(self) -> None:
+        """Remove what was sealed under a folder's key that is gone. What the disk keeps is harmless."""
+        failed, num_files = list[OSError](), 0
+        for folder in (self._in_keys, self._in_generations):
+            names = self.files.names(folder)
+            num_files += len(names)
+            failed += self.destroy_all(folder, names)
+        failed += self.destroy_all(self.folder, [STORE])
+        if num_files:
+            log.warning(
+                "%s: its key file %r is missing, so nothing there can be read any more; %d old files are removed",
+                self.path,
+                MASTER,
+                num_files - len(failed),
+            )
+        for error in failed[:1]:
+            log.warning("%s: %d old files can't be removed: %s", self.path, len(failed), error)
+
     def _is_overwritten(self, name: str) -> bool:
         content = self.read_small(self._in_keys, name)
         return bool(content) and not any(content or b"")
@@ -586,22 +642,66 @@ class TierFolder(PrivateFolder):
 
     def _master(self) -> Master | None:
         """Return the master that the folder has; None if the folder was never finished. Raises ConfigError."""
-        sealed = self.read_small(self.folder, MASTER)
-        if sealed is None:
+        file = self.read_small(self.folder, MASTER)
+        if file is None:
             return None
-        for number, key in enumerate(self._wrapping):
-            content = unseal(key, MASTER, sealed)
-            if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
-                self._is_current = number == 0
-                folder_key, *size, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
-                return Master(folder_key, size[0], size[1], scheme.rstrip(b"\0").decode())
+        is_checked = _is_checked(file)
+        opened = _unsealed_master(file, self._wrapping)
+        if opened is not None:
+            number, master = opened
+            self._is_current = number == 0
+            return master
+        if not is_checked and not (len(file) in _UNCHECKED and file.startswith(_FORMAT)):
+            raise DamagedMaster(self.path)
         allowed = "the secret under which the folder was sealed, or that one as a previous secret"
-        raise ConfigError(
-            "fleet_secret", "…", allowed, problem=f"doesn't open {self.path}; allowed: {allowed}"
-        )
+        problem = f"doesn't open {self.path}; allowed: {allowed}"
+        if not is_checked:
+            problem += f". If it is that one, the key file {MASTER!r} is damaged: see `radixkv disk reset`"
+        raise ConfigError("fleet_secret", "…", allowed, problem=problem)
 
     def _seal_again(self) -> None:
         """After a rotation: seal ``master`` under the current secret."""
         if not self._is_current:
             self.finish()
             log.warning("%s is sealed under the current secret now: it needs no previous one", self.path)
+
+
+def master_in(path: Path | str, secrets_: Sequence[bytes]) -> Master | None:
+    """Return the master of a folder, which another process may use; None without one that these secrets open.
+
+    Changes nothing. Raises OSError.
+    """
+    try:
+        with (Path(path) / MASTER).open("rb") as file:
+            content = file.read(MAX_SMALL_BYTES)
+    except FileNotFoundError:
+        return None
+    opened = _unsealed_master(content, [derived(checked_secret(each), "tiers") for each in secrets_])
+    return None if opened is None else opened[1]
+
+
+def _is_checked(file: bytes) -> bool:
+    return file[-_CHECK_BYTES:] == _checksum(file[:-_CHECK_BYTES])
+
+
+def _unsealed_master(file: bytes, keys: Sequence[bytes]) -> tuple[int, Master] | None:
+    """Return which of the keys opens a file, and what it has; None if none does."""
+    sealed = file[:-_CHECK_BYTES] if _is_checked(file) else file
+    for number, key in enumerate(keys):
+        content = unseal(key, MASTER, sealed)
+        if content is not None and len(content) in (_MASTER.size, _OLD_MASTER_BYTES):
+            folder_key, *size, scheme = _MASTER.unpack(content.ljust(_MASTER.size, b"\0"))
+            return number, Master(folder_key, size[0], size[1], scheme.rstrip(b"\0").decode())
+    return None
+
+
+def _why_new(master: Master | None, num_slots: int | None, record_bytes: int | None) -> str:
+    """Return why the slab that a folder has isn't the one that is wanted."""
+    if master is None:
+        return f"its key file {MASTER!r} is missing"
+    if master.record_bytes != record_bytes:
+        now = f"{record_bytes} bytes, not {master.record_bytes}"
+        return f"a record has {now}: another block size, dtype or model"
+    if master.num_slots != num_slots:
+        return f"the disk has another size: {num_slots} records, not {master.num_slots}"
+    return "it holds records of another tier_dtype, or is damaged"

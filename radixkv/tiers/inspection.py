@@ -9,6 +9,7 @@ Opening a folder finishes what a crash interrupted: keys of purged generations a
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,9 +22,19 @@ import numpy as np
 from radixkv.config import is_tenant_id
 from radixkv.errors import ConfigError, shown
 from radixkv.tiers.files import Files
-from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder
-from radixkv.tiers.private_folder import GENERATIONS, KEYS, MASTER, NEW, OURS, SLAB, STORE, PrivateFolder
-from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer
+from radixkv.tiers.folder import InvalidTag, TenantKeys, TierFolder, master_in
+from radixkv.tiers.private_folder import (
+    GENERATIONS,
+    KEYS,
+    LOCK,
+    MASTER,
+    NEW,
+    OURS,
+    SLAB,
+    STORE,
+    PrivateFolder,
+)
+from radixkv.tiers.slab import TAG_BYTES, Slab, is_sealed, slot_buffer, slots_in
 
 Progress = Callable[[int, int], None]
 _EVERY: Final = 64
@@ -110,6 +121,18 @@ def inspect(
         return result
 
 
+def num_dropped(path: Path | str, secrets: Sequence[bytes], disk_bytes: int) -> int:
+    """Return how many slots for records a start with a disk of this size drops, all of them or none.
+
+    Looks at the folder's key file alone, also while a process uses the folder. 0 without one that the secrets open.
+    Raises OSError.
+    """
+    master = master_in(path, secrets)
+    if master is None or slots_in(disk_bytes, master.record_bytes) == master.num_slots:
+        return 0
+    return master.num_slots
+
+
 def forget_tenant(
     path: Path | str, secrets: Sequence[bytes], tenant: str, *, files: Files | None = None
 ) -> int:
@@ -131,17 +154,51 @@ def forget_tenant(
         return int(is_theirs.sum())
 
 
+def contents(path: Path | str, *, files: Files | None = None) -> dict[str, tuple[int, int]]:
+    """Return what ``forget`` would delete in a folder: by name, the number of files and their bytes. Needs no secret.
+
+    Names of folders end with a slash. Raises as ``forget``. Changes nothing.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    with closing(_opened_to_forget(path, files)) as folder:
+        for name in sorted(folder.names()):
+            if name == LOCK:
+                continue
+            status = os.stat(name, dir_fd=folder.folder, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                found[name] = 1, status.st_size
+                continue
+            inner = folder.open_file(name, os.O_RDONLY | os.O_DIRECTORY)
+            sizes = [
+                os.stat(each, dir_fd=inner, follow_symlinks=False).st_size
+                for each in folder.files.names(inner)
+            ]
+            if sizes:
+                found[f"{name}/"] = len(sizes), sum(sizes)
+    return found
+
+
+def _opened_to_forget(path: Path | str, files: Files | None) -> PrivateFolder:
+    """Return an opened folder that may be damaged, but has our files alone. Raises ConfigError, OSError."""
+    if not Path(path).is_dir():
+        raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
+    folder = PrivateFolder(path, files, signs=False)
+    try:
+        for name in (KEYS, GENERATIONS):
+            folder.require_tags(name)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
 def forget(path: Path | str, *, files: Files | None = None) -> int:
     """Forget everything: destroy the keys, then remove all files but the folder and its lock. Needs no secret.
 
     Returns the number of bytes that the slab had. Raises ConfigError for a missing folder, one that isn't ours or is in
     use. Raises OSError if a file can't be destroyed, after all others were: then repeat it.
     """
-    if not Path(path).is_dir():
-        raise ConfigError("folder", str(path), "the folder of a disk tier; there is none")
-    with closing(PrivateFolder(path, files, signs=False)) as folder:
-        for name in (KEYS, GENERATIONS):
-            folder.require_tags(name)
+    with closing(_opened_to_forget(path, files)) as folder:
         folder.sign()
         failed = folder.destroy_all(folder.folder, [MASTER])
         for name in (KEYS, GENERATIONS):

@@ -3,7 +3,8 @@
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
 ours: those of a disk tier, of a usage log, or the folders of lossy disks. A foreign name inside a disk tier's ``keys``
-or ``generations`` is refused too. Files of a disk tier that others could access get mode 0600 again, when its folder
+or ``generations`` is refused too. The folder ``lost+found`` of a new ext4 file system is nobody's: it is left alone.
+Files of a disk tier that others could access get mode 0600 again, when its folder
 is opened.
 """
 
@@ -33,12 +34,18 @@ STORE: Final = "store"
 GENERATIONS: Final = "generations"
 KEYS: Final = "keys"
 OURS: Final = {LOCK, MASTER, SLAB, STORE, GENERATIONS, KEYS}
+LOST_FOUND: Final = "lost+found"
+"""A folder at the root of ext4 file systems."""
 NEW: Final = ".new"
 GONE: Final = ".gone"
 """Behind the name of a key that a purge destroys."""
 ID_BYTES: Final = 16
 _NO_FILE: Final = (errno.ELOOP, errno.ENXIO)
 """Errors of opening what is no regular file: a symbolic link, a FIFO, a socket, a device."""
+_FAULTS: Final = (
+    errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE, errno.EUCLEAN, errno.ENOTCONN, errno.ETIMEDOUT
+)  # fmt: skip
+"""Errors of a disk, not of the settings that name a folder on it."""
 MAX_SMALL_BYTES: Final = 4096
 """The most bytes of a small file."""
 
@@ -87,7 +94,7 @@ class PrivateFolder:
         try:
             self.folder = self._open_folder()
             self._lock_descriptor = self._locked()
-            has_lock_alone = set(self.files.names(self.folder)) == {LOCK}
+            has_lock_alone = set(self.names()) == {LOCK}
             self._is_fresh = has_lock_alone and not os.fstat(self._lock_descriptor).st_size
             if signs:
                 self.sign()
@@ -132,6 +139,18 @@ class PrivateFolder:
                     self.files.close(inner)
                 self.files.remove_folder(name, folder)
 
+    def names(self) -> list[str]:
+        """Return the names in the folder, but for the folder ``lost+found``. Raises OSError."""
+        return self._names_in(self.folder)
+
+    def _names_in(self, folder: int) -> list[str]:
+        names = self.files.names(folder)
+        if LOST_FOUND in names and stat.S_ISDIR(
+            os.stat(LOST_FOUND, dir_fd=folder, follow_symlinks=False).st_mode
+        ):
+            names.remove(LOST_FOUND)
+        return names
+
     def require_tags(self, name: str) -> None:
         """Raise ConfigError if a folder in this one has other names than those of tags. OSError if it is none."""
         try:
@@ -152,7 +171,7 @@ class PrivateFolder:
         ``inside``: the folder's path in this one, for the warning.
         """
         changed: list[tuple[str, int]] = []
-        for name in self.files.names(folder):
+        for name in self._names_in(folder):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
             is_folder = stat.S_ISDIR(mode)
             if not mode & 0o077 or not (is_folder or stat.S_ISREG(mode)):
@@ -289,6 +308,8 @@ class PrivateFolder:
                 self._is_made = True
             descriptor = self.files.open(self.path, flags, None)
         except OSError as error:
+            if error.errno in _FAULTS:
+                raise
             allowed = f"a folder that can be made or opened, and is no symbolic link ({error.strerror})"
             raise ConfigError("folder", self.path, allowed) from None
         self._descriptors.append(descriptor)
@@ -299,7 +320,7 @@ class PrivateFolder:
             )
         if status.st_mode & 0o077:
             raise ConfigError("folder", self.path, "a folder of mode 0700, which no other user can enter")
-        names = set(self.files.names(descriptor))
+        names = set(self._names_in(descriptor))
         if names and LOCK not in names:
             allowed = f"an empty folder, or one of {self._contents.owner}; it has {sorted(names)[0]!r}"
             raise ConfigError("folder", self.path, allowed)
@@ -313,6 +334,8 @@ class PrivateFolder:
         try:
             descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            if error.errno in _FAULTS:
+                raise
             allowed = f"a folder whose file {LOCK!r} can be written ({error.strerror})"
             raise ConfigError("folder", self.path, allowed) from None
         try:

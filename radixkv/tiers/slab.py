@@ -154,7 +154,7 @@ class Slab:
         if folder.is_new or (folder.may_make and not self._fits(folder)):
             self._make(folder)
         elif not self._fits(folder):
-            allowed = "a slab of the size that its folder says; `radixkv disk forget` removes a damaged one"
+            allowed = "a slab of the size that its folder says; `radixkv disk reset` removes a damaged one"
             raise ConfigError("folder", folder.path, allowed)
         self._descriptor = folder.open_file(SLAB, os.O_RDWR)
         self._direct = self._open_direct(folder) if direct else self._descriptor
@@ -225,11 +225,11 @@ class Slab:
         """Make the file. Raises ConfigError if there is no space for it."""
         if SLAB in self._files.names(folder.folder):
             log.warning(
-                "%s: a new slab of %d records of %d bytes replaces one of another size or tier_dtype, or a damaged "
-                "one: all its records are lost",
+                "%s: a new slab of %d records of %d bytes replaces the old one (%s): all its records are lost",
                 folder.path,
                 self.num_slots,
                 self.record_bytes,
+                folder.why_new,
             )
         new = SLAB + ".new"
         with folder.new_file(folder.folder, new) as descriptor:
@@ -289,6 +289,11 @@ class Slab:
 
 
 refuse_copies(Slab, "it holds an open file, and a copy would close it twice. Pass it on")
+
+
+def slots_in(disk_bytes: int, record_bytes: int) -> int:
+    """Return how many records of so many bytes fit in a disk of this size."""
+    return (disk_bytes - 2 * PAGE_BYTES) // (round_up(record_bytes) + HEADER_BYTES)
 
 
 def slot_buffer(record_bytes: int) -> memoryview:

@@ -22,14 +22,15 @@ from radixkv.engines.host_blocks import HostBlocks
 from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.engines.tiered_cache import TieredCache
-from radixkv.errors import ConfigError, TierError
+from radixkv.errors import ConfigError, LeaseError, TierError
 from radixkv.index.tokens import encode
 from radixkv.tiers.files import Files
 from tests.engines.support import model_of, prompt_of, stock
+from tests.engines.test_loading_from_disk import Reads
 from tests.engines.test_lower_tiers import SIZE, ask, evict_all, hits, host_bytes
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
-from tests.waiting import LIMIT_S, eventually, is_set
+from tests.waiting import LIMIT_S, ended, eventually, is_set
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +155,31 @@ def test_what_was_read_and_not_used_is_no_hit(tmp_path: Path, monkeypatch: pytes
         assert ask(engine, PROMPT) == (answer, 0)
         assert blocks_read(engine) > 0 == disk_counts(engine)["hit_blocks"] == hits(engine)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("forget", ["purge", "clear"])
+def test_what_is_forgotten_while_it_comes_is_not_used(tmp_path: Path, forget: str) -> None:
+    answer, reads = filled(tmp_path / "disk"), Reads()
+    with on_disk(tmp_path / "disk", files=FaultyFiles(reads)) as engine, ThreadPoolExecutor(1) as threads:
+        with lower_of(engine).gate:
+            disk = lower_of(engine).disk
+            assert disk is not None and eventually(lambda: disk.debts.is_known("a"))
+        reads.is_armed = True
+        asked = threads.submit(ask, engine, PROMPT)
+        assert eventually(lambda: reads.num_held > 0)
+        forgets = threading.Thread(target=forget_it, args=(engine, forget))
+        forgets.start()
+        assert eventually(lambda: lower_of(engine).mark("a") != 0)
+        reads.open()
+        ended(forgets)
+        if forget == "purge":
+            with pytest.raises(LeaseError):
+                asked.result(LIMIT_S)
+        else:
+            assert asked.result(LIMIT_S) == (answer, 0)
+        assert disk_counts(engine)["hit_blocks"] == hits(engine) == 0
+        assert eventually(lambda: not disk.num_running) and not disk.shared.promotions._held
+        assert lower_of(engine).level.cache.stats().num_sequences == 0
 
 
 def test_tenants_share_nothing_on_disk(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from radixkv.errors import ConfigError, TierError
 from radixkv.tiers import inspection
 from radixkv.tiers.disk_tier import DiskTier
-from radixkv.tiers.folder import TierFolder
+from radixkv.tiers.folder import DamagedMaster, TierFolder
 from radixkv.tiers.private_folder import KEYS
 from tests.tiers.support import (
     ACME,
@@ -184,6 +184,64 @@ def test_a_damaged_master_is_refused_and_never_read_whole(tmp_path: Path, conten
         pass
     (tmp_path / "t" / "master").write_bytes(content)
     refused(tmp_path / "t", "fleet_secret doesn't open")
+
+
+def test_a_damaged_master_is_told_from_another_secret(tmp_path: Path) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    master = tmp_path / "t" / "master"
+    whole = master.read_bytes()
+    for damaged in (flipped(master), whole[:-9], whole + b"x", whole[:40] + bytes(8) + whole[48:]):
+        master.write_bytes(damaged)
+        with (
+            pytest.raises(DamagedMaster, match=r"key file 'master' is damaged.*disk reset"),
+            tier_in(tmp_path / "t"),
+        ):
+            pass
+    master.write_bytes(whole)
+    with pytest.raises(ConfigError) as refused, tier_in(tmp_path / "t", secrets=(NEW,)):
+        pass
+    assert not isinstance(refused.value, DamagedMaster)
+    with tier_in(tmp_path / "t") as tier:
+        assert right_or_missing(tier, ACME, prompt(1)), "a whole copy of it opens the folder"
+
+
+def test_a_master_of_an_earlier_release_is_opened_and_another_secret_may_be_damage(tmp_path: Path) -> None:
+    """It has no checksum."""
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1))
+    master = tmp_path / "t" / "master"
+    master.write_bytes(master.read_bytes()[:-8])
+    with tier_in(tmp_path / "t") as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+    refused(
+        tmp_path / "t", r"fleet_secret doesn't open .*\. If it is that one, .* is damaged", secrets=(NEW,)
+    )
+    with tier_in(tmp_path / "t", secrets=(NEW, SECRET)):
+        pass
+    with tier_in(tmp_path / "t", secrets=(NEW,)) as tier:
+        assert right_or_missing(tier, ACME, prompt(1))
+    assert len(master.read_bytes()) > 108, "the rotation has written a checksum"
+
+
+def test_what_nobody_can_read_any_more_is_removed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tier_in(tmp_path / "t") as tier:
+        assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
+        keys = tier._folder.keys("acme")
+        assert keys is not None
+    damaged = tmp_path / "t" / KEYS / keys.key_id.hex()
+    damaged.write_bytes(flipped(damaged))
+    with pytest.raises(ConfigError), tier_in(tmp_path / "t", secrets=(NEW,)):
+        pass
+    assert damaged.exists(), "a refused opening changes nothing"
+    for said in (1, 0):
+        caplog.clear()
+        with tier_in(tmp_path / "t") as tier:
+            assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
+        assert caplog.text.count("is damaged: the records under that key are lost") == said
+    assert not damaged.exists()
 
 
 # --- purge

@@ -157,6 +157,31 @@ def test_forget_asks_first(folder: Path) -> None:
     assert code == 0 and not (folder / "slab").exists()
 
 
+def test_reset_shows_what_it_deletes_and_asks(folder: Path) -> None:
+    """It needs no whole file, and takes nobody else's."""
+    (folder / "master").write_bytes(b"?")
+    slab_bytes = (folder / "slab").stat().st_size
+    code, said = run("reset", str(folder), answer="n\n")
+    assert code == 1 and (folder / "master").exists() and (folder / "slab").exists()
+    rows = [line.split() for line in said.splitlines() if line.startswith("  ")]
+    assert ["master", "1", "file", "1", "bytes"] in rows
+    assert ["slab", "1", "file", f"{slab_bytes:,}", "bytes"] in rows
+    assert [row[:3] for row in rows if row[0] == "keys/"] == [["keys/", "2", "files"]]
+    code, said = run("reset", str(folder), answer="y\n")
+    assert code == 0 and "deleted 4 files" in said
+    assert run("reset", str(folder), "--yes") == (0, f"{folder} has nothing to delete\n")
+    with tier_in(folder, secrets=(b"another secret of the fleet",)) as tier:
+        assert store(tier, ACME, prompt(1))
+        assert "no other process uses" in refused_reset(folder) and right_or_missing(tier, ACME, prompt(1))
+    (folder / "thesis.tex").touch()
+    assert "it has 'thesis.tex'" in refused_reset(folder) and (folder / "slab").exists()
+    assert "there is none" in refused_reset(folder.with_name("typo"))
+
+
+def refused_reset(folder: Path) -> str:
+    return str(CliRunner().invoke(commands, ["disk", "reset", str(folder), "--yes"]).exception)
+
+
 @pytest.mark.parametrize("command", ["check", "repair", "forget"])
 def test_a_secret_that_others_can_read_is_warned_of(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str

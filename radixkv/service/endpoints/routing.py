@@ -153,7 +153,7 @@ def _health(call: Call[Host], otherwise: Literal["unhealthy", "not_ready"], reas
     told = HealthReply(
         status=status,
         reasons=reasons,
-        warnings=call.host.keys.warnings(),
+        warnings=call.host.warnings(),
         coordination=call.host.coordination(),
     )
     return reply(told, 503 if reasons else 200)

@@ -107,7 +107,7 @@ class HealthReply(ReplyBody):
     reasons: list[str] = Field(description="empty if the status is ok")
     warnings: list[str] = Field(
         description="what an operator should look at, although the process may serve: the keys file is not wholly in "
-        "force"
+        "force, or a disk can't be used"
     )
     coordination: str = Field(
         description="ok, or the problem: unavailable (the store is lost, local work continues), fenced, …"
