@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from radixkv.clock import Clock, monotonic
+from radixkv.config import MAX_BLOCKS
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
 from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered
@@ -22,7 +23,7 @@ from radixkv.errors import CapacityError, ControlError, CoordinationError, Integ
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
-from radixkv.service.fitting import based_blocks, blocks_needed
+from radixkv.service.fitting import Room, based_blocks, blocks_needed
 from radixkv.service.fleet.peers import Fleet
 from radixkv.service.fleet.pins import FleetPins
 from radixkv.service.fleet.placement import Placement
@@ -170,13 +171,23 @@ class Service:
         self.gate.max_concurrent, self.worker.max_queued = limits.max_concurrent, limits.max_queued
 
     def require_fit(
-        self, namespace: Namespace, keys: Sequence[bytes], field: str, num_rows: int = 1, max_tokens: int = 0
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        field: str,
+        num_rows: int = 1,
+        max_tokens: int = 0,
+        *,
+        is_here: bool = True,
     ) -> None:
         """Raise ApiError 400 if prompts with their answers can never fit into the blocks that their tenant can have.
 
         503 if they don't fit with its present share of a quota. ``field``: of the request, which says how much it is.
+        ``is_here``: False if other replicas may serve it, whose pools may be larger.
         """
         room, size = self.quotas.room(namespace.tenant), self.engine.limits.block_size
+        if not is_here:
+            room = Room(room.own, None, MAX_BLOCKS)
         needed = blocks_needed(keys, num_rows, max_tokens, size)
         if needed > room.most and "publish" in self.engine.abilities:
             based = based_blocks(self.cache, namespace, keys)

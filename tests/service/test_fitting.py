@@ -137,7 +137,7 @@ def test_the_longest_answer_that_fits_is_served_and_one_more_token_is_not(
 def test_prefixes_that_can_never_fit(live: Running) -> None:
     put(live, {"max_blocks": MOST})
     ids = list(range(40, 40 + SIZE * (MOST + 1)))
-    for body in ({}, {"wait": False}):
+    for body in ({}, {"wait": False}, {"replicas": "all"}, {"replicas": 1, "wait": False}):
         answer = live.acme.post("/v1/warm", json={"token_ids": ids, **body})
         assert answer.status_code == 400 and "retry-after" not in answer.headers
         error = answer.json()["error"]
@@ -179,6 +179,16 @@ def test_a_share_that_may_grow_is_a_503_before_anything_is_computed() -> None:
     assert found.value.status == 503 and found.value.headers["Retry-After"] == "1"
     room.require(10, SIZE, "max_tokens")
     assert room.most == 10 and room.tokens_left(20, 1, SIZE) == 9 * SIZE - 4 + 1
+
+
+def test_a_guarantee_counts_only_as_far_as_its_share(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(live, {"guaranteed_blocks": 40}, "globex")
+    quotas = live.service.quotas
+    assert quotas.room("acme") == Room(None, None, 24) and quotas.room("globex") == Room(None, None, 64)
+    monkeypatch.setattr(quotas, "_limits", {"globex": 60})
+    monkeypatch.setattr(type(quotas), "granted", lambda self, tenant: 30 if tenant == "globex" else None)
+    monkeypatch.setattr(type(quotas), "limit", lambda self, tenant: self._limits.get(tenant))
+    assert quotas.room("acme") == Room(None, None, 34) and quotas.room("globex") == Room(60, 30, 64)
 
 
 def test_blocks_are_counted_once() -> None:

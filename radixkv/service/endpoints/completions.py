@@ -646,9 +646,11 @@ def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], limits: Engi
         allowed = f"prompt and {most} within {limit} tokens"
         raise refused(most, body.max_tokens, reason, allowed, is_too_long=True)
     keys = [prompt.key for prompt in prompts]
-    if blocks_needed(keys, _width(body), body.max_tokens, limits.block_size) > limits.num_blocks:
+    needed = blocks_needed(keys, _width(body), body.max_tokens, limits.block_size)
+    if needed > limits.num_blocks:
+        reason = f"{needed} blocks are needed, and the cache has {limits.num_blocks}"
         allowed = f"prompts and completions that fit into {limits.num_cache_tokens} tokens"
-        raise refused(most, body.max_tokens, "the completions don't fit into the cache", allowed)
+        raise refused(most, body.max_tokens, reason, allowed)
 
 
 ENDPOINTS = (

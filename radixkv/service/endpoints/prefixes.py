@@ -63,8 +63,8 @@ async def warm(call: Call[Service]) -> Response:
     reading = await call.read(WarmRequest)
     body, prompt = reading.body, reading.prompts[0]
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
-    if body.replicas == "self":
-        service.require_fit(namespace, [prompt.key], "prompt, messages, token_ids")
+    field, is_here = "prompt, messages, token_ids", body.replicas == "self"
+    service.require_fit(namespace, [prompt.key], field, is_here=is_here)
     if body.wait and body.replicas == "self" and key is None:
         with service.warmer.join(namespace, prompt.key, call.owner) as share:
             warmed = await until_disconnect(call.request, share.result())

@@ -71,18 +71,22 @@ class Quotas:
         return None if self.limit(tenant) is None else self._tenant_sync.granted(tenant)
 
     def room(self, tenant: str) -> Room:
-        """Return the blocks that a tenant can have here. Local; O(1), and O(tenants) after a change of settings."""
+        """Return the blocks that a tenant can have here. Local; O(quotas), O(tenants) after a change of settings."""
         ring = self._ring()
         own = ring.settings.get(tenant)
-        guaranteed = 0 if own is None else own.guaranteed_blocks
         if own is not None and own.mode == "strict":
-            return Room(guaranteed, self.granted(tenant), self._num_blocks)
+            return Room(own.guaranteed_blocks, self.granted(tenant), self._num_blocks)
         known, total = self._guaranteed
         if known is not ring:
             total = sum(each.guaranteed_blocks for each in ring.settings.values())
             self._guaranteed = ring, total
+        others = total - (0 if own is None else own.guaranteed_blocks)
+        for name in [*self._limits]:  # a share may be less than the guarantee
+            each, granted = ring.settings.get(name), self.granted(name)
+            if each is not None and granted is not None and name != tenant:
+                others -= max(each.guaranteed_blocks - granted, 0)
         limits = [each for each in (None if own is None else own.max_blocks, self.limit(tenant)) if each]
-        return Room(min(limits, default=None), self.granted(tenant), self._num_blocks - total + guaranteed)
+        return Room(min(limits, default=None), self.granted(tenant), self._num_blocks - others)
 
     def step(self) -> None:
         """Write limits that were set here, and update all shares.
