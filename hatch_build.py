@@ -149,6 +149,7 @@ def _compile(build: Any, folder: Path) -> str | None:
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
     sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
     read = [_dotted(f"{_path(build.package)}/{module}") for module in build.read]
+    before = _kept(build)
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
         done = subprocess.run(
@@ -162,7 +163,8 @@ def _compile(build: Any, folder: Path) -> str | None:
         if done.returncode:
             return done.stdout.strip() or f"mypyc ended with {done.returncode}"
         made = Path(scratch, "lib", _path(build.package))
-        _keep(build, made)
+        if _kept(build) == before:  # nobody edited a source meanwhile
+            _keep(build, made)
         _replace(made, folder)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ class Planned(NamedTuple):
     package: str = "radixkv.planned"
     compiled: tuple[str, ...] = ("source",)
     read: tuple[str, ...] = ()
+
+    def library_name(self, package: Path) -> str:
+        return "library__mypyc"
 
 
 @pytest.fixture
@@ -51,6 +55,28 @@ def test_an_edit_finds_nothing(planned: Planned, tmp_path: Path) -> None:
     hatch_build._keep(planned, made_in(tmp_path / "lib"))
     (tmp_path / "radixkv" / "planned" / "source.py").write_text("x = 2\n")
     assert not hatch_build._fetch(planned, tmp_path / "place")
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_what_was_edited_while_it_was_compiled_is_not_kept(
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: bool
+) -> None:
+    run = subprocess.run
+
+    def compiling(command: list[str], **options: Any) -> Any:
+        if "--in-process" not in command:
+            return run(command, **options)
+        made = Path(command[3], "lib", "radixkv", "planned")
+        made.mkdir(parents=True)
+        (made / LIBRARY).write_text("compiled")
+        if edited:
+            (tmp_path / "radixkv" / "planned" / "source.py").write_text("x = 3\n")
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(hatch_build.subprocess, "run", compiling)
+    assert hatch_build._compile(planned, tmp_path / "place") is None
+    assert (tmp_path / "place" / LIBRARY).read_text() == "compiled"
+    assert hatch_build._fetch(planned, tmp_path / "another") is not edited
 
 
 @pytest.mark.parametrize("variable", ["CC", "CFLAGS", "MYPYC_OPT_LEVEL"])
