@@ -54,12 +54,16 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A resident prefix: ``num_tokens`` of it, of which ``num_cached`` were resident before, or below (``loaded``)."""
+    """A resident prefix: ``num_tokens`` of it, of which ``num_cached`` were resident before, or below (``loaded``).
+
+    ``has_run``: whether the engine ran for it; otherwise all of it was resident.
+    """
 
     num_tokens: int
     num_cached: int
     num_blocks: int
     loaded: Loaded | None = None
+    has_run: bool = False
 
     @property
     def num_computed(self) -> int:
@@ -157,7 +161,7 @@ class Share:
         warmed = warmed or Warmed(0, 0, 0)
         is_first = self.warming.shares[:1] == [self] and self.warming.pay()
         cached = warmed.num_cached if is_first else warmed.num_tokens
-        if cached and cached == warmed.num_tokens:  # the engine computed nothing for this request
+        if cached and not (is_first and warmed.has_run):
             self.owner.count_reads(cached)
         usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
         usage = usage.loaded(warmed.loaded) if is_first else usage
@@ -266,10 +270,11 @@ class Warmer:
         cache = self._engine.cache
         cache.endings.require_current(namespace, warming.first.as_of)
         match = cache.match(namespace, prompt_key)
+        has_run = match.num_tokens < num_tokens
         num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         loaded: Loaded | None = None
-        if match.num_tokens < num_tokens:
+        if has_run:
             try:
                 computed = self._engine.prefill(
                     namespace,
@@ -289,7 +294,8 @@ class Warmer:
         warming.num_ready = num_tokens
         if self._recorder is not None:
             self._recorder.record(namespace, prompt_key, (), monotonic() - began_at, _HINTS)
-        return Warmed(num_tokens, num_cached, num_tokens // self._engine.limits.block_size, loaded)
+        num_blocks = num_tokens // self._engine.limits.block_size
+        return Warmed(num_tokens, num_cached, num_blocks, loaded, has_run)
 
 
 def _bill_abandoned(warming: Warming, future: Future[Warmed]) -> None:

@@ -457,8 +457,7 @@ async def finished(work: Work[T]) -> T:
             raise Cancelled
         return waiting.result()
     finally:
-        if not waiting.done():
-            _detach(waiting)
+        _detach(waiting)  # the wait may be cancelled just when the work ends
 
 
 def _detach(waiting: asyncio.Future[Any]) -> None:

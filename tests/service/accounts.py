@@ -6,19 +6,27 @@ import re
 from collections import Counter
 from typing import Any
 
-from tests.service.running import Running
+from tests.service.running import Running, requested
 from tests.waiting import eventually
 
 _SAMPLE = re.compile(r'radixkv_completion_tokens_total\{kind="(\w+)",tenant="([^"]+)"\} (\d+)')
 
 
+ROUNDS = 10
+"""Later connections that are answered before what came on earlier ones has surely been read."""
+
+
 def is_idle(live: Running) -> bool:
-    """Whether nothing waits or runs."""
-    return live.service.worker.num_unfinished == 0 and live.service.warmer.num_under_way == 0
+    """Whether nothing waits or runs, also of what was ended and isn't settled yet."""
+    service = live.service
+    is_answering = service.drain._tasks or service.warmer._under_way
+    return not is_answering and service.worker.num_unfinished == 0
 
 
 def settled(live: Running) -> None:
-    """Wait until all that was asked has ended."""
+    """Wait until all that was asked has ended, also what came on connections that were closed at once."""
+    for _ in range(ROUNDS):
+        assert requested("GET", f"{live.url}/healthz").status_code == 200
     eventually(lambda: is_idle(live), "nothing waits or runs")
     eventually(lambda: live.service.cache.stats().num_sequences == 0, "no sequence is open")
 

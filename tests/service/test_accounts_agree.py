@@ -254,11 +254,11 @@ class Requests:
         """Note what an answer says of its tokens, by the request's id."""
         is_stream, status = "event-stream" in answer.headers.get("content-type", ""), str(answer.status_code)
         if is_stream:
-            *_, last, end = [line for line in answer.text.splitlines() if line.startswith("data: ")]
-            if end != "data: [DONE]":
-                self.saw(f"{path} {json.loads(end[6:])['error']['code']}")
+            events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+            if events[-1:] != ["[DONE]"]:
+                self.saw(f"{path} {json.loads(events[-1])['error']['code'] if events else 'cut off'}")
                 return
-            usage = json.loads(last[6:])["usage"]
+            usage = json.loads(events[-2])["usage"]
         elif answer.status_code not in (200, 201, 202):
             body = answer.json()
             error = body["error"]
