@@ -24,6 +24,7 @@ import asyncio
 import logging
 import re
 import socket
+import struct
 import threading
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
@@ -371,6 +372,7 @@ class Connection(HttpToolsProtocol):
         if (is_own and not self.transport.is_closing()) or left <= self._unread_bytes - UNREAD_BYTES:
             self._await_reader()
         else:
+            _drop_unsent(self.transport.get_extra_info("socket"))
             self.transport.abort()
 
     def _stop_watching(self) -> None:
@@ -396,6 +398,12 @@ def _bound_unsent(connection: socket.socket | None) -> None:
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if connection is not None and option is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNREAD_BYTES)
+
+
+def _drop_unsent(connection: socket.socket | None) -> None:
+    """Let the kernel drop what the client hasn't read, when the connection is closed, and not keep it for minutes."""
+    if connection is not None and connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 class Noise(logging.Filter):
