@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -58,6 +57,8 @@ SECURITY_HEADERS = {
 }
 
 
+_SECURITY = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
+_ONLY_HTTPS = (b"strict-transport-security", b"max-age=31536000")
 _CONTENTS = "/v1/cachedContents"
 _GEMINI_METHODS = (":generateContent", ":streamGenerateContent")
 
@@ -171,11 +172,10 @@ class SecurityHeaders:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
-                if scope["scheme"] == "https":
-                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+                given = list(message["headers"])
+                names = {name.lower() for name, _ in given}
+                added = _SECURITY if scope["scheme"] != "https" else (*_SECURITY, _ONLY_HTTPS)
+                message["headers"] = given + [each for each in added if each[0] not in names]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
