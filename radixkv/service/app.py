@@ -45,7 +45,6 @@ from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
 from radixkv.service.prompts import PromptRules
-from radixkv.service.static import StaticContent
 
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
@@ -224,13 +223,12 @@ def _route(host: H, endpoint: Endpoint[H]) -> Route:
 
 
 def _openapi(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> Endpoint[H]:
-    rendered: list[StaticContent] = []
+    rendered: list[bytes] = []
 
     async def openapi(call: Call[H]) -> Response:
         """Return this document: OpenAPI 3.1."""
-        return await rendered[0].answer(call)
+        return Response(rendered[0], media_type="application/json")
 
     endpoint = Endpoint("GET", "/openapi.json", openapi, "Get this document", "anyone", {200: dict})
-    content = bytes(Json(document([*endpoints, endpoint], version, rules)).body)
-    rendered.append(StaticContent(content, "application/json"))
+    rendered.append(bytes(Json(document([*endpoints, endpoint], version, rules)).body))
     return endpoint

@@ -119,6 +119,18 @@ def num_billed(live: Running) -> int:
     return sum(int(each["requests"]) for each in rows)
 
 
+def test_a_job_that_a_purge_dropped_is_ended_not_unknown(
+    live: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def result(tenant: str, job: str) -> None:
+        live.service.cache.purge(tenant)
+        raise not_found("job")
+
+    monkeypatch.setattr(live.service.warm_jobs, "result", result)
+    answer = live.acme.post("/v1/warm", json={"token_ids": ids(1), "replicas": "all"})
+    assert answer.status_code == 409, answer.text
+
+
 @pytest.mark.parametrize("end", [purge, clear, made_again])
 def test_what_waits_for_the_model_is_ended(live: Running, end: Ending) -> None:
     kinds, billed = [*REQUESTS], num_billed(live)

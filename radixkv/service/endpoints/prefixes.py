@@ -19,7 +19,7 @@ from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.fleet.warm_jobs import Order
-from radixkv.service.problems import invalid, not_found, other_weights, store_unavailable
+from radixkv.service.problems import ApiError, invalid, not_found, other_weights, store_unavailable
 from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
@@ -73,7 +73,11 @@ async def warm(call: Call[Service]) -> Response:
     job = await service.warm_jobs.start(order)
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
-    result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
+    try:
+        result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
+    except ApiError:
+        call.owner.require()  # a removal also drops the job, perhaps before its result was first looked for
+        raise
     return reply(result.model_copy(update={"seconds": round(service.clock() - call.started_at, 6)}))
 
 
