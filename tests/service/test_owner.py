@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from radixkv import audit
+from radixkv.service.problems import not_found
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import eventually
 
