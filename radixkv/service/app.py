@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,7 +45,6 @@ from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
 from radixkv.service.prompts import PromptRules
-from radixkv.service.static import StaticContent
 
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
@@ -58,6 +56,8 @@ SECURITY_HEADERS = {
 }
 
 
+_SECURITY = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
+_ONLY_HTTPS = (b"strict-transport-security", b"max-age=31536000")
 _CONTENTS = "/v1/cachedContents"
 _GEMINI_METHODS = (":generateContent", ":streamGenerateContent")
 
@@ -171,11 +171,10 @@ class SecurityHeaders:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
-                if scope["scheme"] == "https":
-                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+                given = list(message["headers"])
+                names = {name.lower() for name, _ in given}
+                added = _SECURITY if scope["scheme"] != "https" else (*_SECURITY, _ONLY_HTTPS)
+                message["headers"] = given + [each for each in added if each[0] not in names]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
@@ -224,13 +223,12 @@ def _route(host: H, endpoint: Endpoint[H]) -> Route:
 
 
 def _openapi(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> Endpoint[H]:
-    rendered: list[StaticContent] = []
+    rendered: list[bytes] = []
 
     async def openapi(call: Call[H]) -> Response:
         """Return this document: OpenAPI 3.1."""
-        return await rendered[0].answer(call)
+        return Response(rendered[0], media_type="application/json")
 
     endpoint = Endpoint("GET", "/openapi.json", openapi, "Get this document", "anyone", {200: dict})
-    content = bytes(Json(document([*endpoints, endpoint], version, rules)).body)
-    rendered.append(StaticContent(content, "application/json"))
+    rendered.append(bytes(Json(document([*endpoints, endpoint], version, rules)).body))
     return endpoint

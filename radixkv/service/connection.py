@@ -24,11 +24,13 @@ import asyncio
 import logging
 import re
 import socket
+import struct
 import threading
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from radixkv.clock import Clock, monotonic
@@ -53,17 +55,36 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _TARGET = re.compile(rb"[\x21-\x7e]+")
 
 
+class Flow(FlowControl):
+    """Pauses reading and writing. While many bytes wait to be parsed, no more are read."""
+
+    def __init__(self, transport: asyncio.Transport, held: bytearray) -> None:
+        super().__init__(transport)
+        self._held = held
+
+    def resume_reading(self) -> None:
+        """Read on, unless enough waits."""
+        if len(self._held) <= _MOST_HELD:
+            super().resume_reading()
+
+
 class Cycle(RequestResponseCycle):
     """One request and its answer. A client that is gone ends its answer at once."""
 
     is_stream = False
     """Whether the answer is a stream of events."""
+    _ends_by_closing = False
+    """Whether the end of the connection is the end of the answer: HTTP/1.0 has no chunks."""
 
     async def send(self, message: ASGISendEvent) -> None:
         """Send a part of the answer, unless the client is gone."""
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
             self.is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            if self.scope["http_version"] == "1.0" and not _states_length(message):
+                self._ends_by_closing, self.chunked_encoding = True, False
+        elif self._ends_by_closing and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
         while self.flow.write_paused and not self.disconnected and not self.transport.is_closing():
             await self.flow.drain()
         if self.transport.is_closing():  # asyncio logs each write to a connection that is lost
@@ -115,6 +136,7 @@ class Connection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=UNREAD_BYTES)
         _bound_unsent(transport.get_extra_info("socket"))
         self._held = bytearray()
+        self.flow = Flow(transport, self._held)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
@@ -160,6 +182,8 @@ class Connection(HttpToolsProtocol):
             if self._held and not self._is_first and not self.turns.may_read():
                 self._wait_to_parse()
                 break
+        if self.flow.read_paused and (self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT):
+            self.flow.resume_reading()
         if self._is_answering:
             self._stop_waiting()
         else:
@@ -348,12 +372,20 @@ class Connection(HttpToolsProtocol):
         if (is_own and not self.transport.is_closing()) or left <= self._unread_bytes - UNREAD_BYTES:
             self._await_reader()
         else:
+            _drop_unsent(self.transport.get_extra_info("socket"))
             self.transport.abort()
 
     def _stop_watching(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+
+def _states_length(message: ASGISendEvent) -> bool:
+    """Whether the beginning of an answer says where it ends, or has no body."""
+    assert message["type"] == "http.response.start"
+    names = {name.lower() for name, _ in message.get("headers", ())}
+    return b"content-length" in names or message["status"] in (204, 304)
 
 
 def _may_be_head(held: bytearray) -> bool:
@@ -366,6 +398,12 @@ def _bound_unsent(connection: socket.socket | None) -> None:
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if connection is not None and option is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNREAD_BYTES)
+
+
+def _drop_unsent(connection: socket.socket | None) -> None:
+    """Let the kernel drop what the client hasn't read, when the connection is closed, and not keep it for minutes."""
+    if connection is not None and connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 class Noise(logging.Filter):

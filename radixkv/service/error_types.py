@@ -182,8 +182,10 @@ _LISTED = (
     ErrorType(
         "rate_limited",
         (429,),
-        "The tenant sends more requests a second than its limit allows.",
-        "Wait for the seconds in Retry-After. The operator can raise `requests_per_s` and `burst`.",
+        "The tenant sends more requests a second than its limit allows, or they use more of the event loop's time than "
+        "one tenant's may.",
+        "Wait for the seconds in Retry-After. `allowed` names the limit. The operator can raise `requests_per_s` and "
+        "`burst`, or add replicas.",
         {"message": "too many requests; try again later", "allowed": "1000 requests a second, 2000 at once"},
     ),
     ErrorType(

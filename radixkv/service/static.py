@@ -1,4 +1,4 @@
-"""Answers that never change while the process runs: pages, scripts, the OpenAPI document.
+"""Answers that never change while the process runs: pages, and their scripts and stylesheets.
 
 Each has a strong ETag, and exists twice: as it is, and compressed once with gzip, in a thread, when it is first asked
 for. A client that has it gets 304. Long ones are sent in pieces, each in the request's turn, so a client that doesn't

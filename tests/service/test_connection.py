@@ -303,6 +303,53 @@ def test_a_pipelined_request_is_parsed_after_the_answer_to_the_one_before() -> N
     asyncio.run(test())
 
 
+def test_pipelined_requests_are_not_read_faster_than_they_are_answered() -> None:
+    async def test() -> None:
+        all_of_them = Connections()
+        made, transport = all_of_them.connected()
+        piece, most = b"".join(asked("/") for _ in range(2_000)), 0
+        for _ in range(400):
+            if not transport.is_paused:
+                made.data_received(piece)
+            await turn()
+            if made.cycle is not None:  # the application listens for the end of the connection
+                made.flow.resume_reading()
+            most = max(most, len(made._held))
+        assert len(all_of_them.paths) > 100 and most < 3 * len(piece), most
+
+    asyncio.run(test())
+
+
+def test_reading_goes_on_when_the_bytes_were_parsed() -> None:
+    async def test() -> None:
+        all_of_them = Connections()
+        all_of_them.may.clear()
+        made, transport = all_of_them.connected()
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"
+        made.data_received(head + b"x" * 150_000)
+        assert transport.is_paused
+        await turn(100)
+        assert made.cycle is not None and len(made.cycle.body) == 150_000
+        assert transport.is_paused, "the application has enough"
+        made.cycle.body.clear()
+        made.flow.resume_reading()
+        made.data_received(b"x" * 50_000)
+        await turn(20)
+        assert not made.cycle.more_body
+        made.connection_lost(None)
+
+    asyncio.run(test())
+
+
+def test_an_answer_of_unknown_length_ends_by_closing_for_http_1_0(live: Running) -> None:
+    content = json.dumps({"prompt": "Hello", "max_tokens": 3, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\n" + ACME + b"content-length: %d\r\n\r\n" % len(content)
+    answer = raw(live, head + content)
+    fields, _, body = answer.partition(b"\r\n\r\n")
+    assert statuses(answer) == [200] and b"transfer-encoding" not in fields.lower()
+    assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_body_of_tiny_chunks_is_parsed_in_slices() -> None:
     async def test() -> None:
         all_of_them = Connections()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import select
 import socket
 import struct
 from html.parser import HTMLParser
@@ -14,10 +15,11 @@ import pytest
 
 import radixkv.errors
 from radixkv.errors import RadixKVError
+from radixkv.service import connection
 from radixkv.service.error_types import DOCS_PATH, ERROR_TYPES, docs_url, error_classes
 from radixkv.service.static import accepts_gzip
 from tests.service.running import Running
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, eventually
 
 SERVICE = Path(radixkv.errors.__file__).parent / "service"
 PAGES = ("/docs", "/docs/errors")
@@ -82,7 +84,7 @@ def test_assets_are_sent_whole_and_may_be_cached(live: Running) -> None:
     assert live.nobody.head("/docs/assets/docs.css").status_code == 200
 
 
-@pytest.mark.parametrize("path", [*PAGES, BUNDLE, "/docs/assets/errors.css", "/openapi.json"])
+@pytest.mark.parametrize("path", [*PAGES, BUNDLE, "/docs/assets/errors.css"])
 def test_what_never_changes_is_sent_compressed_and_once(live: Running, path: str) -> None:
     plain = live.nobody.get(path, headers={"accept-encoding": "identity, gzip;q=0"})
     packed = live.nobody.get(path, headers={"accept-encoding": "br, gzip;q=0.5"})
@@ -122,6 +124,18 @@ def test_a_download_that_the_client_ends_early_logs_at_most_one_line(
                     how_much -= len(client.recv(how_much))
     assert live.nobody.get(BUNDLE).status_code == 200
     assert len(caplog.records) <= 1, [each.getMessage() for each in caplog.records]
+
+
+def test_an_unread_download_ends_its_connection(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "UNREAD_S", 0.05)
+    place = urlsplit(live.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.connect((place.hostname, place.port))
+        client.sendall(f"GET {BUNDLE} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        ended = select.poll()
+        ended.register(client, select.POLLHUP)
+        eventually(lambda: ended.poll(0), "the server ends the connection")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from radixkv import audit
+from radixkv.service.problems import not_found
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
@@ -117,6 +118,18 @@ def status(answer: httpx.Response) -> int:
 def num_billed(live: Running) -> int:
     rows = live.operator.get("/v1/usage", params={"tenant": "acme"}).json()["rows"]
     return sum(int(each["requests"]) for each in rows)
+
+
+def test_a_job_that_a_purge_dropped_is_ended_not_unknown(
+    live: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def result(tenant: str, job: str) -> None:
+        live.service.cache.purge(tenant)
+        raise not_found("job")
+
+    monkeypatch.setattr(live.service.warm_jobs, "result", result)
+    answer = live.acme.post("/v1/warm", json={"token_ids": ids(1), "replicas": "all"})
+    assert answer.status_code == 409, answer.text
 
 
 @pytest.mark.parametrize("end", [purge, clear, made_again])
