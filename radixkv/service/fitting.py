@@ -25,7 +25,8 @@ class Room(NamedTuple):
     """Blocks that a tenant can have on this replica.
 
     - ``own``: by its own settings; None: no limit.
-    - ``share``: of a quota over the fleet, now. It changes as replicas come and go.
+    - ``share``: of a quota over the fleet, now. It changes as replicas come and go. None: there is no quota, or its
+      share isn't known yet.
     - ``pool``: those of the pool that aren't guaranteed to others.
     """
 

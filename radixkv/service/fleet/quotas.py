@@ -73,9 +73,12 @@ class Quotas:
     def room(self, tenant: str) -> Room:
         """Return the blocks that a tenant can have here. Local; O(quotas), O(tenants) after a change of settings."""
         ring = self._ring()
-        own = ring.settings.get(tenant)
+        own, share = (
+            ring.settings.get(tenant),
+            self.granted(tenant) or None,
+        )  # with none, its requests wait for one
         if own is not None and own.mode == "strict":
-            return Room(own.guaranteed_blocks, self.granted(tenant), self._num_blocks)
+            return Room(own.guaranteed_blocks, share, self._num_blocks)
         known, total = self._guaranteed
         if known is not ring:
             total = sum(each.guaranteed_blocks for each in ring.settings.values())
@@ -86,7 +89,7 @@ class Quotas:
             if each is not None and granted is not None and name != tenant:
                 others -= max(each.guaranteed_blocks - granted, 0)
         limits = [each for each in (None if own is None else own.max_blocks, self.limit(tenant)) if each]
-        return Room(min(limits, default=None), self.granted(tenant), self._num_blocks - others)
+        return Room(min(limits, default=None), share, self._num_blocks - others)
 
     def step(self) -> None:
         """Write limits that were set here, and update all shares.
