@@ -25,7 +25,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -142,8 +142,10 @@ async def _client(address: tuple[str, int], attack: Attack, number: int, seen: S
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         with suppress(OSError):
-            await loop.create_connection(partial(_Flood, attack.requests[0], seen, over), *address)
-            await over
+            made = partial(_Flood, attack.requests[0], seen, over)
+            transport, _ = await loop.create_connection(made, *address)
+            with closing(transport):
+                await over
         await asyncio.sleep(_PAUSE_S)
     while True:
         request = attack.requests[number % len(attack.requests)]

@@ -63,7 +63,7 @@ from radixkv.engines.tier_settings import (
 from radixkv.engines.unusable_disk import UnusableDisk
 from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
-from radixkv.index.load_target import commit_loaded
+from radixkv.index.sequence import commit_loaded
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from radixkv.config import Namespace, Tenant
-    from radixkv.index.sequence import Sequence
     from radixkv.index.state import CacheState
     from radixkv.storage.plan import BlockIds
 
@@ -93,7 +92,7 @@ class LoadTarget:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, state)
                 raise
-            _count_loaded(state, num_tokens - before)
+            count_loaded(state, num_tokens - before)
         return True
 
     def keep(self) -> None:
@@ -104,16 +103,7 @@ class LoadTarget:
 refuse_copies(LoadTarget, "it writes into the blocks of one sequence. Pass it on")
 
 
-def commit_loaded(sequence: Sequence, num_tokens: int) -> None:
-    """Commit tokens of a sequence that an engine brought back from below. Takes the lock."""
-    state = sequence._state
-    before = state._num_committed
-    sequence.commit(num_tokens)
-    with sequence._cache._lock:
-        _count_loaded(state, num_tokens - before)
-
-
-def _count_loaded(state: SequenceState, num_tokens: int) -> None:
+def count_loaded(state: SequenceState, num_tokens: int) -> None:
     """Count tokens as found that were missed when the sequence was opened."""
     tenant = state._tree.tenant
     found = min(num_tokens, tenant.missed_tokens)  # its counts may have been forgotten since

@@ -101,7 +101,7 @@ class Service:
         self.left_undone: TierError | None = None
         """What ``close`` couldn't do."""
         self._sample_at = 0.0
-        self.warmer = Warmer(engine, self.worker, self.meter, recorder)
+        self.warmer = Warmer(engine, self.worker, self.meter, self.threads, recorder)
         self.promises = Promises(engine, clock, lambda tenant: self.quotas.room(tenant).most)
         self.tenant_sync = tenant_sync
         self.router = Router(LocalSource(fleet.coordinator, self._resident, self._prefetch))

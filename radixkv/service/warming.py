@@ -32,6 +32,7 @@ from radixkv.service.fitting import of_quota
 from radixkv.service.metering import Meter
 from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
+from radixkv.service.threads import Threads
 from radixkv.service.usage import Promise, RequestUsage, usage_of, usage_so_far
 from radixkv.service.worker import ModelWorker, Work, finished
 
@@ -134,8 +135,16 @@ class Warming:
 class Share:
     """What one request has of a warming. It is billed once, to its owner, as a request of ``kind``."""
 
-    def __init__(self, warming: Warming, meter: Meter, owner: Owner, kind: WarmKind) -> None:
-        self.warming, self.owner, self._meter, self._kind = warming, owner, meter, kind
+    def __init__(
+        self, warming: Warming, meter: Meter, threads: Threads, owner: Owner, kind: WarmKind
+    ) -> None:
+        self.warming, self.owner, self._meter, self._threads, self._kind = (
+            warming,
+            owner,
+            meter,
+            threads,
+            kind,
+        )
 
     async def result(self) -> Warmed:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
@@ -161,11 +170,18 @@ class Share:
         warmed = warmed or Warmed(0, 0, 0)
         is_first = self.warming.shares[:1] == [self] and self.warming.pay()
         cached = warmed.num_cached if is_first else warmed.num_tokens
-        if cached and not (is_first and warmed.has_run):
-            self.owner.count_reads(cached)
         usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
         usage = usage.loaded(warmed.loaded) if is_first else usage
-        await self._meter.settled(self.bill(usage))
+        if cached and not (is_first and warmed.has_run):
+
+            def bill() -> Written | None:
+                self.owner.count_reads(cached)
+                return self.bill(usage)
+
+            written = await self._threads.ask_cache(self.owner.tenant, bill)
+        else:
+            written = self.bill(usage)
+        await self._meter.settled(written)
         return usage
 
     def bill(self, usage: RequestUsage) -> Written | None:
@@ -186,9 +202,15 @@ class Warmer:
     """The table of prefixes in progress. To be used from the event loop's thread."""
 
     def __init__(
-        self, engine: Engine, worker: ModelWorker, meter: Meter, recorder: Recorder | None = None
+        self,
+        engine: Engine,
+        worker: ModelWorker,
+        meter: Meter,
+        threads: Threads,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._engine, self._worker, self._meter, self._recorder = engine, worker, meter, recorder
+        self._engine, self._worker, self._meter, self._threads = engine, worker, meter, threads
+        self._recorder = recorder
         self._under_way: dict[_Key, Warming] = {}
 
     @property
@@ -223,7 +245,7 @@ class Warmer:
             warming = self._begin(namespace, prompt_key, owner, is_job)
         if warming.work is not None and not is_job:
             warming.work.hurry()
-        share = Share(warming, self._meter, owner, kind)
+        share = Share(warming, self._meter, self._threads, owner, kind)
         warming.shares.append(share)
         if warming.num_shares == 1 and warming.work is not None:
             warming.work.future.add_done_callback(lambda future: _bill_abandoned(warming, future))

@@ -51,11 +51,12 @@ class Refused(Exception):
 class TooLong(Exception):
     """The template took too much time, memory or text."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            f"the chat template needs more than {RENDER_S:g} s, {MAX_RENDERED_CHARS:,} characters or "
-            f"{MAX_MEMORY_BYTES >> 20} MiB"
-        )
+
+def _too_long() -> TooLong:
+    return TooLong(
+        f"the chat template needs more than {RENDER_S:g} s, {MAX_RENDERED_CHARS:,} characters or "
+        f"{MAX_MEMORY_BYTES >> 20} MiB"
+    )
 
 
 class _Process:
@@ -81,7 +82,7 @@ class _Process:
                 raise
             if found is None:
                 self._stop()
-                raise TooLong
+                raise _too_long()
             return found
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     if "refused" in answer:
         raise Refused(answer["refused"])
     if "text" not in answer:
-        raise TooLong
+        raise _too_long()
     text: str = answer["text"]
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -103,13 +104,13 @@ def test_a_flood_sends_its_request_again_with_each_answer() -> None:
         done = asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while len(asked) < 9:
-                asked.append(await reader.readuntil(b"\r\n\r\n"))
-                for at, byte in enumerate(answers[len(asked) % 2]):
-                    writer.write(bytes([byte]))
-                    await asyncio.sleep(0 if at % 10 else 0.001)
-            done.set()
-            writer.close()
+            with closing(writer):
+                while len(asked) < 9:
+                    asked.append(await reader.readuntil(b"\r\n\r\n"))
+                    for at, byte in enumerate(answers[len(asked) % 2]):
+                        writer.write(bytes([byte]))
+                        await asyncio.sleep(0 if at % 10 else 0.001)
+                done.set()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         address = server.sockets[0].getsockname()[:2]

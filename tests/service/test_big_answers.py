@@ -9,6 +9,7 @@ import pytest
 
 from radixkv.engines import Generation
 from radixkv.service.endpoints import completions
+from radixkv.service.fitting import Room
 from radixkv.service.problems import Json, LongJson
 from tests.service.running import Running
 
@@ -36,6 +37,7 @@ def test_a_big_answer_does_not_block_the_event_loop(
 
     monkeypatch.setattr(live.service.engine, "generate", generate)
     monkeypatch.setattr(completions, "_check_room", lambda *_: None)
+    monkeypatch.setattr(Room, "require", lambda *_: None)
     body = {"prompt": "one", "n": NUM_ROWS, "max_tokens": NUM_TOKENS, "temperature": 1.0, "salt": salt}
     made_on_loop: list[bool] = []
 

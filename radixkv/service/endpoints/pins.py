@@ -46,11 +46,13 @@ async def pin(call: Call[Service]) -> Response:
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
-        hold = service.promises.hold
-        found = await service.threads.ask_cache(
-            call.tenant, hold, OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of
-        )
-        call.owner.count_reads(found.num_tokens)
+
+        def hold() -> Pin:
+            found = service.promises.hold(OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of)
+            call.owner.count_reads(found.num_tokens)
+            return found
+
+        found = await service.threads.ask_cache(call.tenant, hold)
         bill = service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
         await service.meter.settled(bill)
         return reply(_shown(found), 201)
