@@ -92,7 +92,7 @@ class LoadTarget:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, state)
                 raise
-            count_loaded(state, num_tokens - before)
+            count_loaded(state, before)
         return True
 
     def keep(self) -> None:
@@ -103,12 +103,14 @@ class LoadTarget:
 refuse_copies(LoadTarget, "it writes into the blocks of one sequence. Pass it on")
 
 
-def count_loaded(state: SequenceState, num_tokens: int) -> None:
-    """Count tokens as found that were missed when the sequence was opened."""
-    tenant = state._tree.tenant
-    found = min(num_tokens, tenant.missed_tokens)  # its counts may have been forgotten since
-    tenant.hit_tokens += found
-    tenant.missed_tokens -= found
+def count_loaded(state: SequenceState, before: int) -> None:
+    """Count what a load has committed behind ``before`` as found. Its opening counted it as missed.
+
+    Only tokens of the prompt, and once. A later ``recount`` replaces it, as it does the rest of the opening's counts.
+    """
+    _, num_requests, hit, missed = state._counted
+    found = min(max(min(state._num_committed, hit + missed) - before, 0), missed)
+    state._counted = state._tree.tenant.recount(state._counted, num_requests, hit + found, missed - found)
 
 
 def _first_own(cache: CacheState, state: SequenceState) -> int:

@@ -488,4 +488,4 @@ def commit_loaded(sequence: Sequence, num_tokens: int) -> None:
     before = state._num_committed
     sequence.commit(num_tokens)
     with sequence._cache._lock:
-        count_loaded(state, num_tokens - before)
+        count_loaded(state, before)

@@ -2,7 +2,7 @@
 
 What was evicted comes back by ``Sequence.loading``: requests poll it, claim from it, cancel it or ignore it, while
 others fork, commit, evict, clear and purge. What comes must have been committed before, in that namespace, since it was
-last cleared or purged. Every block is read bit for bit after each step.
+last cleared or purged. It counts as found, if it is of the prompt. Every block is read bit for bit after each step.
 """
 
 from __future__ import annotations
@@ -110,5 +110,8 @@ class LoadingMachine(CacheMachine):
         if stop > run.num_committed:
             lie = self.oracle.served_lie(run.namespace, run.ids, stop)
             expect(lie is None, f"loaded: {lie}")
+            found = min(len(range(run.num_committed, min(stop, run.num_asked))), run.num_missed)
+            run.num_missed -= found
+            self.counts[run.namespace.tenant].update(hit=found, missed=-found)
             run.num_committed, run.num_computed = stop, max(run.num_computed, stop)
             run.pass_to(stop)

@@ -133,8 +133,9 @@ class CacheMachine(StepsAhead):
         self.runs.append(run)
         if owner is not None:
             run.ahead, run.num_computed = owner.leaned_to(stop), min(owner.num_computed, stop)
-        missed = len(ids) - cached if looks else 0
-        self.counts[namespace.tenant].update(requests=1, hit=cached, missed=missed)
+        if looks:
+            run.num_asked, run.num_missed = len(ids), len(ids) - cached
+        self.counts[namespace.tenant].update(requests=1, hit=cached, missed=run.num_missed)
         expect(
             sequence.num_cached_tokens == cached,
             f"{sequence.num_cached_tokens} cached, {cached} were matched",

@@ -95,6 +95,10 @@ class Mirror:
     """What running steps compute, in order."""
     offered_at: int | None = None
     """A number that says when it began to offer what it computes; None if it doesn't."""
+    num_asked: int = 0
+    """Tokens of the prompt that its opening counted."""
+    num_missed: int = 0
+    """Those that count as missed."""
 
     @property
     def num_tokens(self) -> int:
