@@ -324,8 +324,9 @@ def _bill_abandoned(warming: Warming, future: Future[Warmed]) -> None:
     """Bill what was computed if no request is left to do it, or if it ended in an error."""
     if future.cancelled():
         return  # it never began
-    share = warming.shares[0] if warming.shares else warming.last
+    waiting = list(warming.shares)  # others leave meanwhile
+    share = waiting[0] if waiting else warming.last
     is_whole = warming.done() is not None
-    if share is None or (is_whole and warming.shares):
+    if share is None or (is_whole and waiting):
         return
     warming.bill_spent(share)

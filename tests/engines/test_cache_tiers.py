@@ -137,6 +137,44 @@ def test_what_comes_back_counts_as_found() -> None:
     assert owner.cache.stats().hit_tokens == after.hit_tokens
 
 
+def test_what_comes_back_counts_for_its_own_request_alone() -> None:
+    """A recount replaces it. Tokens behind the prompt, and requests of a tenant that is gone, count for nobody."""
+    owner = Owner()
+
+    def counted() -> tuple[int, int]:
+        stats = owner.cache.tenant_stats(NS.tenant)
+        return stats.hit_tokens, stats.missed_tokens
+
+    owner.evicted(PROMPT)
+    assert counted() == (0, 41)
+    with owner.cache.open(NS, PROMPT) as sequence:
+        assert loading_of(sequence).wait() and counted() == (40, 42)
+        sequence.recount(1, 40, 1)
+        assert counted() == (40, 42)
+        sequence.recount(1, 40, 0)
+        assert counted() == (40, 41)
+        sequence.recount(0, 0, 0)
+        assert counted() == (0, 41)
+    owner.evict()
+    with owner.cache.open(NS, PROMPT[:10]) as sequence:
+        sequence.extend(PROMPT[10:])
+        assert loading_of(sequence).wait() and loading_of(sequence).num_loaded_tokens == 40
+        assert counted() == (10, 41), "the rest was appended"
+    owner.evict()
+    with owner.cache.open(NS, PROMPT, lookup=False) as sequence:
+        assert loading_of(sequence).wait() and counted() == (10, 41), "nothing was missed"
+    owner.evict()
+    owner.cache.add_tenant(Tenant(NS.tenant))
+    with owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
+        owner.cache.remove_tenant(NS.tenant)
+        owner.cache.add_tenant(Tenant(NS.tenant))
+        assert counted() == (0, 0)
+        loading.poll()
+        assert counted() == (0, 0)
+    owner.check()
+
+
 def test_nothing_lies_below_without_host_blocks() -> None:
     cache = PrefixCache(CacheConfig(16, SIZE, LAYOUT))
     with cache.open(NS, PROMPT) as sequence:

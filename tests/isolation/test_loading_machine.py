@@ -121,6 +121,10 @@ def a_slot_that_is_found_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostBlocks, "save", lazy)
 
 
+def a_load_that_counts_as_missed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("radixkv.index.load_target._count_loaded", lambda state, before: None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
@@ -135,6 +139,7 @@ def a_slot_that_is_found_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
         blocks_kept_in_another_order,
         a_failed_load_counted_as_loaded,
         a_load_that_survives_a_cut,
+        pytest.param(a_load_that_counts_as_missed, marks=pytest.mark.pure),
     ],
     ids=lambda plant: plant.__name__,
 )
