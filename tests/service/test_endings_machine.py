@@ -140,6 +140,7 @@ class Fleet:
             "host-memory": "4MiB",
             "disk-size": "32MiB",
             "drain-s": "0.1",
+            "lease-s": "30",  # a purge waits for it if nobody saw how a replica left that restarts
             "policy": "lru",  # the learning ones take 5 MB for each tenant that ever was
         }
         self.proxies: dict[str, TcpProxy] = {}
