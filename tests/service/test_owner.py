@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from radixkv import audit
-from radixkv.service.problems import not_found
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
@@ -123,11 +122,12 @@ def num_billed(live: Running) -> int:
 def test_a_job_that_a_purge_dropped_is_ended_not_unknown(
     live: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def result(tenant: str, job: str) -> None:
-        live.service.cache.purge(tenant)
-        raise not_found("job")
+    """The purge comes while the store is asked for the job."""
 
-    monkeypatch.setattr(live.service.warm_jobs, "result", result)
+    async def reply(tenant: str, job: str) -> None:
+        live.service.cache.purge(tenant)
+
+    monkeypatch.setattr(live.service.warm_jobs, "reply", reply)
     answer = live.acme.post("/v1/warm", json={"token_ids": ids(1), "replicas": "all"})
     assert answer.status_code == 409, answer.text
 

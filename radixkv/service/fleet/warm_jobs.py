@@ -144,6 +144,7 @@ class WarmJobs:
                 raise cleared()
             reply = await self.reply(tenant, job_id)
             if reply is None:
+                owner.require()  # it may have ended while the store was asked
                 raise not_found("job") if era == self._tenant_sync.era(tenant) else cleared()
             job = self.table.get(tenant, job_id)
             if reply.result is not None:
