@@ -139,7 +139,7 @@ def a_load_that_counts_as_missed(patch: pytest.MonkeyPatch) -> None:
         blocks_kept_in_another_order,
         a_failed_load_counted_as_loaded,
         a_load_that_survives_a_cut,
-        pytest.param(a_load_that_counts_as_missed, marks=pytest.mark.pure),
+        a_load_that_counts_as_missed,
     ],
     ids=lambda plant: plant.__name__,
 )

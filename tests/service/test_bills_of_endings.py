@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -110,16 +110,20 @@ def generation_held(live: Running, num_steps: int = STEPS) -> Iterator[threading
 
 
 @contextmanager
-def asked(live: Running, path: str, body: dict[str, Any]) -> Iterator[Future[httpx.Response]]:
-    """A request that is answered while the ``with`` block runs."""
+def asked(
+    live: Running, path: str, body: dict[str, Any], held: AbstractContextManager[threading.Event]
+) -> Iterator[Future[httpx.Response]]:
+    """A request that ``held`` has stopped when the ``with`` block begins, until it ends. Then it is answered."""
     url, key = live.url, live.acme.headers["authorization"].removeprefix("Bearer ")
 
     def ask() -> httpx.Response:
         with client(url, key) as someone:
             return someone.post(path, json=body)
 
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(ask)
+    with ThreadPoolExecutor(1) as thread, held as arrived:
+        answer = thread.submit(ask)
+        is_set(arrived)
+        yield answer
 
 
 def sent_tokens(text: str) -> int:
@@ -145,11 +149,9 @@ def test_a_stream_that_ends_in_an_error_is_recorded(live: Running, end: str, n: 
     accounts = Accounts(live)
     body = {**STREAM, "prompt": prompt, "stream_options": {"continuous_usage_stats": True}}
     body |= {"n": n, "seed": 1, "temperature": 1.0} if n > 1 else {}
-    with asked(live, "/v1/completions", body) as answer:
-        with generation_held(live) as arrived:
-            is_set(arrived)
-            ENDINGS[end](live)
-        text = answer.result().text
+    with asked(live, "/v1/completions", body, generation_held(live)) as answer:
+        ENDINGS[end](live)
+    text = answer.result().text
     while TAKEN:
         TAKEN.pop().release()
     assert '"error"' in text
@@ -175,11 +177,9 @@ def test_beams_that_end_in_an_error_are_recorded(live: Running) -> None:
         "use_beam_search": True,
         "ignore_eos": True,
     }
-    with asked(live, "/v1/completions", body) as answer:
-        with generation_held(live, 8) as arrived:
-            is_set(arrived)
-            purged(live)
-        assert answer.result().status_code == 409
+    with asked(live, "/v1/completions", body, generation_held(live, 8)) as answer:
+        purged(live)
+    assert answer.result().status_code == 409
     usage, metrics, stats = accounts.grown()
     assert usage["computed"] == stats["computed"] == metrics["computed"] == 56
     assert usage["generated"] == metrics["generated"] > 0 and usage["generated"] % 2 == 0
@@ -193,11 +193,9 @@ def test_a_warm_that_ends_in_an_error_is_recorded(
     """It ends after its first chunk, or, by a clear, at its end: then all was computed."""
     chunk, accounts = live.service.engine._chunk_tokens, Accounts(live)  # type: ignore[attr-defined]
     body = {"token_ids": [*range(20, 20 + 2 * chunk)], "wait": not is_job}
-    with asked(live, "/v1/warm", body) as answer:
-        with prefill_held(live) as arrived:
-            is_set(arrived)
-            end(live)
-        answer.result()
+    with asked(live, "/v1/warm", body, prefill_held(live)) as answer:
+        end(live)
+    answer.result()
     usage, metrics, stats = accounts.grown()
     assert usage == Counter(requests=1, computed=2 * chunk if end is cleared else chunk)
     assert stats == (Counter() if end is made_again else Counter(computed=usage["computed"]))
@@ -281,8 +279,7 @@ def test_who_waits_for_room_and_hangs_up_pays_nothing(live: Running) -> None:
 def test_an_answer_that_takes_too_long_is_recorded() -> None:
     with service_in_thread(Limits(timeout_s=0.5), **{"num-blocks": str(NUM_BLOCKS)}) as live:
         accounts = Accounts(live)
-        with generation_held(live) as arrived, asked(live, "/v1/completions", {"prompt": [5] * 40}) as answer:
-            is_set(arrived)
+        with asked(live, "/v1/completions", {"prompt": [5] * 40}, generation_held(live)) as answer:
             assert answer.result().status_code == 504
         usage, metrics, stats = accounts.grown()
     assert usage == Counter(requests=1, computed=40, generated=STEPS)
@@ -294,10 +291,8 @@ def test_an_engine_without_tallies_is_recorded_as_far_as_it_tells(
 ) -> None:
     monkeypatch.setattr(HFEngine, "abilities", HFEngine.abilities - {"tally"})  # type: ignore[operator]
     accounts = Accounts(live)
-    with asked(live, "/v1/completions", {**STREAM, "prompt": [9] * 40}) as answer:
-        with generation_held(live) as arrived:
-            is_set(arrived)
-            purged(live)
-        assert '"error"' in answer.result().text
+    with asked(live, "/v1/completions", {**STREAM, "prompt": [9] * 40}, generation_held(live)) as answer:
+        purged(live)
+    assert '"error"' in answer.result().text
     usage, metrics, _ = accounts.grown()
     assert usage == Counter(requests=1, computed=40, generated=STEPS) == metrics + Counter(requests=1)
