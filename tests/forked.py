@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from radixkv.tokenizer import load_tokenizer
-from tests.service.patience import patient_services
+from tests.service.patience import holdable_warms, patient_services
 from tests.tiers.support import patient_disks
 from tests.waiting import LIMIT_S
 
@@ -336,7 +336,7 @@ def main(name: str) -> None:
     except OSError:
         return
     listener.listen(64)
-    with small_demo_model(), patient_disks(), patient_services():
+    with small_demo_model(), patient_disks(), patient_services(), holdable_warms():
         _prepare()
         _serve(listener)
 

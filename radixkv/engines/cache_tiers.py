@@ -122,9 +122,13 @@ class CacheTiers(LowerTiers):
                 size = self._size
                 stop = self.level.index.reach(namespace, target.key, target.num_committed // size)
                 loading = TierLoading(self, target, mark, stop, size, self._clock)
-                if loading.begin():
-                    self._loadings.add(loading)
-                    return loading
+                try:
+                    if loading.begin():
+                        self._loadings.add(loading)
+                        return loading
+                except BaseException:
+                    loading.end()  # whoever keeps the error keeps the loading too
+                    raise
         return None
 
     def has(self, namespace: Namespace) -> bool:

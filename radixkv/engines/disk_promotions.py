@@ -242,9 +242,12 @@ class DiskPromotions:
             return True
         return self._tier.locate(place, key, len(key) // (self._size * TOKEN_BYTES) - 1, 1) > 0
 
-    def read(self, place: Namespace, key: bytes, block: int, row: int) -> Job | None:
-        """Begin to read a record into a row of staging memory. None if the disk refuses."""
-        return self._tier.load(place, key, block, self._rows.bytes_of(row))
+    def read(self, place: Namespace, key: bytes, block: int, row: int, begun: list[Job]) -> Job | None:
+        """Begin to read a record into a row of staging memory. None if the disk refuses.
+
+        ``begun``: see ``DiskTier.load``.
+        """
+        return self._tier.load(place, key, block, self._rows.bytes_of(row), begun=begun)
 
     def read_ended(self, *, is_good: bool, is_used: bool) -> None:
         """Count a record that was read for one request: a hit if that used it."""
@@ -350,12 +353,10 @@ class DiskPromotions:
             for block in range(first, stop):
                 row = self._rows.take_one(tenant) if waits else self._rows.take_ahead()
                 promotion.rows.append(row)
-                memory = self._rows.bytes_of(row)
-                job = self._tier.load(on_disk, key, block, memory, is_awaited=waits)
-                if job is None:
+                memory, jobs = self._rows.bytes_of(row), promotion.jobs
+                if self._tier.load(on_disk, key, block, memory, is_awaited=waits, begun=jobs) is None:
                     self._rows.give(promotion.rows.pop())
                     break
-                promotion.jobs.append(job)
             if not promotion.jobs:
                 self._drop(promotion)
                 return False

@@ -364,11 +364,10 @@ class DiskStores:
             there = self._tier.locate(on_disk, leaving.key, leaving.first, len(now))
             for at, slot in enumerate(now[there:].tolist(), leaving.first + there):
                 content = self._memory.slot_bytes(slot)
-                job = self._tier.store(on_disk, leaving.key, at, content, since=leaving.since)
-                if job is None:
-                    self._counts["disk_unstored_blocks"] += 1
-                else:
-                    store.jobs.append(job)
+                job = self._tier.store(
+                    on_disk, leaving.key, at, content, since=leaving.since, begun=store.jobs
+                )
+                self._counts["disk_unstored_blocks"] += job is None
             num += len(now)
 
     def _give_up(self, leaving: _Leaving) -> None:
@@ -463,10 +462,9 @@ class DiskStores:
         self._index.use(slots)
         self._stores.append(store)
         for block, slot in enumerate(slots.tolist(), first):
-            job = self._tier.store(on_disk, key, block, self._memory.slot_bytes(slot), since=since)
-            if job is None:
+            content = self._memory.slot_bytes(slot)
+            if self._tier.store(on_disk, key, block, content, since=since, begun=store.jobs) is None:
                 break
-            store.jobs.append(job)
         return len(store.jobs)
 
     def _leave_unready(self, saved: Saved) -> None:

@@ -57,33 +57,39 @@ class RecordReader:
         """Records in staging memory, or on their way there."""
         return sum(map(len, self._flights.values()))
 
-    def begin(self, where: Where, key: bytes) -> Flight | None:
+    def begin(self, where: Where, key: bytes, flights: list[Flight]) -> Flight | None:
         """Begin to read a record, or join a read of it. None if its tenant has no rows left, or the disk refuses.
 
-        O(a hash of the key up to the block).
+        ``flights``: of the load, which gets it here, so it is ended with these whatever happens to the caller. O(a hash
+        of the key up to the block).
         """
         stop = (where.block + 1) * self._block_bytes
         for flight in self._flights.get(where, ()):
             is_same = flight.key[:stop] == key[:stop]
             if is_same and not (flight.job.is_done and not flight.job.wait(0)):
+                flights.append(flight)
                 flight.num_users += 1
                 return flight
         lane = self.disk.lane_of(where.place.tenant)
         row = lane.rows.take(where.place.tenant)
         if row is None:
             return None
-        job = None
+        made, jobs = None, list["Job"]()
         try:
-            job = lane.promotions.read(where.place, key, where.block, row)
+            job = lane.promotions.read(where.place, key, where.block, row, jobs)
+            if job is not None:
+                made = Flight(where, key, lane.rows, row, job, self._clock())
+                flights.append(made)
         except BaseException:
+            for begun in jobs:
+                begun.cancel()  # else it writes into a row that is free, or somebody else's
             lane.rows.give(row)
             raise
-        if job is None:
+        if made is None:
             lane.rows.give(row)
             return None
-        flight = Flight(where, key, lane.rows, row, job, self._clock())
-        self._flights.setdefault(where, []).append(flight)
-        return flight
+        self._flights.setdefault(where, []).append(made)
+        return made
 
     def end(self, flight: Flight) -> None:
         """Take that one load wants a record no more. After the last one its memory is zeroed and free.
@@ -94,10 +100,9 @@ class RecordReader:
         if flight.num_users:
             return
         flight.job.cancel()
-        left = self._flights[flight.where]
-        left.remove(flight)
-        if not left:
-            del self._flights[flight.where]
+        left = [each for each in self._flights.pop(flight.where, ()) if each is not flight]
+        if left:
+            self._flights[flight.where] = left
         flight.rows.give(flight.row)
 
     def sweep(self) -> None:

@@ -291,10 +291,9 @@ class TierLoading:
                 reader.end(flight)
         assert self._place is not None
         while self._next > low and len(self._flights) < MAX_FLIGHTS:
-            begun = reader.begin(Where(self._mark, self._place, self._next - 1), self._target.key)
-            if begun is None:
+            where = Where(self._mark, self._place, self._next - 1)
+            if reader.begin(where, self._target.key, self._flights) is None:
                 break
-            self._flights.append(begun)
             self._next -= 1
         tenant = self._place.tenant
         is_refused = self._next > low and not self._flights and self._lane(reader).rows.num_for(tenant) > 0

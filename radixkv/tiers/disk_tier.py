@@ -398,11 +398,19 @@ class DiskTier:
     # --- work
 
     def load(
-        self, namespace: Namespace, key: bytes, segment: int, into: memoryview, *, is_awaited: bool = True
+        self,
+        namespace: Namespace,
+        key: bytes,
+        segment: int,
+        into: memoryview,
+        *,
+        is_awaited: bool = True,
+        begun: list[Job] | None = None,
     ) -> Job | None:
         """Begin to load a segment's record into ``into``, exactly as many bytes as were stored.
 
-        ``is_awaited``: somebody waits for it. Other loads go behind all that are.
+        ``is_awaited``: somebody waits for it. Other loads go behind all that are. ``begun``: gets the job before it can
+        touch the memory, which stays its own until the job has ended or is cancelled, also after an error in here.
 
         The job's result says whether all bytes are there and proven. Otherwise nothing of them may be used. Returns
         None, a miss, if the tier is not open or too busy. Raises ArgumentError for a segment outside of ``key``, or
@@ -418,19 +426,26 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._load(job, memory, namespace, prefix, segment, target)
 
-        return self._submit(namespace.tenant, work, self._missed, is_load=is_awaited)
+        return self._submit(namespace.tenant, work, self._missed, is_load=is_awaited, begun=begun)
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
         return self._purges[self._folder.tag(tenant)] + self._num_purges_of_all
 
     def store(
-        self, namespace: Namespace, key: bytes, segment: int, payload: memoryview, *, since: int | None = None
+        self,
+        namespace: Namespace,
+        key: bytes,
+        segment: int,
+        payload: memoryview,
+        *,
+        since: int | None = None,
+        begun: list[Job] | None = None,
     ) -> Job | None:
         """Begin to store a segment's KV. The payload must not change until ``Job.wait_for_memory`` or ``wait`` returns.
 
         ``since``: the tenant's ``num_purges`` when its KV was taken; None for now. After a purge since then nothing is
-        stored.
+        stored. ``begun``: see ``load``.
 
         The job's result says whether the record is sealed, or another job is about to seal it. Returns None if the tier
         is not open or too busy. Raises ArgumentError for a segment outside of ``key``, or a payload that doesn't fit.
@@ -445,7 +460,7 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._store(job, memory, namespace, prefix, segment, source, before)
 
-        return self._submit(namespace.tenant, work, self._unstored, is_load=False)
+        return self._submit(namespace.tenant, work, self._unstored, is_load=False, begun=begun)
 
     def set_partition(self, tenant: str, num_slots: int) -> None:
         """Give a tenant slots and a lane of its own from now on, 0 for none, in place of a quota. Repeat it after each
@@ -1058,11 +1073,19 @@ class DiskTier:
 
         self._sync_job = self._syncs.submit(work, is_load=True)
 
-    def _submit(self, tenant: str, work: Work, reasons: Counter[str], *, is_load: bool) -> Job | None:
+    def _submit(
+        self, tenant: str, work: Work, reasons: Counter[str], *, is_load: bool, begun: list[Job] | None
+    ) -> Job | None:
         """Begin a job, unless the tier is closed or too busy. What comes to nothing counts in ``reasons``."""
-        is_open, io = self.state_for(tenant) == "open", self._lane_of(tenant).io
-        unwanted, num_bytes = partial(self._count_in, reasons, "abandoned"), self.settings.record_bytes
-        job = io.submit(work, is_load=is_load, unwanted=unwanted, num_bytes=num_bytes) if is_open else None
+        is_open, job = self.state_for(tenant) == "open", None
+        if is_open:
+            job = self._lane_of(tenant).io.submit(
+                work,
+                is_load=is_load,
+                unwanted=partial(self._count_in, reasons, "abandoned"),
+                num_bytes=self.settings.record_bytes,
+                begun=begun,
+            )
         if job is None:
             self._count_in(reasons, "too_busy" if is_open else "closed")
         return job

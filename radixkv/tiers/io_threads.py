@@ -194,10 +194,13 @@ class IOThreads:
         is_load: bool,
         unwanted: Callable[[], object] | None = None,
         num_bytes: int = 0,
+        begun: list[Job] | None = None,
     ) -> Job | None:
         """Queue a job of so many bytes. None if the queue is full, all threads hang, or this is closed. O(threads).
 
         ``unwanted``: called in place of the work if the job never begins: abandoned before, closed, or no memory.
+        ``begun``: gets the job before it can begin. So a caller knows it also after an error or an interruption, and
+        can stop it before its memory is used for something else.
         """
         with self._changed:
             queue, num_queued = self._loads if is_load else self._stores, len(self._loads) + len(self._stores)
@@ -210,7 +213,14 @@ class IOThreads:
             if not self._threads:
                 return None
             job = Job(work, unwanted, num_bytes=num_bytes)
-            queue.append(job)
+            try:
+                if begun is not None:
+                    begun.append(job)
+                queue.append(job)
+            except BaseException:
+                if job not in queue:
+                    job.end(False)
+                raise
             self._changed.notify()
             return job
 

@@ -447,8 +447,8 @@ def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: p
             place = owner.disk.shared.promotions.place_of(NS)
             assert place is not None
             key = memoryview(b"".join(each.to_bytes(4, "little") for each in PROMPT[:4])).tobytes()
-            old, new = (reader.begin(Where(mark, place, 0), key) for mark in (1, 2))
-            joined = reader.begin(Where(2, place, 0), key)
+            old, new = (reader.begin(Where(mark, place, 0), key, []) for mark in (1, 2))
+            joined = reader.begin(Where(2, place, 0), key, [])
             assert old is not new and new is joined
             reads.open()
             for each in (old, new, joined):

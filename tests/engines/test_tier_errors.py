@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from radixkv.clock import ManualClock
-from radixkv.engines import lower_tiers
+from radixkv.engines import lower_tiers, tier_loading
 from radixkv.engines.disk_promotions import DiskPromotions
 from radixkv.engines.disk_stores import DiskStores
 from radixkv.engines.host_blocks import HostBlocks
@@ -20,14 +21,16 @@ from radixkv.engines.host_index import HostIndex
 from radixkv.engines.lower_tiers import MOST_ERRORS
 from radixkv.engines.record_reader import RecordReader
 from radixkv.engines.second_level import SecondLevel
+from radixkv.tiers.disk_tier import DiskTier
+from radixkv.tiers.io_threads import Job
 from tests.engines.test_cache_tiers import NS, PROMPT, Life, Owner
-from tests.engines.test_loading_from_disk import DiskOwner, SlowLife
+from tests.engines.test_loading_from_disk import DiskOwner, SlowLife, folder, held_reads, on_disk
 from tests.tiers.support import clock, patience
-from tests.waiting import eventually
+from tests.waiting import eventually, is_set
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["clock", "patience"]  # fixtures
+__all__ = ["clock", "folder", "patience"]  # fixtures
 
 CALLS: list[tuple[Any, str]] = [
     (HostBlocks, "load"),
@@ -50,6 +53,8 @@ CALLS: list[tuple[Any, str]] = [
     (DiskPromotions, "located"),
     (DiskPromotions, "_fill_slots"),
     (RecordReader, "begin"),
+    (DiskTier, "load"),
+    (DiskTier, "store"),
 ]
 
 
@@ -194,6 +199,85 @@ def life_with_errors(owner: DiskOwner, seed: int) -> int:
     assert eventually(lambda: not uses.any()), "no slot is in use for ever"
     owner.ask(PROMPT, NS)
     return errors
+
+
+def failing_after(patch: pytest.MonkeyPatch, kind: type, name: str, number: int) -> None:
+    """Let one call of a method, the ``number``-th, fail after it did its work."""
+    original, left = getattr(kind, name), [number]
+
+    def call(*given: Any, **named: Any) -> Any:
+        found = original(*given, **named)
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("after")
+        return found
+
+    patch.setattr(kind, name, call)
+
+
+@pytest.mark.parametrize("most_flights", [64, 2])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(RecordReader, "begin"), (DiskPromotions, "read"), (DiskTier, "load")]
+)
+def test_an_error_behind_a_begun_read_leaves_no_staging_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, most_flights: int
+) -> None:
+    """The log keeps the error, and so all that its frames know. The read itself goes on, into nobody's row.
+
+    All reads begin with the load, or two do and the others with its polls.
+    """
+    monkeypatch.setattr(tier_loading, "MAX_FLIGHTS", most_flights)
+    jobs, load = list[Job](), DiskTier.load
+
+    def noted(*given: Any, **named: Any) -> Job | None:
+        job = load(*given, **named)
+        jobs.extend([] if job is None else [job])
+        return job
+
+    monkeypatch.setattr(DiskTier, "load", noted)
+    failing_after(monkeypatch, kind, name, 5)
+    with held_reads(folder) as (owner, reads), owner.cache.open(NS, PROMPT) as sequence:
+        if most_flights == 64:
+            assert sequence.loading is None and reads.num == 0
+        else:
+            reads.open()
+            assert sequence.loading is not None and sequence.loading.wait()
+        assert owner.below.counts()["host"]["errors"] == 1 and len(jobs) == 5
+        assert not owner.disk.num_used_rows
+        reads.open()
+        assert all(eventually(lambda job=job: job.is_done) for job in jobs)
+        assert owner.is_idle(), "no row holds what came afterwards"
+        owner.compute(sequence, 41)
+        assert owner.is_right(sequence)
+        owner.below._counts["errors"] = 0
+
+
+def test_an_error_behind_a_begun_store_leaves_its_slots_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a thread has their bytes. Else it could store what another prompt puts there."""
+    may_take, claim = threading.Event(), Job.claim
+
+    def held(job: Job) -> bool:
+        is_set(may_take)
+        return claim(job)
+
+    with on_disk(tmp_path / "disk") as owner:
+        owner.known()
+        uses = owner.below.level.index._uses
+        monkeypatch.setattr(Job, "claim", held)
+        failing_after(monkeypatch, DiskTier, "store", 1)
+        try:
+            owner.ask(PROMPT)
+            assert eventually(lambda: owner.below.counts()["host"]["errors"] == 1)
+            with owner.below.gate:
+                for _ in range(3):
+                    owner.below.tick()
+                assert uses.any()
+        finally:
+            may_take.set()
+        assert eventually(lambda: not uses.any())
+        owner.below._counts["errors"] = 0
 
 
 @pytest.mark.usefixtures("restless")

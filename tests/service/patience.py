@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.clock import monotonic
 from tests.tiers.support import PATIENT_S
+from tests.waiting import eventually
 
+HELD_BY = "RADIXKV_TESTS_HELD_BY"
+"""Environment variable of a service in a process of its own: a file that holds its warms as long as it exists."""
 BEAT_S = 0.5
 """A replica beats this often, however long its lease is."""
 
@@ -51,6 +56,23 @@ def patient_services() -> Iterator[None]:
         patch.setattr(RequestVerifier, "__init__", partialmethod(RequestVerifier.__init__, **late))
         patch.setattr(RedisStore, "__init__", lambda store, url, *_: connect(store, url, PATIENT_S))
         patch.setattr(Settings, "beat_s", BEAT_S)
+        yield
+
+
+@contextmanager
+def holdable_warms() -> Iterator[None]:
+    """A service computes nothing of a warm or a pin as long as the file exists that its environment names."""
+    from radixkv.service.warming import Warmer
+
+    compute = Warmer._compute
+
+    def held(*given: Any) -> Any:
+        file = os.environ.get(HELD_BY)
+        eventually(lambda: file is None or not Path(file).exists(), "the end of what holds warms")
+        return compute(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Warmer, "_compute", held)
         yield
 
 

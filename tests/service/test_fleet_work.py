@@ -7,9 +7,8 @@ it for the next test.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import httpx
 import pytest
 
 from tests.redis_server import RedisServer, need_binary
+from tests.service.patience import HELD_BY
 from tests.service.running import Process, answered, client, lease_over
-from tests.waiting import LIMIT_S, ended, eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow]
 IDS = list(range(5, 5 + 16 * 40))
@@ -57,7 +57,8 @@ class Fleet:
             "keys": str(self.folder / "keys.json"), "fleet-secret": str(self.folder / "secret"),
         }  # fmt: skip
         arguments = [part for setting, value in options.items() for part in (f"--{setting}", value)]
-        return Process(arguments, self.folder / f"{name}-{self.num_started}.log")
+        held_by = {HELD_BY: str(self._held_by(name))}
+        return Process(arguments, self.folder / f"{name}-{self.num_started}.log", held_by)
 
     def kill(self, name: str) -> None:
         """End a replica, and its lease, for which it would count as alive."""
@@ -140,38 +141,19 @@ class Fleet:
         return {each["tenant"]: each["granted_blocks"] for each in rows}["acme"]  # type: ignore[no-any-return]
 
     @contextmanager
-    def busy(self, *names: str) -> Iterator[None]:
-        """Keep replicas computing and reading a stream of acme while the ``with`` block runs.
-
-        Other work of acme waits there.
-        """
-        body = {"prompt": "On.", "max_tokens": 7000, "ignore_eos": True, "stream": True, "salt": "busy"}
-        over = threading.Event()
-
-        def read(url: str, began: threading.Event) -> None:
-            with (
-                suppress(httpx.HTTPError),  # a test may kill the replica
-                client(url, "demo-acme") as someone,
-                someone.stream("POST", "/v1/completions", json=body) as stream,
-            ):
-                for piece in stream.iter_text():
-                    if "text_completion" in piece:
-                        began.set()
-                    if over.is_set():
-                        return
-
-        urls = [self.members[name].url for name in names]
-        events = [threading.Event() for _ in urls]
-        readers = [threading.Thread(target=read, args=each) for each in zip(urls, events, strict=True)]
-        for reader in readers:
-            reader.start()
+    def held(self, *names: str) -> Iterator[None]:
+        """Let replicas compute no warm while the ``with`` block runs."""
+        files = [self._held_by(name) for name in names]
+        for file in files:
+            file.touch()
         try:
-            assert all(began.wait(LIMIT_S) for began in events), "each stream has begun"
             yield
         finally:
-            over.set()
-            for reader in readers:
-                ended(reader)
+            for file in files:
+                file.unlink()
+
+    def _held_by(self, name: str) -> Path:
+        return self.folder / f"{name}.held"
 
     def close(self) -> None:
         for someone in self._clients.values():
@@ -276,13 +258,12 @@ def test_a_job_survives_the_death_of_the_replica_that_manages_it(fleet: Fleet) -
     """A client asks ``a`` for two replicas, and ``a`` dies. Then ``b`` manages the job, and ``c`` replaces ``a``."""
     fleet.warm("a", replicas=["a", "b"], salt="two", token_ids=IDS[:512])
     eventually(lambda: hinted(fleet, "a", salt="two") == {"a": 512, "b": 512, "c": 0} and fleet.settled())
-    with fleet.busy("a", "b"):
-        eventually(
-            lambda: best_two(fleet, "a", "two") == {"a", "b"}, "a and b hold the prefix and a knows it"
-        )
+    eventually(lambda: best_two(fleet, "a", "two") == {"a", "b"}, "a and b hold the prefix and a knows it")
+    with fleet.held("a", "b"):
         two = fleet.warm("a", replicas=2, salt="two", wait=False, key="two")["job"]
         named = fleet.warm("a", replicas=["a", "b"], salt="named", wait=False)["job"]
         asked = [each["replica"] for each in fleet.job("c", two)["replicas"]]
+        assert names(fleet.job("c", two), "done") == names(fleet.job("c", named), "done") == []
         fleet.kill("a")
     eventually(lambda: fleet.job("c", named)["state"] == "done", "b finished its part")
     assert [
@@ -302,26 +283,18 @@ def test_a_job_survives_the_death_of_the_replica_that_manages_it(fleet: Fleet) -
 
 def test_a_job_for_one_replica_survives_the_death_of_that_replica(started: Fleet) -> None:
     """``b`` accepts the job for itself alone. ``c`` reads its record, and does the job when ``b`` dies."""
-    for number in range(10):
-        salt, parts = f"alone-{number}", dies_with_a_job(started, f"alone-{number}")
-        if len(parts) == 2:
-            break  # a busy machine may let it finish the job first
+    started.whole("bc")
+    started.warm("b", salt="alone", token_ids=IDS[:512])
+    eventually(lambda: hinted_best(started, "b", "alone") == "b")
+    with started.held("b"):
+        job = started.warm("b", replicas=1, salt="alone", wait=False)["job"]
+        assert [each["replica"] for each in started.job("c", job)["replicas"]] == ["b"]
+        started.kill("b")
+    eventually(lambda: started.job("c", job)["state"] == "done", "another replica did it")
+    parts = started.job("c", job)["replicas"]
     failed, done = sorted(parts, key=lambda each: str(each["state"]), reverse=True)
     assert failed["replica"] == "b" and failed["error"] in ("left", "unreachable")
-    assert done["state"] == "done" and started.matched(done["replica"], salt=salt) == len(IDS)
-
-
-def dies_with_a_job(fleet: Fleet, salt: str) -> list[dict[str, Any]]:
-    """Let ``b`` die with a job that it has accepted for itself alone. Returns the parts of the job once it is done."""
-    fleet.whole("bc")
-    fleet.warm("b", salt=salt, token_ids=IDS[:512])
-    eventually(lambda: hinted_best(fleet, "b", salt) == "b")
-    with fleet.busy("b"):
-        job = fleet.warm("b", replicas=1, salt=salt, wait=False)["job"]
-        assert [each["replica"] for each in fleet.job("c", job)["replicas"]] == ["b"]
-        fleet.kill("b")
-    eventually(lambda: fleet.job("c", job)["state"] == "done", "another replica did it")
-    return list(fleet.job("c", job)["replicas"])
+    assert done["state"] == "done" and started.matched(done["replica"], salt="alone") == len(IDS)
 
 
 def states(pin: dict[str, Any]) -> dict[str, str]:

@@ -356,6 +356,25 @@ def test_loads_go_before_stores_and_a_full_queue_refuses() -> None:
     assert threads.close() and threads.submit(first, is_load=True) is None
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_caller_knows_a_job_before_it_begins_or_there_is_none(is_load: bool) -> None:
+    class Full(list[Job]):
+        def append(self, job: Job) -> None:
+            super().append(job)
+            raise MemoryError
+
+    threads, ran, begun = IOThreads(1, 4096), list[Job](), list[Job]()
+    first = threads.submit(
+        lambda job, _memory: ran.append(job) is None and begun == [job], is_load=is_load, begun=begun
+    )
+    assert first is not None and first.wait(WAIT_S)
+    full = Full()
+    with pytest.raises(MemoryError):
+        threads.submit(lambda job, _memory: ran.append(job) is None, is_load=is_load, begun=full)
+    assert full[0].is_done and not full[0].wait(WAIT_S)
+    assert threads.close() and ran == [first]
+
+
 def test_an_error_of_ours_is_a_miss_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     threads = IOThreads(1, 4096)
 
