@@ -122,7 +122,7 @@ def a_slot_that_is_found_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_load_that_counts_as_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("radixkv.index.load_target._count_loaded", lambda state, before: None)
+    patch.setattr("radixkv.index.load_target.count_loaded", lambda state, before: None)
 
 
 @pytest.mark.slow
