@@ -374,7 +374,7 @@ class Queueing(Protocol):
 
 @runtime_checkable
 class Counting(Protocol):
-    """A cache that counts what requests read without a run of the engine. Others and those that wait are left alone."""
+    """A cache that counts what requests read without a run of the engine. Others are left alone."""
 
     def count_reads(self, tenant: str, num_tokens: int, /, *, as_of: int | None = None) -> None:
         """Count tokens that a tenant's request read, as hits. Must not wait. ``as_of``: see ``Engine.generate``."""

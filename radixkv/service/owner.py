@@ -69,7 +69,7 @@ class Owner:
 
         Raises StaleGeneration if its tenant was purged or removed meanwhile: then it read nothing.
         """
-        if isinstance(self.engine.cache, Counting) and not self.engine.limits.cache_waits:
+        if isinstance(self.engine.cache, Counting):
             self.engine.cache.count_reads(self.tenant, num_tokens, as_of=self.as_of)
 
     def tallied(self, tally: Tally) -> dict[str, Any]:
