@@ -365,7 +365,8 @@ def test_a_command_that_came_before_its_key_was_dropped_does_not_begin(
             channel.send({"command": "purge", "tenant": "acme"})
         received = channel.receive(LIMIT_S)
         assert received is not None and "answer" in received[0]
-        assert channel.receive(LIMIT_S) is None
+        with suppress(ConnectionResetError):  # a socket that is closed with the purge unread in it
+            assert channel.receive(LIMIT_S) is None
         assert cache.match(ACME, IDS).num_tokens == 64
 
 
