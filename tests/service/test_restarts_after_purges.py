@@ -72,7 +72,8 @@ def purged_long_ago(replica: Replica) -> None:
     with replica.life() as live:
         found(live)
         for tenant in ("acme", "globex"):
-            assert purge(live, tenant)["complete"]
+            purged = purge(live, tenant)
+            assert purged["complete"], purged
         assert found(live) == (False, False)
 
 
