@@ -285,6 +285,7 @@ def test_keys_and_queries(url: str) -> None:
     assert requested("GET", f"{path}/", headers=key).status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1beta/cachedContents", f"/v1beta/models/{MODEL}:generateContent"])
 @pytest.mark.parametrize(
     "body",

@@ -64,6 +64,7 @@ def names(num: int, value: str = "1") -> bytes:
 # ---- budgets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
 def test_every_body_is_bounded_by_its_schema_before_it_is_parsed(model: type[RequestBody]) -> None:
     budget = budget_of(model, RULES.max_ids)
@@ -118,6 +119,7 @@ def test_short_schemas_have_short_bodies() -> None:
 # ---- errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
 @pytest.mark.parametrize(
     "bad", [b"{%s}" % names(5000, '"x"'), b"[" + b"{}," * 5000 + b"{}]", b"[" + b'-1,"",' * 3000 + b"0]"]
