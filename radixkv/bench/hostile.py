@@ -114,7 +114,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``calls`` calls of each probe, idle and under each attack, ``rounds`` times.
 
-    names: attacks, by default all. Returns a dict that JSON can encode. Takes about a quarter of an hour with the defaults.
+    names: attacks, by default all. Returns a dict that JSON can encode. Takes about a
+    quarter of an hour with the defaults.
     Raises ArgumentError.
     """
     chosen = tuple(names) or tuple(ATTACKS)
