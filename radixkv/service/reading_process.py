@@ -27,6 +27,7 @@ def main(descriptor: int, specification: str) -> None:
     """Answer messages on a socket until it is closed. ``specification``: JSON, see ``reading_pool.Specification``."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would load it, which takes seconds
     wanted = json.loads(specification)
     os.nice(wanted["niceness"])
     tokenizer = load_tokenizer(wanted["tokenizer"])

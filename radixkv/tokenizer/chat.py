@@ -1,30 +1,29 @@
-"""Turns a conversation into segments: texts, and the special ids between them.
+"""Turns a conversation into token ids.
 
 There are three kinds of ``Chat``:
 
 - ``MarkerChat``, of the shipped tokenizer: ``<s>``, then for each message the id of its role, its content and the
   id of ``<|end|>``. The generation prompt is the id of the assistant's role.
-- ``TemplateChat``: a model's Jinja template, rendered in Jinja's sandbox in a process of its own (``templates``). The
-  special tokens that the template writes become ids. The same strings inside a message stay text.
+- ``TemplateChat``: a model's chat template, rendered and encoded as transformers does (``templates``).
 - ``PlainChat``, for a model without a template: a message is ``role: content`` and a newline. Further lines of the
   content are indented by two spaces, so that none of them can look like the line of a role. The generation prompt
   is ``assistant:``.
 
-Each text segment is encoded by itself: an id between two texts separates them for every tokenizer.
+**Roles can't be forged.** Some tokens separate the messages of a conversation. Only the chat writes them: what a
+message holds is encoded as ordinary text, also where it spells such a token.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from datetime import datetime
+from typing import Protocol
 
 from radixkv.errors import ArgumentError
 from radixkv.tokenizer import templates
-from radixkv.tokenizer.protocol import Message, Tool, Turn, check_messages
-from radixkv.tokenizer.templates import to_json
-
-Segment = str | int
+from radixkv.tokenizer.control import Control
+from radixkv.tokenizer.protocol import Message, Tool, Turn, check_messages, check_text, text_of, to_json
+from radixkv.tokenizer.templates import Rendered, Template
 
 _CONTINUATIONS: tuple[tuple[str, ...], ...] = (
     ("user",),
@@ -34,6 +33,8 @@ _CONTINUATIONS: tuple[tuple[str, ...], ...] = (
     ("user", "assistant"),
     ("assistant", "user"),
 )
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Roles of every template. Others may not be a part of a control string."""
 
 
 _TOOLS_BEGIN = "You may call these functions:"
@@ -51,84 +52,122 @@ class NotRendered(Exception):
     """This tokenizer renders no chat template: its caller must not be blocked."""
 
 
+class Codec(Protocol):
+    """Encodes texts for a chat."""
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Return the ids of a text without leading ones, in which nothing is a control token."""
+        ...
+
+    def rendered_ids(self, rendered: Rendered) -> list[int]:
+        """Return the ids of a rendered conversation."""
+        ...
+
+    def stable_cut(self, text: str) -> int:
+        """Return the position of the text's last stable boundary; 0 if it has none."""
+        ...
+
+    @property
+    def leading(self) -> list[int]:
+        """The ids before every text."""
+        ...
+
+
 class Chat(Protocol):
-    """Turns conversations into segments."""
-
-    opens_like_text: bool
-    """Whether a conversation begins with the same leading ids as a plain text."""
-
-    only_grows: bool
-    """Whether every continuation begins with the conversation's segments.
-
-    If the last segment is text, it may grow.
-    """
+    """Turns conversations into ids."""
 
     @property
     def roles(self) -> tuple[str, ...] | None:
-        """The allowed roles; None if only rendering shows which are."""
+        """The allowed roles; None if only the template knows them."""
         ...
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        """Return the segments of a conversation. Raises ArgumentError for messages that it can't render."""
+    @property
+    def forgeable(self) -> str | None:
+        """Why a message can look like several messages to the model; None if none can."""
         ...
 
-    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
-        """Return the segments of a conversation with tools, and of the opening of the assistant's answer."""
+    @property
+    def uses_clock(self) -> bool:
+        """Whether ids may depend on the time."""
+        ...
+
+    def ids(
+        self, codec: Codec, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None = None
+    ) -> list[int]:
+        """Return the ids of a conversation, with the opening of the assistant's answer if ``opens``."""
+        ...
+
+    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+        """Return the ids with which every continuation begins, and the number of ids after them."""
         ...
 
 
 class MarkerChat:
     """Roles and ends are single ids of the vocabulary."""
 
-    opens_like_text = False
-    only_grows = True
+    forgeable = None
+    uses_clock = False
 
     def __init__(self, bos_id: int, role_ids: Mapping[str, int], end_id: int) -> None:
         self._bos_id, self._role_ids, self._end_id = bos_id, role_ids, end_id
         self.roles = tuple(sorted(role_ids))
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+    def ids(
+        self, codec: Codec, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None = None
+    ) -> list[int]:
+        messages = with_tools_as_text(turns, tools)
         check_messages(messages, self._role_ids)
-        found: list[Segment] = [self._bos_id]
+        found = [self._bos_id]
         for message in messages:
-            found += [self._role_ids[message["role"]], message["content"], self._end_id]
-        return [*found, self._role_ids["assistant"]] if add_generation_prompt else found
+            found += [self._role_ids[message["role"]], *codec.plain_ids(message["content"]), self._end_id]
+        return [*found, self._role_ids["assistant"]] if opens else found
 
-    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
-        return self.segments(with_tools_as_text(turns, tools), True)
+    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+        return self.ids(codec, messages, (), False), 0
 
 
 class UnrenderedChat:
     """Stands for a chat that blocks: every conversation raises NotRendered."""
 
-    opens_like_text = False
-    only_grows = False
-    roles = None
+    def __init__(self, chat: Chat) -> None:
+        self.roles, self.forgeable, self.uses_clock = chat.roles, chat.forgeable, chat.uses_clock
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+    def ids(
+        self, codec: Codec, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None = None
+    ) -> list[int]:
         raise NotRendered
 
-    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
+    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
         raise NotRendered
 
 
 class PlainChat:
     """Roles are words at the start of a line."""
 
-    opens_like_text = True
-    only_grows = True
     roles = None
+    forgeable = None
+    uses_clock = False
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+    def ids(
+        self, codec: Codec, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None = None
+    ) -> list[int]:
+        return codec.leading + codec.plain_ids(self._text(with_tools_as_text(turns, tools), opens))
+
+    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+        text = self._text(with_tools_as_text(messages, ()), False)
+        whole = codec.plain_ids(text)
+        ids = codec.plain_ids(text[: codec.stable_cut(text)])
+        if not ids or whole[: len(ids)] != ids:
+            return [], len(codec.leading) + len(whole)
+        return codec.leading + ids, len(whole) - len(ids)
+
+    def _text(self, messages: Sequence[Message], opens: bool) -> str:
         check_messages(messages)
         for index, message in enumerate(messages):
             if not message["role"].isidentifier():
                 raise ArgumentError(f"messages[{index}].role", message["role"], "a word")
         turns = [f"{message['role']}: {self._indented(message['content'])}\n" for message in messages]
-        return ["".join(turns) + ("assistant:" if add_generation_prompt else "")]
-
-    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
-        return self.segments(with_tools_as_text(turns, tools), True)
+        return "".join(turns) + ("assistant:" if opens else "")
 
     @staticmethod
     def _indented(content: str) -> str:
@@ -138,89 +177,151 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A Jinja chat template. ``special_ids``: strings that become ids where the template writes them."""
+    """A model's chat template. ``control``: what only the template may write."""
 
-    opens_like_text = False
-    only_grows = False
     roles = None
 
-    def __init__(
-        self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]
-    ) -> None:
-        self._made_of = template, special_ids, variables
-        templates.check(template)
-        self._template = template
-        self._ids = {piece: token_id for piece, token_id in special_ids.items() if piece}
-        self._variables = dict(variables)
-        longest_first = sorted(self._ids, key=lambda piece: (-len(piece), piece))
-        either = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._special = re.compile(f"({either})")
-        self._start_of_special = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
+    def __init__(self, template: Template, control: Control) -> None:
+        self._template, self._control, self._guard = template, control, control.guard
+        self._takes_parts = self._renders_alike([{"type": "text", "text": "Qx7 w"}], "Qx7 w")
+        self._wants_parts = self._takes_parts is False and self._needs_parts()
+        self.forgeable = self._why_forgeable()
+        sources = template.source.values() if isinstance(template.source, Mapping) else [template.source]
+        self.uses_clock = any("strftime_now" in source for source in sources)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TemplateChat, self._made_of
+    def ids(
+        self, codec: Codec, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None = None
+    ) -> list[int]:
+        return codec.rendered_ids(self._rendered(turns, tools, opens, now))
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        return self._segments(messages, (), add_generation_prompt)
+    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+        """A template may write a message differently once it isn't the last, for example without its reasoning.
 
-    def chat_segments(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Segment]:
-        return self._segments(turns, tools, True)
-
-    def _segments(
-        self, turns: Sequence[Turn], tools: Sequence[Tool], add_generation_prompt: bool
-    ) -> list[Segment]:
-        check_messages(turns)
-        mark = _unused_mark((*turns, *tools))
-        rendered = self._render(
-            self._disarmed(list(turns), mark), self._disarmed(list(tools), mark), add_generation_prompt
-        )
-        rearm = re.compile(f"{mark}([0-9]+){mark}")
-        found: list[Segment] = []
-        for number, part in enumerate(self._special.split(rendered)):
-            if number % 2:
-                found.append(self._ids[part])
-            elif part:
-                found.append(rearm.sub(lambda escaped: chr(int(escaped[1])), part))
-        return found
-
-    def _disarmed(self, value: Any, mark: str) -> Any:
-        """Return a JSON value, with the first character of every special string in it written as a number."""
-        if isinstance(value, str):
-            return self._start_of_special.sub(lambda start: f"{mark}{ord(start[1])}{mark}", value)
-        if isinstance(value, Mapping):
-            return {self._disarmed(name, mark): self._disarmed(each, mark) for name, each in value.items()}
-        return [self._disarmed(each, mark) for each in value] if isinstance(value, list | tuple) else value
-
-    def _render(
-        self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
-    ) -> str:
-        variables = {
-            **self._variables,
-            "messages": turns,
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt,
+        So the conversation is rendered with several continuations. Those that the template refuses don't count. The
+        text that all have in common is cut beside its last control token, or at a later stable boundary.
+        """
+        now = datetime.now().isoformat()
+        base = self._rendered(messages, (), False, now)
+        grown = [base.text]
+        for more in ((), *_CONTINUATIONS):
+            try:
+                turns = [*messages, *({"role": role, "content": "x"} for role in more)]
+                grown.append(self._rendered(turns, (), not more, now).text)
+            except RenderingTooLong:
+                raise
+            except ArgumentError:
+                continue
+        if self.uses_clock:
+            grown.append(self._rendered(messages, (), False, _OTHER_DAY).text)
+        common = _common_prefix(grown)
+        whole = codec.rendered_ids(base)
+        cuts = {
+            codec.stable_cut(common),
+            self._control.last_end(common, base.typed),
+            self._control.common_start(grown, len(common)),
         }
+        for cut in sorted(cuts - {0}, reverse=True):
+            typed = [at for at in base.typed if at < cut]
+            ids = codec.rendered_ids(Rendered(base.text[:cut], typed))
+            if whole[: len(ids)] == ids:
+                return ids, len(whole) - len(ids)
+        return [], len(whole)
+
+    def _rendered(
+        self, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None
+    ) -> Rendered:
+        check_messages(turns, has_parts=True)
+        self._check_roles(turns)
+        if not self._takes_parts:
+            turns = [self._shaped(turn) for turn in turns]
         roles = [turn["role"] for turn in turns]
         try:
-            return templates.render(self._template, variables)
+            rendered = templates.render(self._template, self._guard, turns, tools, opens, now)
+            check_text(rendered.text)
+            return rendered
         except templates.Refused as error:
-            raise ArgumentError("messages", roles, f"roles that the chat template allows: {error}") from error
+            raise ArgumentError(
+                "messages", roles, f"a chat that the model's template allows: {error}"
+            ) from None
+        except templates.Failed as error:
+            raise ArgumentError(
+                "messages", roles, f"a chat that the model's template can render; it failed with {error}"
+            ) from None
         except templates.TooLong as error:
             raise RenderingTooLong(
                 "messages", len(turns), f"a conversation that can be rendered: {error}"
             ) from None
 
+    def _shaped(self, turn: Turn) -> Turn:
+        """Return a turn with its content as the template wants it."""
+        content = turn.get("content")
+        if self._wants_parts:
+            return (
+                {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+            )
+        return {**turn, "content": text_of(content)} if isinstance(content, list | tuple) else turn
 
-def _unused_mark(value: object) -> str:
-    """Return a run of U+FDD0, a code point that no text uses. It is longer than any such run in a JSON value."""
-    return "\ufdd0" * (1 + _longest_mark(value))
+    def _check_roles(self, turns: Sequence[Turn]) -> None:
+        """Refuse a role that could complete a control string (``'<|' + role + '|>'``)."""
+        for index, role in enumerate(turn["role"] for turn in turns):
+            if role not in _ROLES and any(role in each for each in self._control.strings):
+                allowed = f"a role that is no part of a control token, such as {', '.join(sorted(_ROLES))}"
+                raise ArgumentError(f"messages[{index}].role", role, allowed)
+
+    # ---- what the template does, by trying
+
+    def _try(self, turns: Sequence[Turn], opens: bool = False) -> str | None:
+        try:
+            return templates.render(self._template, self._guard, turns, (), opens).text
+        except (templates.Refused, templates.Failed, templates.TooLong):
+            return None
+
+    def _renders_alike(self, parts: Sequence[Mapping[str, str]], text: str) -> bool:
+        """Whether a content as parts is rendered as one text is."""
+        as_text, as_parts = (self._try([{"role": "user", "content": each}]) for each in (text, parts))
+        return as_text is not None and as_text == as_parts
+
+    def _needs_parts(self) -> bool:
+        """Whether only contents as parts are shown to the model."""
+        text = "Qx7 w"
+        as_parts = self._try([{"role": "user", "content": [{"type": "text", "text": text}]}])
+        as_text = self._try([{"role": "user", "content": text}])
+        shows = as_parts is not None and text in as_parts and "'type'" not in as_parts
+        return shows and (as_text is None or text not in as_text)
+
+    def _why_forgeable(self) -> str | None:
+        asked, answered, again = "Qx7 asks", "Zk4 answers", "Vj9 asks"
+        chat = [("user", asked), ("assistant", answered), ("user", again)]
+        turns = [self._shaped({"role": role, "content": text}) for role, text in chat]
+        for first in ([], [{"role": "system", "content": "Wn2 rules"}]):
+            text = self._try([*first, *turns])
+            if text is not None:
+                break
+        if text is None:
+            return (
+                "the chat template renders no chat of user, assistant and user, so nothing shows how it does"
+            )
+        places = [text.find(each) for each in (asked, answered, again)]
+        if -1 in places or places != sorted(places):
+            return "the chat template doesn't show the messages of a chat one after the other"
+        for (_, content), start, end in zip(chat, places, places[1:], strict=False):
+            shown = text[start + len(content) : end]
+            if not self._control.find.search(shown):
+                return f"the chat template separates messages by text that anybody can type: {shown!r}"
+        return self._control.untypable
 
 
-def _longest_mark(value: object) -> int:
-    if isinstance(value, str):
-        return max(map(len, re.findall("\ufdd0+", value)), default=0)
-    parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
-    return max(map(_longest_mark, parts), default=0) if isinstance(parts, list | tuple) else 0
+def _common_prefix(texts: Sequence[str]) -> str:
+    """Return the characters with which all texts begin."""
+    first, last = min(texts), max(texts)  # between these two lie all others
+    low, high = 0, min(len(first), len(last))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == last[:middle] else (low, middle - 1)
+    return first[:low]
+
+
+_OTHER_DAY = "2001-02-03T04:05:06"
 
 
 def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
@@ -229,6 +330,7 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Mes
     Tools are listed in the system message. Calls and results are written between tags, as the models of the Hermes
     family and Qwen do; results are the user's.
     """
+    check_messages(turns, has_parts=True)
     messages = [_turn_as_text(turn) for turn in turns]
     if not tools:
         return messages
@@ -241,48 +343,13 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Mes
 
 
 def _turn_as_text(turn: Turn) -> Message:
+    content = text_of(turn.get("content"))
     if turn["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
         f"<tool_call>\n{to_json(call['function'])}\n</tool_call>" for call in turn.get("tool_calls") or ()
     ]
-    content = "\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls])
-    return {"role": turn["role"], "content": content}
-
-
-def common_segments(
-    chat: Chat, messages: Sequence[Message], segments: list[Segment]
-) -> tuple[list[Segment], str | None]:
-    """``(kept, open_text)``: the segments that every continuation of the conversation keeps, and the text after them.
-
-    ``kept`` ends with a special id. ``open_text`` is None if a continuation may do more than extend that text. A
-    template may write a message differently once it isn't the last, for example without its reasoning. So the
-    conversation is rendered with several continuations. Continuations that the template refuses don't count. If
-    ``chat.only_grows``, nothing is rendered again.
-    """
-    if chat.only_grows:
-        last = segments[-1]
-        return (segments[:-1], last) if isinstance(last, str) else (segments, None)
-    grown = [chat.segments(messages, True)]
-    for roles in _CONTINUATIONS:
-        try:
-            grown.append(
-                chat.segments([*messages, *({"role": role, "content": "x"} for role in roles)], False)
-            )
-        except RenderingTooLong:
-            raise
-        except ArgumentError:
-            continue
-    kept = min(_num_common(segments, other) for other in grown)
-    if kept < len(segments) and isinstance(text := segments[kept], str):
-        others = [other[kept] if kept < len(other) else None for other in grown]
-        if all(isinstance(other, str) and other.startswith(text) for other in others):
-            return segments[:kept], text
-    if kept and isinstance(text := segments[kept - 1], str):
-        return segments[: kept - 1], text
-    return segments[:kept], None
-
-
-def _num_common(left: list[Segment], right: list[Segment]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    return {
+        "role": turn["role"],
+        "content": "\n".join([*([content] if content or not calls else []), *calls]),
+    }

@@ -1,9 +1,8 @@
 """A ``tokenizer.json`` of the library ``tokenizers`` as a ``Tokenizer``.
 
-Special tokens typed in a text stay text (``encode_special_tokens``). Only the file's post-processor and chat
-templates produce special ids. ``encode`` keeps what the post-processor adds in front (a BOS). It drops what the
-post-processor adds at the end, because a prefix has no end. Added tokens that aren't marked special are parsed in
-any text, as usual.
+``encode`` gives what the library gives: added tokens are parsed in a text, special ones too, and the post-processor
+adds what it adds before and behind. A stable prefix has no end, so it has nothing of what is added there. In
+conversations a control token that a caller typed is encoded as text.
 
 **Stable boundaries.** The rules of such a pipeline can't be read from its file. So two kinds of boundary are tested
 when it is loaded:
@@ -20,15 +19,20 @@ continues. For this, loading decodes the vocabulary once: 0.1 s for 100,000 toke
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import pairwise, product
 from typing import NamedTuple
 
+import numpy as np
 import tokenizers
 
 from radixkv.errors import ConfigError
 from radixkv.tokenizer.base import BaseTokenizer
-from radixkv.tokenizer.chat import Chat
+from radixkv.tokenizer.chat import Chat, PlainChat
+from radixkv.tokenizer.control import Control
+from radixkv.tokenizer.protocol import check_text, digest_of
+from radixkv.tokenizer.templates import Rendered, Strings
 
 _OPENINGS = ("", "The quick brown fox, ", "x = f(1)\n")
 _LEFTS = (
@@ -84,25 +88,47 @@ AFTER_NEWLINE = Boundary(
 
 
 class FastTokenizer(BaseTokenizer):
-    """Implements ``Tokenizer``. ``adds_bos`` overrides what the file's post-processor adds in front."""
+    """Implements ``Tokenizer``. ``control``: what only a chat may write."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         digest: str,
         chat: Chat,
+        control: Control,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
-        adds_bos: bool | None = None,
     ) -> None:
-        self._backend = backend
-        bos = [] if bos_token_id is None else [bos_token_id]
-        leading = _leading_ids(backend) if adds_bos is None else bos if adds_bos else []
+        self._backend, self._control = backend, control
+        self._control_ids = np.array(sorted(control.ids), np.int64)
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        super().__init__(digest, num_ids, bos_token_id, eos_token_id, leading, chat)
+        super().__init__(digest, num_ids, bos_token_id, eos_token_id, _leading_ids(backend), chat)
         added = (token.content for token in backend.get_added_tokens_decoder().values())
         self._added_pairs = frozenset(left + right for content in added for left, right in pairwise(content))
         self._boundaries = self._held_boundaries()
+
+    def encode(self, text: str) -> list[int]:
+        """See ``Tokenizer.encode``."""
+        return list(self._backend.encode(check_text(text), add_special_tokens=True).ids)
+
+    def rendered_ids(self, rendered: Rendered) -> list[int]:
+        """Return the ids of a conversation. Where a caller typed a control token, its text is encoded instead."""
+        encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+        ids: list[int] = list(encoding.ids)
+        if not rendered.typed:
+            return ids
+        places = np.flatnonzero(np.isin(np.array(ids, np.int64), self._control_ids)).tolist()
+        if not places:
+            return ids
+        offsets, typed, found, done = encoding.offsets, rendered.typed, [], 0
+        for place in places:
+            start, end = offsets[place]
+            first = bisect_left(typed, start)
+            text = rendered.text[start:end]
+            if first < len(typed) and typed[first] < end and self._control.is_spelt(ids[place], text):
+                found += [*ids[done:place], *self._control.as_text(text)]
+                done = place + 1
+        return found + ids[done:]
 
     def _ids(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -110,7 +136,8 @@ class FastTokenizer(BaseTokenizer):
     def _text(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
-    def _stable_cut(self, text: str) -> int:
+    def stable_cut(self, text: str) -> int:
+        """See ``BaseTokenizer``."""
         return next((cut for cut in range(len(text) - 1, 0, -1) if self._is_stable(text, cut)), 0)
 
     def _is_stable(self, text: str, cut: int) -> bool:
@@ -134,27 +161,29 @@ class FastTokenizer(BaseTokenizer):
         return True
 
 
-def load_backend(content: bytes, name: str) -> tokenizers.Tokenizer:
-    """Load the file with the library. It truncates and pads nothing, and special tokens in texts stay text.
-
-    Raises ConfigError for an invalid tokenizer, and for one without a vocabulary.
-    """
+def load_file(content: bytes, name: str, path: str) -> FastTokenizer:
+    """Load a ``tokenizer.json`` by itself. Raises ConfigError for an invalid one, or one without a vocabulary."""
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
-        raise ConfigError("tokenizer", name, f"a tokenizer.json: {error}") from error
+        raise ConfigError("tokenizer", path, f"a tokenizer.json: {error}") from error
+    check_backend(backend, path)
+    added = backend.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def encode(text: str) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    control = Control(special, Strings((), ()), encode)
+    return FastTokenizer(backend, digest_of([(name, content)]), PlainChat(), control)
+
+
+def check_backend(backend: tokenizers.Tokenizer, name: str) -> None:
+    """Let a tokenizer truncate and pad nothing. Raises ConfigError if it has no vocabulary."""
     if not backend.get_vocab_size(with_added_tokens=True):
-        raise ConfigError("tokenizer", name, "a tokenizer.json; this one has no vocabulary")
+        raise ConfigError("tokenizer", name, "a tokenizer with a vocabulary; this one has none")
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True
-    return backend
-
-
-def special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """Special token -> id."""
-    added = backend.get_added_tokens_decoder()
-    return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
 def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:

@@ -1,157 +1,110 @@
-"""Finds and loads a tokenizer: the shipped one, a file, or a model's directory."""
+"""Finds and loads a tokenizer: the shipped one, a file, or a model's folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from radixkv.errors import ConfigError, needs
-from radixkv.tokenizer.chat import Chat, MarkerChat, PlainChat, TemplateChat
+from radixkv.tokenizer.chat import Chat, MarkerChat, PlainChat
 from radixkv.tokenizer.protocol import Tokenizer, digest_of
 
 SHIPPED = "radixkv-8k.model"
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+MAX_FILE_BYTES = 256 * 2**20
+"""A longer file of a folder isn't read."""
+_KINDS = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".bpe", ".codes"})
+_NAMES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""A folder with one of these is loaded by transformers."""
 
 
 def load_tokenizer(path: str | None = None) -> Tokenizer:
     """Load the tokenizer at a path; ``None`` means the one that ships with radixkv.
 
-    In a directory, it takes ``tokenizer.model``, else another ``*.model`` (there must be only one), else
-    ``tokenizer.json``. The directory's ``tokenizer_config.json`` says whether a text begins with a BOS, and names
-    the special tokens. Its ``chat_template.jinja``, or the template in that configuration, renders the
-    conversations. A file is loaded by itself. The digest covers all files that were read.
+    A model's folder is loaded by transformers (``folder``), with the ids that it gives. A folder that only has a
+    SentencePiece model, ``tokenizer.model`` or the only ``*.model``, is loaded as that file. A ``.model`` file and a
+    ``tokenizer.json`` are loaded by themselves, without a chat template. The digest covers all files of a folder that
+    could matter.
 
-    Raises ConfigError if the path has no tokenizer, if a file is malformed, and if the library that reads it isn't
-    installed.
+    Raises ConfigError if the path has no tokenizer, if a file is malformed or transformers refuses the folder, and if
+    the library that reads it isn't installed.
     """
     if path is None:
-        shipped = resources.files(__package__) / SHIPPED
-        return _load({SHIPPED: shipped.read_bytes()}, SHIPPED)
+        return _load_sentencepiece((resources.files(__package__) / SHIPPED).read_bytes(), SHIPPED)
     place = Path(path)
     if place.is_dir():
-        main = _main_file(place)
-        beside = [file for name in (_CONFIG, _TEMPLATE) if (file := place / name).is_file()]
-        return _load({file.name: _read(file) for file in (main, *beside)}, str(main))
-    if place.suffix not in (".model", ".json"):
-        raise ConfigError("tokenizer", path, "a directory, a .model file or a tokenizer.json")
-    return _load({place.name: _read(place)}, path)
+        if any((place / name).is_file() for name in _NAMES):
+            return _load_folder(place)
+        place = _model_in(place)
+    if place.suffix == ".model":
+        return _load_sentencepiece(_read(place), place.name, str(place))
+    if place.suffix == ".json":
+        return _load_json(_read(place), place.name, str(place))
+    raise ConfigError("tokenizer", path, "a directory, a .model file or a tokenizer.json")
 
 
-def _main_file(place: Path) -> Path:
+def _model_in(place: Path) -> Path:
     models = sorted(place.glob("*.model"))
     preferred = [file for file in models if file.name == "tokenizer.model"] or models
     if len(preferred) > 1:
         names = ", ".join(file.name for file in preferred)
         raise ConfigError("tokenizer", str(place), f"a directory with one model of a tokenizer, not {names}")
-    found = [*preferred, place / "tokenizer.json"][0]
-    if not found.is_file():
+    if not preferred:
         raise ConfigError("tokenizer", str(place), "a directory with a tokenizer.model or a tokenizer.json")
-    return found
+    return preferred[0]
 
 
 def _read(file: Path) -> bytes:
     try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            allowed = f"a file of at most {MAX_FILE_BYTES >> 20} MiB"
+            raise ConfigError("tokenizer", str(file), allowed)
         return file.read_bytes()
     except OSError as error:
         raise ConfigError("tokenizer", str(file), f"a file that can be read: {error.strerror}") from error
 
 
-def _load(files: Mapping[str, bytes], name: str) -> Tokenizer:
-    """Return the tokenizer of some files. The first is the main one; errors call it ``name``."""
-    main, content = next(iter(files.items()))
-    config = _config(files)
-    digest = digest_of(files.items())
-    template = _template(files, config)
-    if main.endswith(".model"):
-        return _load_sentencepiece(content, name, digest, config, template)
-    return _load_json(content, name, digest, config, template)
-
-
-def _load_sentencepiece(
-    content: bytes, name: str, digest: str, config: Mapping[str, Any], template: str | None
-) -> Tokenizer:
-    spm = _door("spm", name)
-    processor = spm.load_processor(content, name)
-    markers = spm.marker_ids(processor)
-    chat: Chat = PlainChat()
-    if template is not None:
-        chat = TemplateChat(template, spm.control_ids(processor), _variables(config))
-    elif markers is not None:
-        chat = MarkerChat(processor.bos_id(), *markers)
-    tokenizer: Tokenizer = spm.SentencePieceTokenizer(
-        processor, spm.read_spec(content), digest, chat, adds_bos=config.get("add_bos_token") is True
-    )
-    return tokenizer
-
-
-def _load_json(
-    content: bytes, name: str, digest: str, config: Mapping[str, Any], template: str | None
-) -> Tokenizer:
-    fast = _door("fast", name)
-    backend = fast.load_backend(content, name)
-    special = fast.special_ids(backend)
-    variables = _variables(config)
-    chat: Chat = PlainChat() if template is None else TemplateChat(template, special, variables)
-    adds_bos = config.get("add_bos_token")
-    tokenizer: Tokenizer = fast.FastTokenizer(
-        backend,
-        digest,
-        chat,
-        bos_token_id=special.get(variables.get("bos_token", "")),
-        eos_token_id=special.get(variables.get("eos_token", "")),
-        adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
-    )
-    return tokenizer
-
-
-def _door(module: str, name: str) -> ModuleType:
-    """Import, only now, the module that imports the library of a tokenizer."""
+def _load_folder(place: Path) -> Tokenizer:
+    beside = [file for folder in (place, place / "additional_chat_templates") for file in folder.glob("*")]
+    files = sorted(file for file in beside if file.suffix in _KINDS and file.is_file())
+    content = {
+        str(file.relative_to(place)): _read(file) for file in files if not file.name.endswith(".index.json")
+    }
+    for name in _NAMES:
+        if name in content:
+            _check_object(content[name], name)
     try:
-        if module == "spm":
-            from radixkv.tokenizer import spm
-
-            return spm
-        from radixkv.tokenizer import fast
-
-        return fast
+        from radixkv.tokenizer.folder import load_folder
     except ImportError as error:
-        raise ConfigError("tokenizer", name, "None", problem=f"{name} {needs('tokenizer')}") from error
+        raise ConfigError("tokenizer", str(place), "None", problem=f"{place} {needs('tokenizer')}") from error
+    return load_folder(place, digest_of(content.items()))
 
 
-def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    if _CONFIG not in files:
-        return {}
+def _check_object(content: bytes, name: str) -> None:
     try:
-        config = json.loads(files[_CONFIG])
-    except ValueError as error:
-        raise ConfigError("tokenizer", _CONFIG, f"JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError("tokenizer", _CONFIG, "a JSON object")
-    return config
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("tokenizer", name, f"JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("tokenizer", name, "a JSON object")
 
 
-def _template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: its own file, or else the configuration's default one."""
-    if _TEMPLATE in files:
-        return files[_TEMPLATE].decode("utf-8", errors="replace")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    if found is not None and not isinstance(found, str):
-        raise ConfigError("tokenizer", "chat_template", "a string, or a list of templates with names")
-    return found
+def _load_sentencepiece(content: bytes, name: str, path: str | None = None) -> Tokenizer:
+    try:
+        from radixkv.tokenizer import spm
+    except ImportError as error:
+        raise ConfigError(
+            "tokenizer", path or name, "None", problem=f"{name} {needs('tokenizer')}"
+        ) from error
+    processor = spm.load_processor(content, path or name)
+    markers = spm.marker_ids(processor)
+    chat: Chat = PlainChat() if markers is None else MarkerChat(processor.bos_id(), *markers)
+    return spm.SentencePieceTokenizer(processor, spm.read_spec(content), digest_of([(name, content)]), chat)
 
 
-def _variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a configuration names, for templates: ``{"bos_token": "<s>", …}``."""
-    found = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+def _load_json(content: bytes, name: str, path: str) -> Tokenizer:
+    try:
+        from radixkv.tokenizer import fast
+    except ImportError as error:
+        raise ConfigError("tokenizer", path, "None", problem=f"{path} {needs('tokenizer')}") from error
+    return fast.load_file(content, name, path)

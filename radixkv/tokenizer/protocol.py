@@ -7,12 +7,18 @@ boundary, and how many tokens that leaves out. Each implementation's docstring s
 why.
 
 **Roles can't be forged.** The markers between the messages of a conversation are ids that ``encode_messages``
-inserts. The same marker typed inside a message is encoded as ordinary text.
+inserts. The same marker typed inside a message is encoded as ordinary text. Some models separate messages by text
+alone, so this can't be done for them: ``forgeable`` says so.
+
+**Equal to transformers.** A model's folder gives the ids that ``transformers.AutoTokenizer`` gives: ``encode`` those of
+its ``encode``, ``encode_messages`` and ``encode_chat`` those of its ``apply_chat_template``. The one exception is a
+marker typed inside a message.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,7 +35,8 @@ Message = Mapping[str, str]
 
 
 Turn = Mapping[str, Any]
-"""A message that may have ``tool_calls`` (each ``{"id", "type", "function": {"name", "arguments": {…}}}``), a
+"""A message whose content may be a list of parts (``{"type": "text", "text": …}``), and that may have ``tool_calls``
+(each ``{"id", "type", "function": {"name", "arguments": {…}}}``), a
 ``tool_call_id`` or a ``name``: the form that chat templates take."""
 
 Tool = Mapping[str, Any]
@@ -64,8 +71,21 @@ class Tokenizer(Protocol):
         """The roles that messages may have; None if only the chat template knows them."""
         ...
 
+    @property
+    def forgeable(self) -> str | None:
+        """Why a message can look like several messages to the model; None if none can."""
+        ...
+
+    @property
+    def uses_clock(self) -> bool:
+        """Whether the ids of a conversation may depend on the time."""
+        ...
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ArgumentError if it isn't Unicode (a lone surrogate)."""
+        """Return the ids of a text. Raises ArgumentError if it isn't Unicode (a lone surrogate).
+
+        In a text for a model's folder, the names of its special tokens are these tokens.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -79,10 +99,11 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[int]:
+    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool], now: str | None = None) -> list[int]:
         """Return the ids of a conversation with tools, and of the opening of the assistant's answer.
 
-        Without tools and calls it is ``encode_messages(turns, True)``. Raises ArgumentError as that does.
+        Without tools and calls it is ``encode_messages(turns, True)``. now: the local time that a chat template shows,
+        in ISO 8601; by default the present. Raises ArgumentError as that does.
         """
         ...
 
@@ -122,16 +143,41 @@ def check_text(text: str) -> str:
     return text
 
 
-def check_messages(messages: Sequence[Turn], roles: Iterable[str] | None = None) -> None:
-    """Raise ArgumentError unless each message has a role (one of ``roles``, if given) and a content."""
+def text_of(content: object) -> str:
+    """Return a content as one text: its parts follow each other."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    assert isinstance(content, list | tuple)
+    return "".join(part["text"] for part in content)
+
+
+def to_json(value: Any) -> str:
+    """Return JSON as models read it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def check_messages(
+    messages: Sequence[Turn], roles: Iterable[str] | None = None, *, has_parts: bool = False
+) -> None:
+    """Raise ArgumentError unless each message has a role (one of ``roles``, if given) and a content.
+
+    has_parts: a content may also be a list of ``{"type": "text", "text": …}``, and is optional beside ``tool_calls``.
+    """
     if not messages:
         raise ArgumentError("messages", list(messages), "at least one message")
     known = None if roles is None else sorted(roles)
     for index, message in enumerate(messages):
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise ArgumentError(f"messages[{index}].{field}", message.get(field), "a string")
-        check_text(message["role"])
-        check_text(message["content"])
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise ArgumentError(f"messages[{index}].role", role, "a string")
+        if content is None and has_parts and message.get("tool_calls"):
+            content = ""
+        parts = content if has_parts and isinstance(content, list | tuple) else [{"text": content}]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        if not all(isinstance(text, str) for text in texts) or any(isinstance(part, str) for part in parts):
+            allowed = 'a string, or a list of {"type": "text", "text": …}' if has_parts else "a string"
+            raise ArgumentError(f"messages[{index}].content", content, allowed)
+        for text in (role, *texts):
+            check_text(text)
         if known is not None and message["role"] not in known:
             raise ArgumentError(f"messages[{index}].role", message["role"], f"one of {', '.join(known)}")

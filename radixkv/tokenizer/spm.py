@@ -70,7 +70,6 @@ class SentencePieceTokenizer(BaseTokenizer):
         spec: ModelSpec,
         digest: str,
         chat: Chat,
-        adds_bos: bool = False,
     ) -> None:
         self._processor, self._spec = processor, spec
         self._pairs = _pairs(processor)
@@ -81,7 +80,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             vocab_size=processor.vocab_size(),
             bos_token_id=bos if bos >= 0 else None,
             eos_token_id=eos if eos >= 0 else None,
-            leading=[bos] if adds_bos and bos >= 0 else [],
+            leading=[],
             chat=chat,
         )
         self._mark_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
@@ -98,7 +97,7 @@ class SentencePieceTokenizer(BaseTokenizer):
     def _text(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
 
-    def _stable_cut(self, text: str) -> int:
+    def stable_cut(self, text: str) -> int:
         if not self._spec.has_stable_boundaries or not text:
             return 0
         if not self._spec.is_lossless:

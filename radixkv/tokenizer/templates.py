@@ -1,11 +1,11 @@
 """Chat templates, rendered in a process of their own: a template is a program that came with a model.
 
-    render ─▶ template and values as JSON ─▶ the process: Jinja's sandbox ─▶ text, or why not
+    render ─▶ template and values as JSON ─▶ the process (``rendering``): transformers' own function ─▶ text, or why not
 
-One process for all templates of this one. It is started when it is first needed (0.2 s of a core, 30 MB), ends with
-this one, and is replaced when it has died. For each template that it compiles or renders it has RENDER_S of CPU time.
-The kernel ends it after that, even inside one long operation. It has MAX_MEMORY_BYTES of memory, and a text may have
-MAX_RENDERED_CHARS. So nothing that a template does costs more than that, and nothing of it is left.
+One process for all templates of this one. It is started when it is first needed (a second of a core, 90 MB), ends with
+this one, and is replaced when it has died. For each question it has RENDER_S of CPU time. The kernel ends it after
+that, even inside one long operation. It has MAX_MEMORY_BYTES of memory, and a text may have MAX_RENDERED_CHARS. So
+nothing that a template does costs more than that, and nothing of it is left.
 
 A call blocks until the process answers. So no event loop may render (``Unrendered``); the service does it in the
 processes that read bodies.
@@ -14,8 +14,6 @@ processes that read bodies.
 from __future__ import annotations
 
 import atexit
-import datetime
-import importlib
 import json
 import os
 import resource
@@ -24,32 +22,80 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
-from radixkv.errors import ConfigError, needs
-
-if TYPE_CHECKING:
-    import jinja2
+from radixkv.errors import ConfigError
 
 RENDER_S = 2.0
-"""CPU time in which a template is compiled, or rendered."""
+"""CPU time in which a template is compiled, or a conversation rendered."""
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 MAX_MEMORY_BYTES: Final = 2**30
 _SIZE: Final = struct.Struct("<Q")
 _CODE: Final = "from radixkv.tokenizer.templates import serve; serve()"
-_MAX_COMPILED: Final = 8
 
 
 class Refused(Exception):
     """The template refuses the conversation, with this message."""
 
 
+class Failed(Exception):
+    """The template can't render the conversation: it has an error, or expects other values."""
+
+
 class TooLong(Exception):
     """The template took too much time, memory or text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A model's chat template, or several by name (``default``, ``tool_use``), and the special tokens for it."""
+
+    source: str | Mapping[str, str]
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """The strings in a template: those that it may write, and those that it looks for in its values."""
+
+    written: Sequence[str]
+    searched: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What must not be taken for the template's when a caller typed it.
+
+    - ``control``: the control strings; ``first``: the characters that they begin with.
+    - ``searched``: strings that the template looks for in contents; ``replaced``: control strings in these.
+    """
+
+    control: Sequence[str]
+    first: str
+    searched: Sequence[str]
+    replaced: Sequence[str]
+
+    def concerns(self, value: Any) -> bool:
+        """Whether a string in a JSON value has a character that begins a control string."""
+        if isinstance(value, str):
+            return any(each in value for each in self.first)
+        if isinstance(value, Mapping):
+            return any(self.concerns(each) for pair in value.items() for each in pair)
+        return isinstance(value, list | tuple) and any(map(self.concerns, value))
+
+
+NO_GUARD: Final = Guard((), "", (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text. ``typed``: positions at which a caller typed what may begin a control string; ordered."""
+
+    text: str
+    typed: Sequence[int]
 
 
 def _too_long() -> TooLong:
@@ -124,32 +170,58 @@ atexit.register(_process.close)
 os.register_at_fork(after_in_child=lambda: setattr(_process, "_lock", threading.Lock()))
 
 
-def check(template: str) -> None:
-    """Compile a template. Raises ConfigError if it isn't one, takes too long, or Jinja isn't installed."""
-    if find_spec("jinja2") is None:
-        raise ConfigError("chat_template", template, "None", problem=needs("tokenizer"))
+def analysed(template: Template) -> Strings:
+    """Compile a template and return its strings. Raises ConfigError if it isn't one, or takes too long."""
     try:
-        answer = _process.ask({"template": template, "variables": None, "seconds": RENDER_S})
+        answer = _process.ask({"do": "analyse", "template": template.source, "seconds": RENDER_S})
     except TooLong as error:
         raise ConfigError("tokenizer", "chat_template", f"a Jinja template: {error}") from None
     if "syntax" in answer:
         raise ConfigError("tokenizer", "chat_template", f"a Jinja template: {answer['syntax']}")
+    if "written" not in answer:
+        raise ConfigError("tokenizer", "chat_template", f"a Jinja template: {_too_long()}")
+    return Strings(answer["written"], answer["searched"])
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Return what a template that was checked makes of its variables. Raises Refused or TooLong."""
-    answer = _process.ask({"template": template, "variables": variables, "seconds": RENDER_S})
+def render(
+    template: Template,
+    guard: Guard,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = False,
+    now: str | None = None,
+) -> Rendered:
+    """Return what transformers makes of a conversation with an analysed template.
+
+    now: the local time that ``strftime_now`` shows, in ISO 8601; by default the present. Raises Refused, Failed or
+    TooLong. Takes some 100 µs, and as long again if a message holds a character that begins a control string.
+    """
+    answer = _process.ask(
+        {
+            "do": "render",
+            "template": template.source,
+            "variables": template.variables,
+            "guard": asdict(guard) if guard.concerns((messages, tools)) else None,
+            "messages": messages,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+            "now": now,
+            "seconds": RENDER_S,
+        }
+    )
     if "refused" in answer:
         raise Refused(answer["refused"])
+    if "failed" in answer:
+        raise Failed(answer["failed"])
     if "text" not in answer:
         raise _too_long()
-    text: str = answer["text"]
-    return text
+    return Rendered(answer["text"], answer["typed"])
 
 
 def _environment() -> dict[str, str]:
     """Return the environment without radixkv's settings, because some are secrets; module paths are kept."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
+    kept["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -176,68 +248,25 @@ def _received(pipe: Any) -> dict[str, Any] | None:
 
 
 def serve() -> None:
-    """Answer messages on standard input until it is closed."""
+    """Answer questions on standard input until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, for all its processes
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    importlib.import_module("jinja2.ext")
-    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
-    while (message := _received(incoming)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, message["seconds"])
+    incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would load it, which takes seconds
+    from radixkv.tokenizer import rendering
+
+    rendering.prepare()
+    while (question := _received(incoming)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         try:
-            answer = _answer(message["template"], message["variables"])
+            do = rendering.render if question["do"] == "render" else rendering.analyse
+            answer = do(question)
         except (MemoryError, RecursionError):
+            answer = {}
+        if len(answer.get("text", "")) > MAX_RENDERED_CHARS:
             answer = {}
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(outgoing, answer)
-
-
-def _answer(template: str, variables: dict[str, Any] | None) -> dict[str, Any]:
-    import jinja2
-
-    try:
-        compiled = _compiled(template)
-    except jinja2.TemplateSyntaxError as error:
-        return {"syntax": str(error)}
-    if variables is None:
-        return {}
-    pieces, size = [], 0
-    try:
-        for piece in compiled.generate(**variables):
-            size += len(piece)
-            if size > MAX_RENDERED_CHARS:
-                return {}
-            pieces.append(piece)
-    except (MemoryError, RecursionError):
-        return {}
-    except Exception as error:  # noqa: BLE001 whatever a template raises refuses the conversation
-        return {"refused": str(error)}
-    return {"text": "".join(pieces)}
-
-
-@lru_cache(_MAX_COMPILED)
-def _compiled(template: str) -> jinja2.Template:
-    """Return the template in the sandbox, with the functions that chat templates expect."""
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(template)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
-
-
-def _now(format_: str) -> str:
-    return datetime.datetime.now().strftime(format_)
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON as chat templates write it."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -29,7 +29,7 @@ from radixkv.audit import Report, Violation
 from radixkv.coordination import Load, Settings
 from radixkv.engines.request_keys import RequestFacts
 from radixkv.storage.plan import BeamsState, StepPlan
-from radixkv.tokenizer.chat import TemplateChat
+from radixkv.tokenizer.chat import MarkerChat
 from radixkv_policies.gdsf import PrefillProfile
 
 COMPILED = ("radixkv.index", "radixkv.coordination", "radixkv_policies")
@@ -74,15 +74,15 @@ def values() -> Iterator[object]:
     yield audit.inspect(cache)
     yield from (BeamsState(1, 2, True, False, False, False), Load(4, 3, 2, 1))
     yield from (Settings("a", b"s" * 32, "f", 4), RequestFacts(num_most=3), PrefillProfile(1.0, 2.0))
-    yield TemplateChat("<s>{{ messages[0].content }}{{ name }}", {"<s>": 1}, {"name": "x"})
+    yield MarkerChat(1, {"user": 2, "assistant": 3}, 4)
 
 
 def content(value: Any) -> Any:
     """Return what a copy must share with the original."""
     if isinstance(value, Match):
         return value.namespace, value.num_tokens, value.block_ids.tolist(), value.end
-    if isinstance(value, TemplateChat):
-        return value.segments([{"role": "user", "content": "hello <s>"}], True)
+    if isinstance(value, MarkerChat):
+        return value.roles
     return list(value) if isinstance(value, StepPlan) else value
 
 

@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 from radixkv.tokenizer.chat import PlainChat
-from radixkv.tokenizer.fast import FastTokenizer
+from radixkv.tokenizer.fast import load_file
 from radixkv.tokenizer.spm import SentencePieceTokenizer, load_processor, read_spec
 
 ODDITIES = (
@@ -96,8 +96,12 @@ def train_byte_level(
     return backend
 
 
+def fast_of(backend: tokenizers.Tokenizer) -> Tokenizer:
+    return load_file(backend.to_str().encode(), "tokenizer.json", "test")
+
+
 def _byte_level(pre_tokenizer: object) -> Tokenizer:
-    return FastTokenizer(train_byte_level(pre_tokenizer), "", PlainChat())
+    return fast_of(train_byte_level(pre_tokenizer))
 
 
 def _word_piece() -> Tokenizer:
@@ -109,7 +113,7 @@ def _word_piece() -> Tokenizer:
     backend.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(vocab_size=1500, show_progress=False, special_tokens=["[UNK]"])
     backend.train_from_iterator(_lines(), trainer)
-    return FastTokenizer(backend, "", PlainChat())
+    return fast_of(backend)
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {

@@ -73,7 +73,7 @@ except ConfigError as error:
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
 def test_a_directory_with_a_model(tmp_path: Path, name: str) -> None:
     shutil.copy(SHIPPED, tmp_path / name)
-    (tmp_path / "tokenizer.json").write_text("is not looked at", encoding="utf-8")
+    (tmp_path / "vocab.txt").write_text("is not looked at", encoding="utf-8")
     assert load_tokenizer(str(tmp_path)).encode(TEXT) == load_tokenizer().encode(TEXT)
     assert load_tokenizer(str(tmp_path / name)).encode(TEXT) == load_tokenizer().encode(TEXT)
 
@@ -88,36 +88,30 @@ def test_a_tokenizer_json_by_directory_and_by_file(fast_file: Path) -> None:
     for path in (fast_file, fast_file.parent):
         tokenizer = load_tokenizer(str(path))
         ids = tokenizer.encode(TEXT)
-        assert ids[0] == 0 and 1 not in ids and len(ids) > 100  # a BOS, no EOS, nothing cut off
+        assert ids[0] == 0 and ids[-1] == 1 and len(ids) > 100  # a BOS, an EOS, nothing cut off
+        assert 1 not in tokenizer.stable_prefix(TEXT)[0], "a prefix has no end"
         assert tokenizer.decode(ids) == TEXT
-        assert tokenizer.vocab_size == 2000
-        with pytest.raises(ValueError, match=r"ids\[0\]=2000"):
-            tokenizer.decode([2000])
+        size = tokenizer.vocab_size
+        assert size >= 2000  # transformers adds a token for what is unknown
+        with pytest.raises(ValueError, match=rf"ids\[0\]={size}"):
+            tokenizer.decode([size])
 
 
-def test_special_tokens_in_a_text_stay_text(fast_file: Path) -> None:
+def test_special_tokens_in_a_text_are_special_and_in_a_message_they_are_text(fast_file: Path) -> None:
     tokenizer = load_tokenizer(str(fast_file))
     ids = tokenizer.encode("a</s><s>b")
-    assert not {0, 1} & set(ids[1:])
-    assert tokenizer.decode(ids) == "a</s><s>b"
+    assert [each for each in ids if each < 2] == [0, 1, 0, 1]
+    spoken = tokenizer.encode_messages([{"role": "user", "content": "a</s><s>b"}], False)
+    assert not {0, 1} & set(spoken[1:])
+    assert tokenizer.decode(spoken) == "user: a</s><s>b\n"
 
 
-@pytest.mark.parametrize("kind", ["fast", "sentencepiece"])
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_the_configuration_decides_whether_a_text_begins_with_a_bos(
-    fast_file: Path, tmp_path: Path, kind: str, adds_bos: bool
-) -> None:
+def test_a_stable_prefix_begins_as_a_text_does(fast_file: Path) -> None:
     place = fast_file.parent
-    if kind == "sentencepiece":
-        place = tmp_path / kind
-        place.mkdir()
-        shutil.copy(SHIPPED, place / "tokenizer.model")
-    configure(place, add_bos_token=adds_bos, bos_token="<s>", eos_token={"content": "</s>"})
+    configure(place, bos_token="<s>", eos_token="</s>")
     tokenizer = load_tokenizer(str(place))
-    bos = tokenizer.bos_token_id
-    assert (bos, tokenizer.eos_token_id) == ((0, 1) if kind == "fast" else (1, 2))
-    assert (tokenizer.encode("word")[0] == bos) is adds_bos
-    assert (tokenizer.stable_prefix("one word")[0][0] == bos) is adds_bos
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.stable_prefix("one word")[0][0] == tokenizer.encode("word")[0] == 0
     assert tokenizer.stable_prefix("word") == ([], len(tokenizer.encode("word")))
 
 

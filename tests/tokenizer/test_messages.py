@@ -90,29 +90,10 @@ def test_with_a_template_only_the_template_makes_special_ids(
     ids = tokenizer.encode_messages(messages, True)
     special = [token_id for token_id in ids if token_id < len(SPECIAL)]
     assert special == [0] + [2, 3, 1] * len(messages) + [2, 3]
-    texts = [tokenizer.encode(f"\n\n{one['content'].strip()}") for one in messages]
+    texts = [tokenizer.plain_ids(f"\n\n{one['content'].strip()}") for one in messages]
     starts = [n + 1 for n, token_id in enumerate(ids) if token_id == 3]
     for text, start in zip(texts, starts, strict=False):
         assert ids[start : start + len(text)] == text
-
-
-def test_a_template_gives_what_transformers_gives(save) -> None:
-    """For messages without special strings, where the two differ on purpose."""
-    from transformers import PreTrainedTokenizerFast
-
-    messages = [
-        message("system", "Be brief. "),
-        message("user", "Héllo,\n\nworld"),
-        message("assistant", "Hi!"),
-    ]
-    for template in (HEADERS, DROPS_THOUGHTS):
-        place = save(template)
-        spoken = messages[1:] if template is DROPS_THOUGHTS else messages
-        theirs = PreTrainedTokenizerFast.from_pretrained(str(place))
-        ours = load_tokenizer(str(place))
-        for prompt in (True, False):
-            ids = theirs.apply_chat_template(spoken, add_generation_prompt=prompt, return_dict=False)
-            assert ours.encode_messages(spoken, prompt) == ids
 
 
 def test_a_template_from_a_file_and_from_a_list(save) -> None:
@@ -187,12 +168,13 @@ TOOLS_ADD = """{% for m in messages %}<|start|>{{ m.content }}
 NOTHING_CLOSES = "{% for m in messages %}<|start|>{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", [TOOLS_ADD, NOTHING_CLOSES])
-def test_a_message_that_may_still_grow_is_stable_up_to_a_boundary(save, template: str) -> None:
+@pytest.mark.parametrize(("template", "kept"), [(TOOLS_ADD, "ask the"), (NOTHING_CLOSES, "ask the re")])
+def test_a_message_that_may_still_grow_is_stable_up_to_a_boundary(save, template: str, kept: str) -> None:
     tokenizer = load_tokenizer(str(save(template)))
     messages = [message("user", "ask the re")]
     ids, left_out = tokenizer.stable_messages(messages)
-    assert tokenizer.decode(ids) == "ask the" and left_out > 0
+    assert tokenizer.decode(ids) == kept
+    assert left_out == len(tokenizer.encode_messages(messages, False)) - len(ids)
     assert tokenizer.encode_messages([*messages, message("tool", "x")], False)[: len(ids)] == ids
 
 

@@ -18,7 +18,7 @@ from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.chat import ChatRequest
 from radixkv.service.schemas.prompts import LookupRequest
 from radixkv.tokenizer import load_tokenizer, templates
-from radixkv.tokenizer.chat import RenderingTooLong, TemplateChat
+from radixkv.tokenizer.chat import RenderingTooLong
 from tests.tokenizer.kinds import train_byte_level
 from tests.waiting import finished
 
@@ -42,21 +42,25 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("template", [NESTED, GROWS, LONG, POWER], ids=["loops", "memory", "text", "power"])
 def test_a_template_that_costs_too_much_is_ended_and_the_next_one_is_rendered(template: str) -> None:
+    costly = _tokenizer_with("{% if messages[0].content == 'hello' %}" + template + "{% endif %}" + FINE)[0]
     with pytest.raises(RenderingTooLong, match="chat template needs more than") as caught:
-        TemplateChat(template, {}, {}).segments(MESSAGES, False)
+        costly.encode_messages(MESSAGES, False)
     assert isinstance(caught.value, ArgumentError) and caught.value.argument == "messages"
-    assert TemplateChat(FINE, {}, {}).segments(MESSAGES, False) == ["hello"]
+    other = [{"role": "user", "content": "goodbye"}]
+    assert costly.decode(costly.encode_messages(other, False)) == "goodbye"
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_template_that_cannot_be_compiled_in_time_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(ConfigError, match="needs more than"):
-        TemplateChat("{{ 9 ** (9 ** 9) }}", {}, {})
+        _tokenizer_with("{{ 9 ** (9 ** 9) }}")
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_continuation_that_costs_too_much_is_not_taken_as_refused() -> None:
-    slow_once_continued = "{% if messages | length > 1 %}" + NESTED + "{% endif %}" + FINE
+    slow_once_continued = (
+        "{% if messages | length > 1 and messages[0].content == 'hello' %}" + NESTED + "{% endif %}" + FINE
+    )
     tokenizer = _tokenizer_with(slow_once_continued)
     with pytest.raises(RenderingTooLong):
         tokenizer[0].stable_messages(MESSAGES)
@@ -110,7 +114,7 @@ def test_the_event_loop_renders_no_template_and_goes_on() -> None:
             intake.close()
 
     original = templates.render
-    templates.render = lambda *args: asked.append("here") or original(*args)  # type: ignore[func-returns-value, assignment]
+    templates.render = lambda *args, **more: asked.append("here") or original(*args, **more)  # type: ignore[func-returns-value, assignment]
     try:
         asyncio.run(test())
     finally:
@@ -139,11 +143,13 @@ def test_a_slow_template_refuses_the_conversation_in_the_service_too() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_the_process_gets_no_secret_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_FLEET_SECRET", "pa55word")
     code = (
         "from radixkv.tokenizer import templates\n"
-        "assert templates.render('{{ x }}', {'x': 'y'}) == 'y'\n"
+        "ask = templates.Template('{{ x }}', {'x': 'y'}), templates.NO_GUARD, [{'role': 'user', 'content': ''}]\n"
+        "assert templates.render(*ask).text == 'y'\n"
         "p = templates._process._process.pid\n"
         "print(p, b'pa55word' in open(f'/proc/{p}/environ', 'rb').read())\n"
     )
@@ -152,17 +158,23 @@ def test_the_process_gets_no_secret_and_ends_with_its_parent(monkeypatch: pytest
     assert has_secret == "False" and not Path(f"/proc/{pid}").exists() and not found.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_renders_in_a_process_of_its_own() -> None:
-    assert templates.render("{{ x }}", {"x": "before"}) == "before"
+    assert _rendered("before") == "before"
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         with os.fdopen(writing, "w") as out:
-            out.write(templates.render("{{ x }}", {"x": "in the child"}))
+            out.write(_rendered("in the child"))
         templates._process.close()
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
         assert told.read() == "in the child"
     assert os.waitpid(child, 0)[1] == 0
-    assert templates.render("{{ x }}", {"x": "after"}) == "after"
+    assert _rendered("after") == "after"
+
+
+def _rendered(content: str) -> str:
+    template = templates.Template("{{ messages[0].content }}", {})
+    return templates.render(template, templates.NO_GUARD, [{"role": "user", "content": content}]).text
