@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import httpx
 import pytest
@@ -320,7 +321,7 @@ class Times:
     def first_token_s(self, prompt: str) -> float:
         self._count()
         before = self.clock()
-        self.clock.advance(0.01 + hash(prompt) % 97 / 1e5 + (0 if prompt in self.known else 0.02))
+        self.clock.advance(0.01 + crc32(prompt.encode()) % 97 / 1e5 + (0 if prompt in self.known else 0.02))
         self.known.add(prompt)
         return self.clock() - before
 
