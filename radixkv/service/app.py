@@ -24,7 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.arrivals import Arrivals
 from radixkv.service.core import Service
-from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
+from radixkv.service.dialects import dialect_of
+from radixkv.service.endpoint import (
+    ENCODED_SLASH,
+    Call,
+    Endpoint,
+    H,
+    has_encoded_slash,
+    new_request_id,
+    serve,
+)
 from radixkv.service.endpoints import (
     admin,
     bases,
@@ -59,7 +68,7 @@ SECURITY_HEADERS = {
 _SECURITY = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _ONLY_HTTPS = (b"strict-transport-security", b"max-age=31536000")
 _CONTENTS = "/v1/cachedContents"
-_GEMINI_METHODS = (":generateContent", ":streamGenerateContent")
+_GEMINI_METHODS = (":generateContent", ":streamGenerateContent", ":countTokens")
 
 
 class _Segment(StringConvertor):
@@ -140,19 +149,23 @@ def make_app(
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
-    """Answer 404 for an unknown path, in the shape of all errors."""
-    return not_found("path").response()
+    """Answer 404 for an unknown path, in the form of the client's provider."""
+    return _refused(request, not_found("path"))
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    return dialect_of(request.scope["path"], request.headers).answer(error, new_request_id())
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    """Answer 405, in the shape of all errors, with the allowed methods."""
+    """Answer 405, in the form of the client's provider, with the allowed methods."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
     problem = ApiError(
         405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
         allowed=allowed, headers={"Allow": allowed},
     )  # fmt: skip
-    return problem.response()
+    return _refused(request, problem)
 
 
 async def _crashed(request: Request, error: Exception) -> Response:

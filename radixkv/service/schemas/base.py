@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -19,14 +18,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from radixkv.service.schemas.ignored import NOT_SUPPORTED, Drops, without_ignored
+
 MAX_NAME = 256
 
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the one error that reports all unknown fields of an object."""
-
-
-NOT_SUPPORTED = "not_supported"
-"""Type of the error of a field that allows only its neutral values. The context of the error names them."""
 
 TWO_VALUES = "two_values"
 """Type of the error of a field and its other name with different values."""
@@ -46,14 +43,27 @@ class RequestBody(BaseModel):
     other_names: ClassVar[Mapping[str, str]] = {}
     """Fields that are other names of fields. A body may have both if their values are equal."""
 
-    max_values: ClassVar[int | None] = None
-    """Most JSON values of a body, if that is less than all its lists at their longest. None: no further bound."""
+    value_bytes: ClassVar[int | None] = None
+    """A long body may have one JSON value for this many bytes. None: as many as its schema allows.
+
+    With it, the fields in ``without_prompts`` may have lists and maps without a maximum."""
+
+    drops: ClassVar[Drops] = {}
+    """Fields that change nothing and are dropped: see ``schemas.ignored``."""
+
+    types: ClassVar[tuple[str, ...]] = ()
+    """The values that ``type`` may have, if it is given. A body of another type gets an error about that alone."""
 
     @model_validator(mode="before")
     @classmethod
     def _known_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if cls.types and data.get("type") is not None and data["type"] not in cls.types:
+            allowed = " or ".join(map(json.dumps, cls.types))
+            found = {"name": "type", "value": data["type"], "allowed": allowed}
+            raise PydanticCustomError(TWO_VALUES, "another type", found)
+        data = without_ignored(data, cls.drops)
         known = _names(cls)
         unknown = [name for name in data if name not in known]
         if unknown:
@@ -69,6 +79,19 @@ class RequestBody(BaseModel):
                 }
                 raise PydanticCustomError(TWO_VALUES, "another value than {name}", found)
         return given
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema of the fields, with those that are dropped."""
+        found = handler(schema)
+        own = handler.resolve_ref_schema(found)
+        own["properties"] = {
+            **own.get("properties", {}),
+            **{name: each.schema() for name, each in cls.drops.items()},
+        }
+        return found
 
 
 class Neutral:
@@ -110,21 +133,6 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
         names.update(each for each in choices if isinstance(each, str))
     return frozenset(names)
-
-
-def first_at_most(maximum: int) -> BeforeValidator:
-    """Check the size of a map before its values are validated. pydantic's own check first makes an error for each."""
-    return BeforeValidator(_at_most(maximum))
-
-
-def _at_most(maximum: int) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > maximum:
-            message = "Dictionary should have at most {maximum} items, not {found}"
-            raise PydanticCustomError("too_long", message, {"maximum": maximum, "found": len(value)})
-        return value
-
-    return checked
 
 
 Seconds = Annotated[float, AfterValidator(lambda seconds: round(seconds, 6))]

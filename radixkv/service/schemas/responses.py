@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, ArgumentsText
+from radixkv.service.schemas import ignored
+from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, call_of
 from radixkv.service.schemas.completions import CompletionRequest, Hints, TopK
 from radixkv.service.schemas.conversations import (
-    MAX_PARTS,
     MAX_TOOLS,
-    MAX_TURNS,
-    MAX_VALUES,
     Breakpoint,
+    CalledName,
     CallId,
     ConversationBody,
     JsonObject,
     ToolName,
-    text_of,
+    TurnContent,
+    arguments_of,
+    content_of,
 )
 from radixkv.service.schemas.prompt_caching import (
     MarkedPart,
     PartBreakpoint,
     ResponseCacheOptions,
-    Retention,
     latest,
     marks_of,
     ttl_of,
@@ -37,27 +35,17 @@ from radixkv.service.schemas.prompt_caching import (
 from radixkv.service.schemas.prompts import Adapter
 
 _TEXTS = ("input_text", "output_text", "text")
-_Id = Annotated[str, Field(max_length=MAX_NAME, description="changes nothing")]
-_Status = Annotated[Literal["in_progress", "completed", "incomplete"], Field(description="changes nothing")]
 
 
 class ResponsePart(MarkedPart):
     """A text of an item. Only text is served; no address is ever fetched."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_PART
+    types: ClassVar[tuple[str, ...]] = _TEXTS
+
     type: Annotated[str, WithJsonSchema({"enum": list(_TEXTS)})]
     text: str
     prompt_cache_breakpoint: PartBreakpoint | None = None
-    annotations: Annotated[Any, Neutral([])] = None
-    logprobs: Annotated[Any, Neutral([])] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else "text"
-        if kind not in _TEXTS:
-            found = {"name": "type", "value": kind, "allowed": '"input_text" or "output_text"'}
-            raise PydanticCustomError(TWO_VALUES, "not text", found)
-        return data
 
 
 def _form(value: Any) -> str:
@@ -65,51 +53,49 @@ def _form(value: Any) -> str:
 
 
 _Content = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[list[ResponsePart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[ResponsePart], Field(fail_fast=True), Tag("many")],
     Discriminator(_form),
 ]
+
+
+_CALL, _OUTPUT = "function_call", "function_call_output"
 
 
 class MessageItem(RequestBody):
     """A message. ``developer`` is another name of ``system``."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_MESSAGE
+    types: ClassVar[tuple[str, ...]] = ("message", _CALL, _OUTPUT)
+
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Content
-    id: _Id | None = None
-    status: _Status | None = None
-    phase: Annotated[Any, Neutral("final_answer", "commentary")] = None
 
 
 class CallItem(RequestBody):
     """A call that the assistant made."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_CALL
+
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
-    arguments: ArgumentsText
-    id: _Id | None = None
-    status: _Status | None = None
-    caller: Annotated[Any, Neutral({"type": "direct"})] = None
-    namespace: Annotated[Any, Neutral()] = None
-    async_: Annotated[Any, Neutral(False), Field(validation_alias="async")] = None
+    name: CalledName
+    arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
 
 
 class OutputItem(RequestBody):
     """The result of a call."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_OUTPUT
+
     type: Literal["function_call_output"]
     call_id: CallId
     output: _Content
-    id: _Id | None = None
-    status: _Status | None = None
-    caller: Annotated[Any, Neutral({"type": "direct"})] = None
 
 
 def _item_form(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return str(kind) if kind in ("function_call", "function_call_output") else "message"
+    return str(kind) if kind in (_CALL, _OUTPUT) else "message"
 
 
 Item = Annotated[
@@ -123,14 +109,13 @@ Item = Annotated[
 class ResponseTool(RequestBody):
     """A function that the model may call. Tools of the provider's servers aren't served."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TOOL
+    types: ClassVar[tuple[str, ...]] = ("function",)
+
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
-    strict: bool | None = Field(None, description="changes nothing")
-    allowed_callers: Annotated[Any, Neutral(["direct"])] = None
-    defer_loading: Annotated[Any, Neutral(False)] = None
-    output_schema: Annotated[Any, Neutral({})] = None
 
     def spec(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates take."""
@@ -144,33 +129,23 @@ class ResponseTool(RequestBody):
 class TextOptions(RequestBody):
     """The form of the answer: text."""
 
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TEXT
+
     format: Annotated[Any, Neutral({"type": "text"})] = None
-    verbosity: Annotated[Any, Neutral("medium")] = None
 
 
-class ResponseStreamOptions(RequestBody):
-    """Options of a stream."""
-
-    include_obfuscation: Annotated[Any, Neutral(False)] = None
-
-
-class ResponsesRequest(ConversationBody):
-    """OpenAI's request for a response, with salt, adapter, hints, top_k, seed and ignore_eos.
-
-    ``user``, ``safety_identifier``, ``metadata`` and ``service_tier`` change nothing. ``prompt_cache_key`` names a
-    session for the eviction policy: it separates nothing.
-    """
+class InputTokensRequest(ConversationBody):
+    """A chat in the form of OpenAI's Responses: the system's text, items and tools."""
 
     without_prompts: ClassVar[Mapping[str, object]] = {"input": "-", "instructions": None, "tools": None}
-    max_values: ClassVar[int | None] = MAX_VALUES
+    drops: ClassVar[ignored.Drops] = ignored.RESPONSES
     prompt_field: ClassVar[str] = "input"
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
     )
     input: Annotated[
-        Annotated[str, Tag("one")]
-        | Annotated[list[Item], Field(max_length=MAX_TURNS, fail_fast=True), Tag("many")],
+        Annotated[str, Tag("one")] | Annotated[list[Item], Field(fail_fast=True), Tag("many")],
         Discriminator(_form),
     ] = Field(description="the user's text, or the items of the conversation")
     instructions: str | None = Field(None, description="the system's text")
@@ -178,47 +153,7 @@ class ResponsesRequest(ConversationBody):
     tool_choice: Literal["auto", "none"] | None = Field(
         None, description="none: the tools aren't shown to the model; no call can be forced"
     )
-    adapter: Adapter | None = None
-    hints: Hints | None = None
-    max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=2**31 - 1,
-        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what fits",
-    )
-    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: TopK | None = Field(None, description="-1: all tokens, as if left out")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens")
-    stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
-    stream_options: ResponseStreamOptions | None = None
-    ignore_eos: bool = Field(
-        False, description="go on to the most tokens, also after the end-of-sequence token"
-    )
     text: TextOptions | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
-        None, description="name of a session, for the eviction policy; separates nothing"
-    )
-    prompt_cache_retention: Retention | None = None
-    prompt_cache_options: ResponseCacheOptions | None = None
-    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
-    safety_identifier: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
-        None, description="changes nothing"
-    )
-    store: Annotated[Any, Neutral(False)] = None
-    previous_response_id: Annotated[Any, Neutral()] = None
-    conversation: Annotated[Any, Neutral()] = None
-    background: Annotated[Any, Neutral(False)] = None
-    include: Annotated[Any, Neutral([])] = None
-    max_tool_calls: Annotated[Any, Neutral()] = None
-    metadata: Annotated[Any, Neutral({})] = None
-    moderation: Annotated[Any, Neutral()] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True)] = None
-    prompt: Annotated[Any, Neutral()] = None
-    reasoning: Annotated[Any, Neutral({})] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
-    truncation: Annotated[Any, Neutral("disabled")] = None
 
     @property
     def items(self) -> Sequence[MessageItem | CallItem | OutputItem]:
@@ -234,6 +169,62 @@ class ResponsesRequest(ConversationBody):
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call."""
         return [] if self.tool_choice == "none" else [tool.spec() for tool in self.tools or ()]
+
+    def _turns(self, items: Sequence[MessageItem | CallItem | OutputItem]) -> list[dict[str, Any]]:
+        """Return turns. Calls join the assistant's turn before them, and so does a text after a call: they were one
+        answer."""
+        turns = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
+        found: list[dict[str, Any]] = list(turns)
+        for item in items:
+            if isinstance(item, MessageItem):
+                role = "system" if item.role == "developer" else item.role
+                if role == "assistant" and found and "tool_calls" in found[-1]:
+                    found[-1]["content"] = [*_parts(found[-1]["content"]), *_parts(content_of(item.content))]
+                    continue
+                found.append({"role": role, "content": content_of(item.content)})
+            elif isinstance(item, OutputItem):
+                found.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
+                )
+            else:
+                if not found or found[-1]["role"] != "assistant":
+                    found.append({"role": "assistant", "content": None})
+                call = call_of(item.call_id, item.name, arguments_of(item.arguments))
+                found[-1].setdefault("tool_calls", []).append(call)
+        return found
+
+
+def _parts(content: TurnContent) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+class ResponsesRequest(InputTokensRequest):
+    """OpenAI's request for a response, with salt, adapter, hints, top_k, seed and ignore_eos.
+
+    ``prompt_cache_key`` names a session for the eviction policy: it separates nothing.
+    """
+
+    adapter: Adapter | None = None
+    hints: Hints | None = None
+    max_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description=f"most tokens of the answer; null: {DEFAULT_MAX_TOKENS}, or what fits",
+    )
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: TopK | None = Field(None, description="-1: all tokens, as if left out")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens")
+    stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
+    ignore_eos: bool = Field(
+        False, description="go on to the most tokens, also after the end-of-sequence token"
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="name of a session, for the eviction policy; separates nothing"
+    )
+    prompt_cache_options: ResponseCacheOptions | None = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints that are written."""
@@ -253,22 +244,6 @@ class ResponsesRequest(ConversationBody):
             turns = self._turns([*items[:index], last])
             found.append(Breakpoint(turns, tools, ttl_of(mark, options)))
         return [*found, *whole_prompt(self.turns(), tools, options)]
-
-    def _turns(self, items: Sequence[MessageItem | CallItem | OutputItem]) -> list[dict[str, Any]]:
-        """Return turns. Calls join the assistant's turn before them."""
-        turns = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
-        found: list[dict[str, Any]] = list(turns)
-        for item in items:
-            if isinstance(item, MessageItem):
-                role = "system" if item.role == "developer" else item.role
-                found.append({"role": role, "content": text_of(item.content)})
-            elif isinstance(item, OutputItem):
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-            else:
-                if not found or found[-1]["role"] != "assistant":
-                    found.append({"role": "assistant", "content": ""})
-                found[-1].setdefault("tool_calls", []).append(_call(item))
-        return found
 
     def order(self, max_tokens: int) -> CompletionRequest:
         """Return what to generate. ``max_tokens``: the most tokens if the request doesn't say."""
@@ -291,9 +266,11 @@ class ResponsesRequest(ConversationBody):
         return CompletionRequest.model_validate({**fields, "prompt": "-", "max_tokens": most})
 
 
-def _call(item: CallItem) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": json.loads(item.arguments or "{}")}
-    return {"id": item.call_id, "type": "function", "function": function}
+class InputTokensReply(ReplyBody):
+    """The length of a chat."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int = Field(description="tokens of the chat up to the opening of the answer")
 
 
 class WriteDetails(ReplyBody):
