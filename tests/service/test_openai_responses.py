@@ -140,6 +140,15 @@ def test_items_of_calls_and_results_are_part_of_the_prompt(acme: Any) -> None:
     assert plain == hidden < shown < called
 
 
+def test_tokens_of_an_input_are_counted(acme: Any) -> None:
+    asked = {"model": MODEL, "instructions": RULES, "input": ASKED, "tools": [TOOL]}
+    counted = acme.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == acme.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        acme.responses.input_tokens.count(model="another", input=ASKED)
+
+
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/secret"}]}
 
 
