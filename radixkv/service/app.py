@@ -68,6 +68,8 @@ SECURITY_HEADERS = {
 _SECURITY = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _ONLY_HTTPS = (b"strict-transport-security", b"max-age=31536000")
 _CONTENTS = "/v1/cachedContents"
+_MODELS = "/v1/models"
+_GOOGLES_HEADER = b"x-goog-api-client"
 _GEMINI_METHODS = (":generateContent", ":streamGenerateContent", ":countTokens")
 
 
@@ -213,7 +215,10 @@ class EncodedSlashes:
 
 
 class Versions:
-    """Serves Gemini's paths under ``/v1`` as under ``/v1beta``: clients may be set to either."""
+    """Serves Gemini's paths under ``/v1`` as under ``/v1beta``: clients may be set to either.
+
+    Models are at ``/v1/models`` for all providers. Google's client tells itself by its headers.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -221,7 +226,10 @@ class Versions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the application does, at the path under ``/v1beta``."""
         path = scope.get("path", "")
-        is_method = path.startswith("/v1/models/") and path.endswith(_GEMINI_METHODS)
+        is_model = path == _MODELS or path.startswith(f"{_MODELS}/")
+        is_method = is_model and (
+            path.endswith(_GEMINI_METHODS) or any(name == _GOOGLES_HEADER for name, _ in scope["headers"])
+        )
         if is_method or path == _CONTENTS or path.startswith(f"{_CONTENTS}/"):
             scope = {**scope, "path": path.replace("/v1/", "/v1beta/", 1)}
         await self._app(scope, receive, send)

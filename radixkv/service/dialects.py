@@ -124,11 +124,17 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
+_THREAD: Final = "thread"
+"""The field that continues a stored message. Anthropic's client goes on without it if the error's details say so."""
+
+
 def _anthropic(error: ApiError, request_id: str) -> Written:
     status = {422: 400, 503: 529}.get(error.status, error.status)
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     answer = "input length and `max_tokens` exceed context limit"
-    described = {"type": kind, "message": _message(error, "prompt is too long", answer)}
+    described: dict[str, Any] = {"type": kind, "message": _message(error, "prompt is too long", answer)}
+    if error.body["field"] == _THREAD:
+        described["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
     return status, {"type": "error", "error": described, "request_id": request_id}
 
 

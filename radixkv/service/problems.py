@@ -60,6 +60,8 @@ _TAGS = frozenset(
         "message",
         "function_call",
         "function_call_output",
+        "plain",
+        "group",
     }
 )
 

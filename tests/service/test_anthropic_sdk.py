@@ -231,6 +231,18 @@ def test_the_model_is_listed_in_pages(acme: Any) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"
 
 
+def test_a_runner_of_tools_goes_on_without_threads(acme: Any) -> None:
+    @anthropic.beta_tool
+    def find_page(topic: str) -> str:
+        """Find a page."""
+        return f"page of {topic}"
+
+    runner = acme.beta.messages.tool_runner(
+        model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "Which page?"}], tools=[find_page]
+    )
+    assert runner.until_done().role == "assistant"
+
+
 def test_batches_are_not_found(acme: Any) -> None:
     for ask in (acme.messages.batches.list, lambda: acme.messages.batches.retrieve("msgbatch_1")):
         with pytest.raises(anthropic.NotFoundError) as missing:

@@ -12,6 +12,7 @@ from radixkv.service.schemas.conversations import ConversationBody
 from radixkv.service.schemas.messages import MessagesRequest
 from radixkv.service.schemas.responses import ResponsesRequest
 from tests.service.running import Running
+from tests.service.test_shapes import saying
 
 Turn = dict[str, Any]
 
@@ -39,8 +40,8 @@ CASES: list[tuple[type[ConversationBody], dict[str, Any], list[Turn]]] = [
                 {"role": "tool", "tool_call_id": "c1", "content": parts("12")},
                 {"role": "tool", "tool_call_id": "c2", "content": "none"},
                 {"role": "assistant", "content": "", "name": "radix"},
-                {"role": "assistant"},
                 {"role": "user", "content": []},
+                {"role": "assistant"},
             ]
         },
         [
@@ -50,8 +51,8 @@ CASES: list[tuple[type[ConversationBody], dict[str, Any], list[Turn]]] = [
             {"role": "tool", "content": parts("12"), "tool_call_id": "c1"},
             {"role": "tool", "content": "none", "tool_call_id": "c2"},
             {"role": "assistant", "content": "", "name": "radix"},
-            {"role": "assistant", "content": None},
             {"role": "user", "content": []},
+            {"role": "assistant", "content": None},
         ],
     ),
     (
@@ -138,6 +139,10 @@ CASES: list[tuple[type[ConversationBody], dict[str, Any], list[Turn]]] = [
                 },
                 {"role": "model", "parts": []},
                 {"role": "user", "parts": [{"text": "Go on."}]},
+                {"role": "model", "parts": [{"text": "I"}]},
+                {"role": "model", "parts": [{"text": " look."}]},
+                {"role": "model", "parts": [{"functionCall": {"id": "c1", "name": "find", "args": {}}}]},
+                {"role": "model", "parts": [{"functionCall": {"id": "c2", "name": "find", "args": {}}}]},
             ],
         },
         [
@@ -148,6 +153,7 @@ CASES: list[tuple[type[ConversationBody], dict[str, Any], list[Turn]]] = [
             {"role": "user", "content": parts("Go on.")},
             {"role": "assistant", "content": None},
             {"role": "user", "content": parts("Go on.")},
+            {"role": "assistant", "content": parts("I", " look."), "tool_calls": [call({}), call({}, "c2")]},
         ],
     ),
 ]
@@ -158,6 +164,32 @@ def test_turns_are_what_the_client_sent(
     model: type[ConversationBody], body: dict[str, Any], turns: list[Turn]
 ) -> None:
     assert model.model_validate(body).turns() == turns
+
+
+def test_functions_of_a_namespace_have_its_name(live: Running) -> None:
+    function = {"type": "function", "name": "spawn", "description": "Start one."}
+    group = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [function]}
+    called = {
+        "type": "function_call",
+        "call_id": "c1",
+        "namespace": "agents",
+        "name": "spawn",
+        "arguments": "{}",
+    }
+    body = ResponsesRequest.model_validate(
+        {"input": [called], "tools": [group, {"type": "function", "name": "find"}]}
+    )
+    names = [spec["function"]["name"] for spec in body.tool_specs()]
+    assert names == ["agents.spawn", "find"]
+    assert body.tool_specs()[0]["function"]["description"] == "Agents.\nStart one."
+    assert body.turns()[0]["tool_calls"][0]["function"]["name"] == "agents.spawn"
+    text = '<tool_call>{"name": "agents.spawn", "arguments": {}}</tool_call>'
+    with saying(live, text):
+        answer = live.acme.post(
+            "/v1/responses", json={"input": "x", "tools": [group], "max_output_tokens": 99}
+        )
+    (found,) = answer.json()["output"]
+    assert (found["namespace"], found["name"]) == ("agents", "spawn")
 
 
 def test_a_breakpoint_ends_after_its_part(live: Running) -> None:

@@ -175,9 +175,12 @@ def test_tokens_of_contents_are_counted(acme: Any, url: str) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["details"][0]["fieldViolations"]
 
 
-def test_the_model_is_listed(acme: Any) -> None:
+@pytest.mark.parametrize("version", ["v1beta", "v1"])
+def test_the_model_is_listed(url: str, version: str) -> None:
+    acme = client_of(url, "acme", version)
     (listed,) = acme.models.list()
     assert listed == acme.models.get(model=MODEL) and listed.name == f"models/{MODEL}"
+    assert acme.models.count_tokens(model=MODEL, contents=ASKED).total_tokens > 0
     assert listed.input_token_limit == 8192 and "generateContent" in listed.supported_actions
     with pytest.raises(errors.ClientError) as missing:
         acme.models.get(model="another")

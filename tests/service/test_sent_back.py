@@ -223,6 +223,22 @@ def test_arguments_that_another_service_cut_off_are_accepted(live: Running, argu
         assert answer.status_code == 200, answer.text
 
 
-def test_a_stream_of_many_parts_can_be_sent_back_part_by_part(live: Running) -> None:
-    kept = goes_on(live, CONTENTS, streamed, "One two three four five six seven. " * 30)
-    assert len(kept[0]["parts"]) > 32
+@pytest.mark.parametrize("is_one", [True, False], ids=["one turn", "turns"])
+def test_a_stream_can_be_sent_back_chunk_by_chunk(live: Running, is_one: bool) -> None:
+    """As parts of one turn, or as Google's client keeps them: a turn for each chunk."""
+    parts = [{"text": f"{number} "} for number in range(600)]
+    turns = (
+        [{"role": "model", "parts": parts}]
+        if is_one
+        else [{"role": "model", "parts": [each]} for each in parts]
+    )
+    body = BODIES[CONTENTS]
+    asked = body["contents"][0]
+    whole = {"role": "model", "parts": [{"text": "".join(each["text"] for each in parts)}]}
+    counts = []
+    for contents in ([asked, *turns, asked], [asked, whole, asked]):
+        with saying(live, "Yes."):
+            answer = live.acme.post(CONTENTS, json={**body, "contents": contents})
+        assert answer.status_code == 200, answer.text
+        counts.append(answer.json()["usageMetadata"]["promptTokenCount"])
+    assert counts[0] == counts[1], "the pieces of an answer are one turn"

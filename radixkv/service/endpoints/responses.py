@@ -20,6 +20,7 @@ from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.completions import Choice, CompletionRequest, Timings
 from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.responses import (
+    IN_NAMESPACE,
     CacheDiagnosis,
     IncompleteDetails,
     InputDetails,
@@ -230,10 +231,13 @@ def _message(item_id: str, text: str, *, was_cut: bool) -> OutputMessage:
 
 
 def _call_of(call: ToolCall) -> OutputCall:
+    namespace, _, name = call.name.partition(IN_NAMESPACE)
+    is_inside = bool(namespace and name)
     return OutputCall(
         id=_new_id("fc"),
         call_id=_new_id("call"),
-        name=call.name,
+        namespace=namespace if is_inside else None,
+        name=name if is_inside else call.name,
         arguments=call.arguments,
         status="completed",
     )

@@ -59,6 +59,8 @@ Content = Annotated[
 class CalledFunction(RequestBody):
     """The function of a call."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALLED
+
     name: CalledName
     arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
 

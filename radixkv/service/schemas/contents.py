@@ -24,11 +24,12 @@ from radixkv.service.schemas.conversations import (
     CallId,
     ConversationBody,
     JsonObject,
-    ToolName,
+    joined,
 )
 from radixkv.service.schemas.prompts import Adapter
 
 MAX_DISPLAY_NAME = 128
+_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_][a-zA-Z0-9_.:-]{0,127}$")]
 MAX_FUNCTIONS = 512
 """Functions of a tool, as Google documents it."""
 _FORMS = ("text", "functionCall", "functionResponse")
@@ -142,7 +143,7 @@ class FunctionDeclaration(GoogleBody):
 
     drops: ClassVar[ignored.Drops] = ignored.CONTENT_TOOL
 
-    name: ToolName
+    name: _FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
     parametersJsonSchema: JsonObject | None = None
@@ -199,7 +200,7 @@ class ContentChat(ConversationBody, GoogleBody):
         """Return the conversation in the form that chat templates take."""
         system = self.systemInstruction
         first = [] if system is None else [{"role": "system", "content": system.texts}]
-        return [*first, *(turn for content in self.contents for turn in content.turns())]
+        return [*first, *joined(turn for content in self.contents for turn in content.turns())]
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the functions that the model may call."""

@@ -28,8 +28,8 @@ JsonObject = Annotated[
 ]
 """Any JSON object."""
 
-ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.:-]{{1,{MAX_TOOL_NAME}}}$")]
-"""The name of a tool that is shown to the model: what any of the providers allows."""
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME}}}$")]
+"""The name of a tool that is shown to the model, as OpenAI and Anthropic document it."""
 CalledName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 """The name in a call: the model wrote it, so it may be any text."""
 CallId = Annotated[str, Field(min_length=1)]
@@ -68,6 +68,28 @@ def arguments_of(text: str) -> dict[str, Any] | str:
     except ValueError:
         return text
     return found if isinstance(found, dict) else text
+
+
+def parts_of(content: TurnContent) -> list[dict[str, str]]:
+    """Return a content as parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns with adjacent ones of the assistant as one: its texts, then its calls.
+
+    Providers read them so, and clients send an answer in pieces: Google's keeps each chunk of a stream as a turn.
+    """
+    found: list[dict[str, Any]] = []
+    for turn in turns:
+        if not found or turn["role"] != "assistant" or found[-1]["role"] != "assistant":
+            found.append(turn)
+            continue
+        last = found[-1]
+        calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        content = [*parts_of(last["content"]), *parts_of(turn["content"])]
+        found[-1] = {**last, **turn, "content": content or None} | ({"tool_calls": calls} if calls else {})
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,12 @@ NOT_SUPPORTED: Final = "not_supported"
 ``value`` and ``reason``."""
 
 
+def refusal(name: str, value: Any, allowed: str, reason: str) -> PydanticCustomError:
+    """Return the error of a value that isn't supported, in the object that is being checked."""
+    found = {"name": name, "value": value, "allowed": allowed, "reason": reason}
+    return PydanticCustomError(NOT_SUPPORTED, "not supported", found)
+
+
 @dataclass(frozen=True, slots=True)
 class Ignored:
     """A field that is dropped.
@@ -65,8 +71,7 @@ class Ignored:
             hint.check(f"{name}.{inner}", given)
 
     def _refusal(self, name: str, value: Any) -> PydanticCustomError:
-        found = {"name": name, "value": value, "allowed": self.allowed, "reason": self.about}
-        return PydanticCustomError(NOT_SUPPORTED, "not supported", found)
+        return refusal(name, value, self.allowed, self.about)
 
     @property
     def allowed(self) -> str:
@@ -152,9 +157,10 @@ _SERVERS = "tools of the provider's servers aren't served"
 _SHORT = "the prompt has no instructions about the length of the answer"
 _PARALLEL = "the model decides how many tools it calls"
 _ORIGINS = "a call is the model's own"
-_SHOWN = "all tools are shown to the model"
+_SHOWN = "all tools are shown to the model from the start"
 _STRICT = "arguments are what the model writes: only a forced call follows the schema"
 _PAD = "the events of a stream are never padded"
+_REPEATED = "what the client read in a text that is sent too"
 _STATUS = "the state of an item that was answered before"
 
 CACHE_CONTROL: Final[Drops] = {"scope": _any("a cache is never shared beyond its tenant")}
@@ -188,6 +194,7 @@ CHAT: Final[Drops] = {
 }
 
 CHAT_MESSAGE: Final[Drops] = {
+    "parsed": _any(_REPEATED),
     "annotations": _any("notes on an answer that was given before"),
     "refusal": _only(about="refusals aren't part of what templates render"),
     "audio": _only(about=_MEDIA),
@@ -196,10 +203,13 @@ CHAT_MESSAGE: Final[Drops] = {
 
 CHAT_CALL: Final[Drops] = {"index": _any("the number of the call in a stream")}
 
+CHAT_CALLED: Final[Drops] = {"parsed_arguments": _any(_REPEATED)}
+
 CHAT_FUNCTION: Final[Drops] = {"strict": _any(_STRICT)}
 
 RESPONSES: Final[Drops] = {
     **OPENAI,
+    "client_metadata": _any(_FACTS),
     "stream_options": _object(_PAD, **STREAM),
     "reasoning": _object(
         _THINKING,
@@ -249,7 +259,6 @@ RESPONSE_MESSAGE: Final[Drops] = {**_ITEM, "phase": _any(_STATUS)}
 RESPONSE_CALL: Final[Drops] = {
     **_ITEM,
     "caller": _only({"type": "direct"}, about=_ORIGINS),
-    "namespace": _only(about=_ORIGINS),
     "async": _only(False, about=_ORIGINS),
 }
 
@@ -258,7 +267,7 @@ RESPONSE_OUTPUT: Final[Drops] = {**_ITEM, "caller": _only({"type": "direct"}, ab
 RESPONSE_TOOL: Final[Drops] = {
     "strict": _any(_STRICT),
     "allowed_callers": _only(["direct"], about=_ORIGINS),
-    "defer_loading": _only(False, about=_SHOWN),
+    "defer_loading": _any(_SHOWN),
     "output_schema": _only({}, about="templates show the schema of the arguments alone"),
 }
 
@@ -272,7 +281,9 @@ MESSAGES: Final[Drops] = {
     ),
     "anthropic_beta": _any("as betas"),
     "anthropic_version": _any("one version is served"),
-    "thinking": _object(_THINKING, type=_only("disabled", about=_THINKING), display=_any(_THOUGHTS)),
+    "thinking": _object(
+        _THINKING, type=_only("disabled", "adaptive", about=_THINKING), display=_any(_THOUGHTS)
+    ),
     "context_management": _object(
         "nothing is left out of a conversation",
         edits=Ignored(
@@ -284,10 +295,13 @@ MESSAGES: Final[Drops] = {
             many=True,
         ),
     ),
+    "thread": _only(about="no messages are stored: send the whole conversation"),
     "container": _only(about=_SERVERS),
     "mcp_servers": _only([], about=_SERVERS),
     "inference_geo": _only("global", about="the operator decides where it runs"),
 }
+
+MESSAGE_OUTPUT: Final[Drops] = {"effort": _any("the prompt has no instructions about effort")}
 
 MESSAGE_TEXT: Final[Drops] = {"citations": _only([], about="documents aren't served")}
 
@@ -305,7 +319,7 @@ MESSAGE_TOOL: Final[Drops] = {
     "strict": _any(_STRICT),
     "eager_input_streaming": _any("a call is sent once it is whole"),
     "allowed_callers": _only(["direct"], about=_ORIGINS),
-    "defer_loading": _only(False, about=_SHOWN),
+    "defer_loading": _any(_SHOWN),
     "input_examples": _only([], about="templates show the schema of the arguments alone"),
 }
 
@@ -353,8 +367,10 @@ CONTENT_RESULT: Final[Drops] = {
 
 CONTENT_TOOL: Final[Drops] = {
     "behavior": _only("BLOCKING", "UNSPECIFIED", about="the model waits for a result"),
-    "response": _only({}, about="templates show the schema of the arguments alone"),
-    "responseJsonSchema": _only({}, about="templates show the schema of the arguments alone"),
+    "response": _any("templates show the schema of the arguments; the model reads a result when it comes"),
+    "responseJsonSchema": _any(
+        "templates show the schema of the arguments; the model reads a result when it comes"
+    ),
 }
 
 COMPLETIONS: Final[Drops] = {
@@ -370,6 +386,7 @@ TABLE: Final[Mapping[str, Mapping[str, Drops]]] = {
         "stream_options": STREAM,
         "messages[]": CHAT_MESSAGE,
         "messages[].tool_calls[]": CHAT_CALL,
+        "messages[].tool_calls[].function": CHAT_CALLED,
         "tools[].function": CHAT_FUNCTION,
     },
     "`/v1/completions`": {"": COMPLETIONS, "stream_options": STREAM},
@@ -385,6 +402,7 @@ TABLE: Final[Mapping[str, Mapping[str, Drops]]] = {
     "`/v1/messages`": {
         "": MESSAGES,
         "cache_control": CACHE_CONTROL,
+        "output_config": MESSAGE_OUTPUT,
         "tool_choice": MESSAGE_TOOL_CHOICE,
         "content[] (texts)": MESSAGE_TEXT,
         "content[] (calls)": MESSAGE_CALL,

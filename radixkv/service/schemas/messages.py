@@ -27,6 +27,7 @@ from radixkv.service.schemas.conversations import (
     TextPart,
     ToolName,
     content_of,
+    joined,
 )
 from radixkv.service.schemas.prompts import Adapter
 from radixkv.service.usage import TTL_1H, TTL_5M
@@ -202,6 +203,14 @@ class ToolChoice(RequestBody):
     type: Literal["auto", "none"]
 
 
+class OutputConfig(RequestBody):
+    """The form of the answer: text."""
+
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_OUTPUT
+
+    format: Annotated[Any, Neutral()] = None
+
+
 class Diagnostics(RequestBody):
     """A request for a diagnosis of the cache. It is answered with ``unavailable``."""
 
@@ -232,7 +241,7 @@ class CountTokensRequest(ConversationBody):
     cache_control: CacheControl | None = Field(
         None, description="a breakpoint at the end of the last message"
     )
-    output_config: Annotated[Any, Neutral({})] = None
+    output_config: OutputConfig | None = None
 
     @field_validator("messages")
     @classmethod
@@ -258,7 +267,8 @@ class CountTokensRequest(ConversationBody):
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the system text and the messages in the form that chat templates take."""
-        return [*self._system_turns(None), *(turn for message in self.messages for turn in message.turns())]
+        messages = joined(turn for message in self.messages for turn in message.turns())
+        return [*self._system_turns(None), *messages]
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call."""
@@ -300,7 +310,7 @@ class CountTokensRequest(ConversationBody):
         if place == "system":
             return Breakpoint(self._system_turns(number), specs, mark.ttl_s)
         before = [turn for message in self.messages[:place] for turn in message.turns()]
-        turns = [*self._system_turns(None), *before, *self.messages[place].turns(number)]
+        turns = [*self._system_turns(None), *joined([*before, *self.messages[place].turns(number)])]
         return Breakpoint(turns, specs, mark.ttl_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from radixkv.service.schemas import ignored
 from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
@@ -19,9 +19,9 @@ from radixkv.service.schemas.conversations import (
     ConversationBody,
     JsonObject,
     ToolName,
-    TurnContent,
     arguments_of,
     content_of,
+    joined,
 )
 from radixkv.service.schemas.prompt_caching import (
     MarkedPart,
@@ -59,6 +59,8 @@ _Content = Annotated[
 
 
 _CALL, _OUTPUT = "function_call", "function_call_output"
+IN_NAMESPACE = "."
+"""Between a namespace and the name of its function, in what the model reads and writes. No name of a tool has it."""
 
 
 class MessageItem(RequestBody):
@@ -71,6 +73,14 @@ class MessageItem(RequestBody):
     role: Literal["user", "assistant", "system", "developer"]
     content: _Content
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refers_to_nothing(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") == "item_reference":
+            why = "nothing is stored: send store: false, and clients repeat the items themselves"
+            raise ignored.refusal("type", data["type"], "the whole item", why)
+        return data
+
 
 class CallItem(RequestBody):
     """A call that the assistant made."""
@@ -79,8 +89,14 @@ class CallItem(RequestBody):
 
     type: Literal["function_call"]
     call_id: CallId
+    namespace: CalledName | None = None
     name: CalledName
     arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
+
+    @property
+    def shown_name(self) -> str:
+        """The name that the model wrote."""
+        return self.name if self.namespace is None else f"{self.namespace}{IN_NAMESPACE}{self.name}"
 
 
 class OutputItem(RequestBody):
@@ -110,20 +126,45 @@ class ResponseTool(RequestBody):
     """A function that the model may call. Tools of the provider's servers aren't served."""
 
     drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TOOL
-    types: ClassVar[tuple[str, ...]] = ("function",)
+    types: ClassVar[tuple[str, ...]] = ("function", "namespace")
 
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
 
-    def spec(self) -> dict[str, Any]:
+    def specs(self) -> list[dict[str, Any]]:
         """Return the tool in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "type": "function",
-            "function": {name: value for name, value in function.items() if value is not None},
-        }
+        given = {name: value for name, value in function.items() if value is not None}
+        return [{"type": "function", "function": given}]
+
+
+class NamespaceTool(RequestBody):
+    """Functions with a common name before their own. The model sees each as ``namespace.function``."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = Field(None, description="shown with each of the functions")
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+    def specs(self) -> list[dict[str, Any]]:
+        """Return the functions in the form that chat templates take."""
+        found = [spec["function"] for tool in self.tools for spec in tool.specs()]
+        for each in found:
+            each["name"] = f"{self.name}{IN_NAMESPACE}{each['name']}"
+            described = [text for text in (self.description, each.get("description")) if text]
+            each |= {"description": "\n".join(described)} if described else {}
+        return [{"type": "function", "function": each} for each in found]
+
+
+def _tool_form(value: Any) -> str:
+    return "group" if isinstance(value, dict) and value.get("type") == "namespace" else "plain"
+
+
+_Tool = Annotated[
+    Annotated[ResponseTool, Tag("plain")] | Annotated[NamespaceTool, Tag("group")], Discriminator(_tool_form)
+]
 
 
 class TextOptions(RequestBody):
@@ -149,7 +190,7 @@ class InputTokensRequest(ConversationBody):
         Discriminator(_form),
     ] = Field(description="the user's text, or the items of the conversation")
     instructions: str | None = Field(None, description="the system's text")
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(
         None, description="none: the tools aren't shown to the model; no call can be forced"
     )
@@ -168,34 +209,25 @@ class InputTokensRequest(ConversationBody):
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call."""
-        return [] if self.tool_choice == "none" else [tool.spec() for tool in self.tools or ()]
+        shown = [] if self.tool_choice == "none" else self.tools or []
+        return [spec for tool in shown for spec in tool.specs()]
 
     def _turns(self, items: Sequence[MessageItem | CallItem | OutputItem]) -> list[dict[str, Any]]:
-        """Return turns. Calls join the assistant's turn before them, and so does a text after a call: they were one
-        answer."""
-        turns = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
-        found: list[dict[str, Any]] = list(turns)
+        """Return turns. Texts and calls of the assistant that follow each other are one turn."""
+        found: list[dict[str, Any]] = []
         for item in items:
             if isinstance(item, MessageItem):
                 role = "system" if item.role == "developer" else item.role
-                if role == "assistant" and found and "tool_calls" in found[-1]:
-                    found[-1]["content"] = [*_parts(found[-1]["content"]), *_parts(content_of(item.content))]
-                    continue
                 found.append({"role": role, "content": content_of(item.content)})
             elif isinstance(item, OutputItem):
                 found.append(
                     {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
                 )
             else:
-                if not found or found[-1]["role"] != "assistant":
-                    found.append({"role": "assistant", "content": None})
-                call = call_of(item.call_id, item.name, arguments_of(item.arguments))
-                found[-1].setdefault("tool_calls", []).append(call)
-        return found
-
-
-def _parts(content: TurnContent) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+                call = call_of(item.call_id, item.shown_name, arguments_of(item.arguments))
+                found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        system = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
+        return [*system, *joined(found)]
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -329,6 +361,7 @@ class OutputCall(ReplyBody):
     id: str
     type: Literal["function_call"] = "function_call"
     call_id: str
+    namespace: str | None = Field(None, description="that of the function; null: it has none")
     name: str
     arguments: str = Field(description="the text of a JSON object")
     status: Literal["in_progress", "completed"]
