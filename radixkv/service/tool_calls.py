@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+CALL_TAGS = (_BEGIN, _END)
+"""What stands before and after a call."""
 _MAX_CALL_CHARS = 64 * 1024
 """A longer text between tags is text."""
 
