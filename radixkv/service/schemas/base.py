@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -48,6 +48,10 @@ class RequestBody(BaseModel):
 
     max_values: ClassVar[int | None] = None
     """Most JSON values of a body, if that is less than all its lists at their longest. None: no further bound."""
+
+    def without_long(self) -> Self:
+        """Return the body without what isn't needed once its prompts were read."""
+        return self.model_copy(update=dict(self.without_prompts)) if self.without_prompts else self
 
     @model_validator(mode="before")
     @classmethod

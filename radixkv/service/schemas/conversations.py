@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas.base import TWO_VALUES, RequestBody, first_at_most
 from radixkv.service.schemas.prompts import Salted
+from radixkv.service.schemas.structured import Wanted
 
 MAX_TURNS = 512
 MAX_PARTS = 8
@@ -95,6 +96,10 @@ class ConversationBody(Salted):
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints, in the order of the chat; at most as many as the provider writes."""
         return []
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        return Wanted()
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""

@@ -29,6 +29,7 @@ from radixkv.service.schemas.conversations import (
     text_of,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import JsonSchema, Wanted
 from radixkv.service.usage import TTL_1H, TTL_5M
 
 MAX_BLOCKS = 32
@@ -192,10 +193,36 @@ class MessageTool(RequestBody):
 
 
 class ToolChoice(RequestBody):
-    """Whether the model sees the tools. No call can be forced."""
+    """Whether the model sees the tools, and has to call one: any, or the one of this name."""
 
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: Annotated[Any, Neutral(False)] = None
+    type: Literal["auto", "none", "any", "tool"]
+    name: ToolName | None = Field(None, description="with the type tool")
+    disable_parallel_tool_use: bool = Field(False, description="true: a forced answer has one call")
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            found = {
+                "name": "name",
+                "value": self.name,
+                "allowed": "a name with the type tool, and only with it",
+            }
+            raise PydanticCustomError(TWO_VALUES, "a name without its type", found)
+        return self
+
+
+class JsonOutput(RequestBody):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(validation_alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer."""
+
+    format: JsonOutput | None = None
+    effort: Annotated[Any, Neutral()] = None
 
 
 class Metadata(RequestBody):
@@ -213,7 +240,13 @@ class Diagnostics(RequestBody):
 class CountTokensRequest(ConversationBody):
     """A chat in Anthropic's form: the system text, messages and tools."""
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"system": None, "messages": [], "tools": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        "system": None,
+        "messages": [],
+        "tools": None,
+        "output_config": None,
+        "output_format": None,
+    }
     max_values: ClassVar[int | None] = MAX_VALUES
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
@@ -236,7 +269,8 @@ class CountTokensRequest(ConversationBody):
         None, description="a breakpoint at the end of the last message"
     )
     thinking: Annotated[Any, Neutral({"type": "disabled"})] = None
-    output_config: Annotated[Any, Neutral({})] = None
+    output_config: OutputConfig | None = Field(None, description="the form of the answer: JSON of a schema")
+    output_format: JsonOutput | None = Field(None, description="another name of output_config.format")
     speed: Annotated[Any, Neutral("standard")] = None
 
     @field_validator("messages")
@@ -269,6 +303,24 @@ class CountTokensRequest(ConversationBody):
         """Return the tools that the model may call."""
         is_hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if is_hidden else [tool.spec() for tool in self.tools or ()]
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        form = (
+            self.output_format
+            if self.output_config is None
+            else self.output_config.format or self.output_format
+        )
+        choice = self.tool_choice
+        must_call = choice is not None and choice.type in ("any", "tool")
+        name = None if choice is None else choice.name
+        return Wanted(
+            None if form is None else form.schema_,
+            "output_config.format",
+            must_call,
+            None if name is None else (name,),
+            choice is not None and (choice.type == "tool" or choice.disable_parallel_tool_use),
+        )
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints: at tools, in the system text, in messages, and at the end."""

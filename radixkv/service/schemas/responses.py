@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, ArgumentsText
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, ArgumentsText, choice_form
 from radixkv.service.schemas.completions import CompletionRequest, Hints, TopK
 from radixkv.service.schemas.conversations import (
     MAX_PARTS,
@@ -35,7 +35,9 @@ from radixkv.service.schemas.prompt_caching import (
     whole_prompt,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, TextFormat, TokenLogprob, Wanted
 
+MAX_INCLUDED = 8
 _TEXTS = ("input_text", "output_text", "text")
 _Id = Annotated[str, Field(max_length=MAX_NAME, description="changes nothing")]
 _Status = Annotated[Literal["in_progress", "completed", "incomplete"], Field(description="changes nothing")]
@@ -141,10 +143,17 @@ class ResponseTool(RequestBody):
         }
 
 
-class TextOptions(RequestBody):
-    """The form of the answer: text."""
+class NamedChoice(RequestBody):
+    """A function by its name."""
 
-    format: Annotated[Any, Neutral({"type": "text"})] = None
+    type: Literal["function"]
+    name: ToolName
+
+
+class TextOptions(RequestBody):
+    """The form of the answer."""
+
+    format: TextFormat | None = Field(None, description="text, JSON, or JSON of a schema")
     verbosity: Annotated[Any, Neutral("medium")] = None
 
 
@@ -161,7 +170,12 @@ class ResponsesRequest(ConversationBody):
     session for the eviction policy: it separates nothing.
     """
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"input": "-", "instructions": None, "tools": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        "input": "-",
+        "instructions": None,
+        "tools": None,
+        "text": None,
+    }
     max_values: ClassVar[int | None] = MAX_VALUES
     prompt_field: ClassVar[str] = "input"
 
@@ -175,8 +189,16 @@ class ResponsesRequest(ConversationBody):
     ] = Field(description="the user's text, or the items of the conversation")
     instructions: str | None = Field(None, description="the system's text")
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="none: the tools aren't shown to the model; no call can be forced"
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedChoice, Tag("one")],
+            Discriminator(choice_form),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="none: the tools aren't shown to the model; required: the answer is calls of them; a function: the "
+        "answer is a call of it",
     )
     adapter: Adapter | None = None
     hints: Hints | None = None
@@ -209,16 +231,43 @@ class ResponsesRequest(ConversationBody):
     previous_response_id: Annotated[Any, Neutral()] = None
     conversation: Annotated[Any, Neutral()] = None
     background: Annotated[Any, Neutral(False)] = None
-    include: Annotated[Any, Neutral([])] = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDED)] | None
+    ) = Field(None, description="message.output_text.logprobs: log probabilities of the answer's tokens")
     max_tool_calls: Annotated[Any, Neutral()] = None
     metadata: Annotated[Any, Neutral({})] = None
     moderation: Annotated[Any, Neutral()] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True)] = None
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced answer has one call")
     prompt: Annotated[Any, Neutral()] = None
     reasoning: Annotated[Any, Neutral({})] = None
     service_tier: Annotated[Any, Neutral("auto", "default")] = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with include of the log probabilities: of as many of the likeliest tokens at each place",
+    )
     truncation: Annotated[Any, Neutral("disabled")] = None
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.include:
+            allowed = "include: [message.output_text.logprobs] with it"
+            found = {"name": "top_logprobs", "value": self.top_logprobs, "allowed": allowed}
+            raise PydanticCustomError(TWO_VALUES, "without logprobs", found)
+        return self
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        choice, form = self.tool_choice, None if self.text is None else self.text.format
+        name = choice.name if isinstance(choice, NamedChoice) else None
+        return Wanted(
+            None if form is None else form.schema_of_answer,
+            "text.format",
+            choice == "required" or name is not None,
+            None if name is None else (name,),
+            name is not None or self.parallel_tool_calls is False,
+        )
 
     @property
     def items(self) -> Sequence[MessageItem | CallItem | OutputItem]:
@@ -288,6 +337,7 @@ class ResponsesRequest(ConversationBody):
         if self.hints is None and self.prompt_cache_key is not None:
             fields["hints"] = Hints(labels={"session": self.prompt_cache_key})
         most = max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        fields["logprobs"] = (self.top_logprobs or 0) if self.include else None
         return CompletionRequest.model_validate({**fields, "prompt": "-", "max_tokens": most})
 
 
@@ -333,7 +383,7 @@ class OutputText(ReplyBody):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[str] = Field(default_factory=list)
-    logprobs: list[str] = Field(default_factory=list)
+    logprobs: list[TokenLogprob] = Field(default_factory=list)
 
 
 class OutputMessage(ReplyBody):
