@@ -32,6 +32,7 @@ from radixkv.service.options import ServeSettings, UsageSettings
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.tenant_sync import TenantSync
+from radixkv.service.vocabulary import vocabulary_of
 from radixkv.signing import KeySet
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -143,6 +144,7 @@ def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSet
         dtype=settings.dtype,
         threads=settings.threads,
         tiers=settings.tiers,
+        vocabulary=vocabulary_of(tokenizer),
     )
 
 

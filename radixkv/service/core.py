@@ -46,6 +46,7 @@ from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.service.threads import Threads
 from radixkv.service.turns import Turns
+from radixkv.service.vocabulary import vocabulary_of
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -96,6 +97,7 @@ class Service:
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
+        self.vocabulary = vocabulary_of(tokenizer)
         self.meter = meter or Meter(
             model_name,
             removals=tenant_sync.num_removals,

@@ -18,6 +18,8 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+CALL_TAGS = (_BEGIN, _END)
+"""What stands before and after a call."""
 _MAX_CALL_CHARS = 64 * 1024
 """A longer text between tags is text."""
 _MAX_NAME_CHARS: Final = 256

@@ -86,7 +86,6 @@ BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
                 {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "12"}]},
             ],
             "tools": [{"name": "f", "input_schema": {}}],
-            "tool_choice": {"type": "auto"},
             "cache_control": {"type": "ephemeral"},
             "output_config": {},
         },
@@ -94,7 +93,6 @@ BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
             "": (),
             "cache_control": ("cache_control",),
             "output_config": ("output_config",),
-            "tool_choice": ("tool_choice",),
             "content[] (texts)": ("messages", 0, "content", 0),
             "content[] (calls)": ("messages", 1, "content", 0),
             "content[] (results)": ("messages", 2, "content", 0),
@@ -197,11 +195,6 @@ REFUSED: list[tuple[str, Json, str]] = [
     ("`/v1/responses`", {"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type"),
     ("`/v1/responses`", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
     ("`/v1/messages`", {"thread": {"type": "create"}}, "thread"),
-    (
-        "`/v1/messages`",
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-        "output_config.format",
-    ),
     ("`/v1/responses`", {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input[0].type"),
     ("`/v1/messages`", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
     (

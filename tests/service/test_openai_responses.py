@@ -166,7 +166,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http:
         ({"max_output_tokens": 2**30}, "max_output_tokens", "context_length_exceeded"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "validation_error"),
         ({"tool_choice": "required"}, "tool_choice", "validation_error"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "validation_error"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "validation_error"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "validation_error"),
         ({"prompt_cache_options": {"ttl": "1m"}}, "prompt_cache_options.ttl", "validation_error"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),

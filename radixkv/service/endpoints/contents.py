@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,10 +51,14 @@ from radixkv.service.schemas.contents import (
     GenerateContentReply,
     GenerateContentRequest,
     JoinedChat,
+    LogprobsCandidate,
+    LogprobsResult,
     NoReply,
     TextAnswerPart,
+    TopCandidates,
 )
 from radixkv.service.schemas.pins import MAX_CONTENT_CHARS
+from radixkv.service.token_logprobs import text_of
 from radixkv.service.tool_calls import ToolCall
 from radixkv.service.usage import RequestUsage
 
@@ -322,7 +327,8 @@ async def _run(call: Call[Service]) -> ContentRun:
     body, prompt, salt = reading.body, reading.prompts[0], reading.body.salt
     if body.cachedContent is not None:
         _, mine = await _held(call, body.cachedContent.removeprefix(PREFIX))
-        prompt, salt = await _joined(call, mine, prompt.text), mine.namespace.salt
+        joined, salt = await _joined(call, mine, prompt.text), mine.namespace.salt
+        prompt = replace(joined, form=prompt.form)
     limit = service.rules.max_tokens
     if prompt.num_tokens >= limit:
         reason, allowed = f"they have {prompt.num_tokens} tokens", f"fewer than {limit} tokens"
@@ -368,13 +374,30 @@ class ContentRun(OneAnswer):
         self, parts: list[TextAnswerPart | CallAnswerPart], generation: Generation | None
     ) -> GenerateContentReply:
         reason = None if generation is None else "MAX_TOKENS" if self._was_cut(generation) else "STOP"
-        candidate = {"content": AnswerContent(parts=parts), "finishReason": reason}
+        candidate = {"content": AnswerContent(parts=parts), "finishReason": reason, **self._told_logprobs()}
         return GenerateContentReply(
             candidates=[Candidate.model_validate(candidate)],
             usageMetadata=None if generation is None else _usage(self.request_usage(generation)),
             modelVersion=self.service.model_name,
             responseId=self.call.id,
         )
+
+    def _told_logprobs(self) -> dict[str, Any]:
+        """Return the fields of the tokens' log probabilities, of those since the last call."""
+        found, vocabulary = self._new_logprobs(0), self.service.vocabulary
+        if not found:
+            return {}
+
+        def shown(token_id: int, logprob: float) -> LogprobsCandidate:
+            text = text_of(vocabulary, token_id)
+            return LogprobsCandidate(token=text, tokenId=token_id, logProbability=logprob)
+
+        result = LogprobsResult(
+            topCandidates=[TopCandidates(candidates=[shown(*top) for top in each.top]) for each in found],
+            chosenCandidates=[shown(each.token_id, each.logprob) for each in found],
+        )
+        mean = sum(each.logprob for each in found) / len(found)
+        return {"avgLogprobs": mean, "logprobsResult": result}
 
     async def _first_events(self) -> list[bytes]:
         return []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -53,6 +54,10 @@ class RequestBody(BaseModel):
 
     types: ClassVar[tuple[str, ...]] = ()
     """The values that ``type`` may have, if it is given. A body of another type gets an error about that alone."""
+
+    def without_long(self) -> Self:
+        """Return the body without what isn't needed once its prompts were read."""
+        return self.model_copy(update=dict(self.without_prompts)) if self.without_prompts else self
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +138,21 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
         names.update(each for each in choices if isinstance(each, str))
     return frozenset(names)
+
+
+def first_at_most(maximum: int) -> BeforeValidator:
+    """Check the size of a map before its values are validated. pydantic's own check first makes an error for each."""
+    return BeforeValidator(_at_most(maximum))
+
+
+def _at_most(maximum: int) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > maximum:
+            message = "Dictionary should have at most {maximum} items, not {found}"
+            raise PydanticCustomError("too_long", message, {"maximum": maximum, "found": len(value)})
+        return value
+
+    return checked
 
 
 Seconds = Annotated[float, AfterValidator(lambda seconds: round(seconds, 6))]

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas import ignored
-from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
 from radixkv.service.schemas.completions import (
     MAX_CHOICES,
     CompletionRequest,
     Hints,
+    LogitBias,
+    Penalty,
     PromptTokensDetails,
+    RepetitionPenalty,
     Stop,
     StreamOptions,
     Timings,
@@ -40,6 +44,7 @@ from radixkv.service.schemas.prompt_caching import (
     whole_prompt,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, ChoiceLogprobs, ResponseFormat, Wanted
 
 DEFAULT_MAX_TOKENS = 4096
 """Most tokens of an answer if the request doesn't say, within the model's length."""
@@ -123,6 +128,24 @@ class FunctionSpec(RequestBody):
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
 
 
+class NamedFunction(RequestBody):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(RequestBody):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def choice_form(value: Any) -> str:
+    """Return the tag of a tool choice's form."""
+    return "one" if isinstance(value, dict) else "text"
+
+
 class ToolSpec(RequestBody):
     """A tool. Only functions are served."""
 
@@ -140,7 +163,7 @@ class ChatRequest(ConversationBody):
     """
 
     model_config = ConfigDict(json_schema_extra=answered)
-    without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None, "response_format": None}
     drops: ClassVar[ignored.Drops] = ignored.CHAT
     other_names: ClassVar[Mapping[str, str]] = {
         **ConversationBody.other_names,
@@ -154,8 +177,16 @@ class ChatRequest(ConversationBody):
         description="the conversation; the model's chat template makes its text"
     )
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="none: the tools aren't shown to the model; no call can be forced"
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedTool, Tag("one")],
+            Discriminator(choice_form),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="none: the tools aren't shown to the model; required: the answer is calls of them; a tool: the "
+        "answer is a call of it",
     )
     adapter: Adapter | None = None
     hints: Hints | None = None
@@ -181,12 +212,33 @@ class ChatRequest(ConversationBody):
         None, description="name of a session, for the eviction policy; separates nothing"
     )
     prompt_cache_options: CacheOptions | None = None
-    logprobs: Annotated[Any, Neutral(False)] = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
-    logit_bias: Annotated[Any, Neutral({})] = None
-    presence_penalty: Annotated[Any, Neutral(0)] = None
-    frequency_penalty: Annotated[Any, Neutral(0)] = None
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
+    logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with logprobs: of as many of the likeliest tokens at each place",
+    )
+    logit_bias: LogitBias | None = Field(None, description="added to the scores of tokens, by id as text")
+    presence_penalty: Penalty = Field(
+        0.0, description="subtracted from the scores of tokens that the answer has"
+    )
+    frequency_penalty: Penalty = Field(0.0, description="the same, for each time")
+    repetition_penalty: RepetitionPenalty = Field(
+        1.0, description="scores of tokens of prompt and answer are divided by it, negative ones multiplied"
+    )
+    min_tokens: int = Field(
+        0, ge=0, le=2**31 - 1, description="no end-of-sequence token before so many tokens"
+    )
+    response_format: ResponseFormat | None = Field(None, description="JSON, or JSON of a schema")
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced answer has one call")
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            found = {"name": "top_logprobs", "value": self.top_logprobs, "allowed": "logprobs: true with it"}
+            raise PydanticCustomError(TWO_VALUES, "without logprobs", found)
+        return self
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""
@@ -197,6 +249,18 @@ class ChatRequest(ConversationBody):
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        choice, wanted = self.tool_choice, self.response_format
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return Wanted(
+            None if wanted is None else wanted.schema_of_answer,
+            "response_format",
+            choice == "required" or name is not None,
+            None if name is None else (name,),
+            name is not None or self.parallel_tool_calls is False,
+        )
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints that are written."""
@@ -218,7 +282,7 @@ class ChatRequest(ConversationBody):
             name: getattr(self, name)
             for name in (
                 "model", "salt", "adapter", "n", "temperature", "top_p", "top_k", "seed", "stop", "stream",
-                "ignore_eos",
+                "ignore_eos", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
             )
         }  # fmt: skip
         return CompletionRequest.model_validate(
@@ -228,6 +292,7 @@ class ChatRequest(ConversationBody):
                 "hints": hints,
                 "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
                 "stream_options": self.stream_options if self.stream else None,
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             }
         )
 
@@ -262,7 +327,7 @@ class ChatChoice(ReplyBody):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 

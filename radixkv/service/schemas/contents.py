@@ -10,15 +10,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas import ignored
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, call_of
-from radixkv.service.schemas.completions import MAX_STOP_CHARS, MAX_STOPS, CompletionRequest, Hints
+from radixkv.service.schemas.completions import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    CompletionRequest,
+    Hints,
+    Penalty,
+)
 from radixkv.service.schemas.conversations import (
     CalledName,
     CallId,
@@ -27,6 +33,7 @@ from radixkv.service.schemas.conversations import (
     joined,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, JsonSchema, Wanted
 
 MAX_DISPLAY_NAME = 128
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_][a-zA-Z0-9_.:-]{0,127}$")]
@@ -138,6 +145,55 @@ def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+_TYPES: Final = ("string", "number", "integer", "boolean", "array", "object", "null")
+_COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_GOOGLES_ALONE: Final = frozenset({"nullable", "propertyOrdering", "example"})
+
+
+def json_schema_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema from Google's form of one: types in capitals, ``nullable``, counts that may be texts.
+
+    Properties have the order of ``propertyOrdering``. An object has no others, unless ``additionalProperties`` says so.
+    """
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        name = _SCHEMA_NAMES.get(key, key)
+        if name == "type" and isinstance(value, str) and value.lower() in _TYPES:
+            found[name] = value.lower()
+        elif name in _COUNTS and isinstance(value, str) and value.isascii() and value.isdigit():
+            found[name] = int(value[:18])
+        elif name == "properties" and isinstance(value, dict):
+            order = schema.get("propertyOrdering", schema.get("property_ordering"))
+            first = [each for each in order if each in value] if isinstance(order, list) else []
+            found[name] = {each: _inner(value[each]) for each in dict.fromkeys([*first, *value])}
+        elif name in ("$defs", "defs") and isinstance(value, dict):
+            found["$defs"] = {each: _inner(inner) for each, inner in value.items()}
+        elif name == "anyOf" and isinstance(value, list):
+            found[name] = [_inner(each) for each in value]
+        elif name in ("items", "additionalProperties"):
+            found[name] = _inner(value)
+        elif name == "ref":
+            found["$ref"] = value
+        elif name == "format" and value == "enum":
+            continue
+        elif name not in _GOOGLES_ALONE:
+            found[name] = value
+    if "properties" in found:
+        found.setdefault("additionalProperties", False)
+    return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
+
+
+def _inner(schema: Any) -> Any:
+    return json_schema_of(schema) if isinstance(schema, dict) else schema
+
+
+_SCHEMA_NAMES: Final[Mapping[str, str]] = {
+    re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", name): name
+    for name in (*_COUNTS, "anyOf", "additionalProperties", "propertyOrdering")
+}
+"""Fields of schemas by their names in snake case."""
+
+
 class FunctionDeclaration(GoogleBody):
     """A function that the model may call, with the schema of its arguments in one of two fields."""
 
@@ -150,7 +206,7 @@ class FunctionDeclaration(GoogleBody):
 
     def spec(self) -> dict[str, Any]:
         """Return the function in the form that chat templates take."""
-        parameters = self.parametersJsonSchema or self.parameters
+        parameters = self.parametersJsonSchema or (self.parameters and json_schema_of(self.parameters))
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {
             "type": "function",
@@ -167,10 +223,19 @@ class ContentTool(GoogleBody):
 
 
 class FunctionCallingConfig(GoogleBody):
-    """Whether the model sees the functions. No call can be forced."""
+    """Whether the model sees the functions, and has to call one of them: ANY."""
 
-    mode: Literal["AUTO", "NONE", "MODE_UNSPECIFIED"] = "AUTO"
-    allowedFunctionNames: Annotated[Any, Neutral([])] = None
+    mode: Literal["AUTO", "NONE", "ANY", "MODE_UNSPECIFIED"] = "AUTO"
+    allowedFunctionNames: (
+        Annotated[list[_FunctionName], Field(max_length=MAX_FUNCTIONS, fail_fast=True)] | None
+    ) = Field(None, description="with ANY: the functions that may be called; null or empty: all")
+
+    @model_validator(mode="after")
+    def _names_of_forced(self) -> FunctionCallingConfig:
+        if self.allowedFunctionNames and self.mode != "ANY":
+            found = {"name": "allowedFunctionNames", "value": self.mode, "allowed": "mode ANY with it"}
+            raise PydanticCustomError(TWO_VALUES, "names without their mode", found)
+        return self
 
 
 class ContentToolConfig(GoogleBody):
@@ -229,6 +294,14 @@ class CachedContentRequest(ContentChat, ForModel):
 
     is_beginning: ClassVar[bool] = True
 
+    @model_validator(mode="after")
+    def _forces_nothing(self) -> CachedContentRequest:
+        config = None if self.toolConfig is None else self.toolConfig.functionCallingConfig
+        if config is not None and config.mode == "ANY":
+            found = {"name": "toolConfig", "value": "ANY", "allowed": "AUTO or NONE in a cached content"}
+            raise PydanticCustomError(TWO_VALUES, "forced calls", found)
+        return self
+
     displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME)] | None = None
     ttl: _Ttl | None = Field(None, description="time until it ends; null: an hour")
     expireTime: _Time | None = Field(None, description="its end, in place of ttl")
@@ -263,13 +336,54 @@ class GenerationConfig(GoogleBody):
         | None
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    responseMimeType: Annotated[Any, Neutral("text/plain")] = None
-    responseSchema: Annotated[Any, Neutral({})] = None
-    responseJsonSchema: Annotated[Any, Neutral({})] = None
-    presencePenalty: Annotated[Any, Neutral(0)] = None
-    frequencyPenalty: Annotated[Any, Neutral(0)] = None
-    responseLogprobs: Annotated[Any, Neutral(False)] = None
-    logprobs: Annotated[Any, Neutral(0)] = None
+    responseMimeType: Literal["text/plain", "application/json"] = Field(
+        default="text/plain",
+        description="application/json: the answer is a JSON value, of a schema if there is one",
+    )
+    responseSchema: JsonSchema | None = Field(default=None, description="a schema of Google's form")
+    responseJsonSchema: JsonSchema | None = Field(default=None, description="a JSON schema")
+    presencePenalty: Penalty = Field(
+        default=0.0, description="subtracted from the scores of tokens that the answer has"
+    )
+    frequencyPenalty: Penalty = Field(default=0.0, description="the same, for each time")
+    responseLogprobs: bool = Field(default=False, description="log probabilities of the answer's tokens")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with responseLogprobs: of as many of the likeliest tokens at each place",
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> GenerationConfig:
+        schemas = [name for name in ("responseSchema", "responseJsonSchema") if getattr(self, name)]
+        found: dict[str, Any] | None = None
+        if len(schemas) > 1:
+            found = {
+                "name": schemas[1],
+                "value": "given",
+                "allowed": "one of responseSchema and responseJsonSchema",
+            }
+        elif schemas and self.responseMimeType != "application/json":
+            found = {
+                "name": schemas[0],
+                "value": "given",
+                "allowed": "responseMimeType: application/json with it",
+            }
+        elif self.logprobs and not self.responseLogprobs:
+            found = {"name": "logprobs", "value": self.logprobs, "allowed": "responseLogprobs: true with it"}
+        if found is not None:
+            raise PydanticCustomError(TWO_VALUES, "a field without another", found)
+        return self
+
+    @property
+    def response_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of the answer; None for text."""
+        if self.responseMimeType != "application/json":
+            return None
+        if self.responseSchema:
+            return json_schema_of(self.responseSchema)
+        return self.responseJsonSchema or {}
 
 
 class GenerateContentRequest(ContentChat):
@@ -305,6 +419,27 @@ class GenerateContentRequest(ContentChat):
             raise PydanticCustomError(TWO_VALUES, "beside a cached content", found)
         return self
 
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        config = self.generationConfig
+        calling = None if self.toolConfig is None else self.toolConfig.functionCallingConfig
+        must_call = calling is not None and calling.mode == "ANY"
+        names = () if calling is None else calling.allowedFunctionNames or ()
+        return Wanted(
+            None if config is None else config.response_schema,
+            "generationConfig.responseSchema",
+            must_call,
+            tuple(names) or None,
+            choice_field="toolConfig.functionCallingConfig.allowedFunctionNames",
+        )
+
+    def without_long(self) -> Self:
+        """Leave the schemas out too."""
+        config = self.generationConfig
+        if config is not None:
+            config = config.model_copy(update={"responseSchema": None, "responseJsonSchema": None})
+        return super().without_long().model_copy(update={"generationConfig": config})
+
     @property
     def continues(self) -> str | None:
         """Name of the cached content."""
@@ -325,6 +460,9 @@ class GenerateContentRequest(ContentChat):
             "stop": config.stopSequences,
             "seed": config.seed,
             "max_tokens": config.maxOutputTokens or max_tokens,
+            "presence_penalty": config.presencePenalty,
+            "frequency_penalty": config.frequencyPenalty,
+            "logprobs": (config.logprobs or 0) if config.responseLogprobs else None,
         }
         return CompletionRequest.model_validate(fields)
 
@@ -485,12 +623,41 @@ class AnswerContent(ReplyBody):
     parts: Sequence[TextAnswerPart | CallAnswerPart]
 
 
+class LogprobsCandidate(ReplyBody):
+    """A token and the natural logarithm of its probability."""
+
+    token: str
+    tokenId: int
+    logProbability: float
+
+
+class TopCandidates(ReplyBody):
+    """The likeliest tokens of a step, likeliest first."""
+
+    candidates: list[LogprobsCandidate]
+
+
+class LogprobsResult(ReplyBody):
+    """The log probabilities of the answer's tokens, and of the likeliest ones at each place."""
+
+    topCandidates: list[TopCandidates]
+    chosenCandidates: list[LogprobsCandidate]
+
+
 class Candidate(ReplyBody):
     """The answer. In a stream: its next parts."""
 
     index: int = 0
     content: AnswerContent
     finishReason: Literal["STOP", "MAX_TOKENS"] | None = Field(None, description="null: not finished yet")
+    avgLogprobs: float | None = Field(
+        default=None,
+        description="with responseLogprobs: mean of the chosen tokens' log probabilities",
+        exclude_if=lambda mean: mean is None,
+    )
+    logprobsResult: LogprobsResult | None = Field(
+        default=None, description="with responseLogprobs", exclude_if=lambda result: result is None
+    )
 
 
 class ContentUsage(ReplyBody):

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from radixkv.service.schemas.base import MAX_NAME, RequestBody
 from radixkv.service.schemas.prompts import Salted
+from radixkv.service.schemas.structured import Wanted
 
 MAX_TOOLS = 128
 """Functions of a request, as OpenAI documents it. Google documents 512 of a tool, and Anthropic no maximum."""
@@ -123,6 +124,10 @@ class ConversationBody(Salted):
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints, in the order of the chat; at most as many as the provider writes."""
         return []
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        return Wanted()
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""

@@ -155,7 +155,6 @@ _MODERATED = "nothing is moderated"
 _MEDIA = "only text is served"
 _SERVERS = "tools of the provider's servers aren't served"
 _SHORT = "the prompt has no instructions about the length of the answer"
-_PARALLEL = "the model decides how many tools it calls"
 _ORIGINS = "a call is the model's own"
 _SHOWN = "all tools are shown to the model from the start"
 _STRICT = "arguments are what the model writes: only a forced call follows the schema"
@@ -171,7 +170,6 @@ OPENAI: Final[Drops] = {
     "metadata": _any(_FACTS),
     "service_tier": _any(_TIER),
     "store": _only(False, about=_STORED),
-    "parallel_tool_calls": _any(_PARALLEL),
     "moderation": _only(about=_MODERATED),
     "prompt_cache_retention": _only(
         "in_memory", "24h", about="a longest time, so it promises nothing: prompt_cache_options.ttl does"
@@ -217,19 +215,6 @@ RESPONSES: Final[Drops] = {
         summary=_any(_THOUGHTS),
         generate_summary=_any(_THOUGHTS),
         context=_any(_THOUGHTS),
-    ),
-    "include": Ignored(
-        "what only other tools, images or thoughts would add to the answer",
-        (
-            "reasoning.encrypted_content",
-            "web_search_call.action.sources",
-            "web_search_call.results",
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "file_search_call.results",
-            "message.input_image.image_url",
-        ),
-        many=True,
     ),
     "max_tool_calls": _any("it counts calls of the provider's own tools"),
     "truncation": _only(
@@ -323,8 +308,6 @@ MESSAGE_TOOL: Final[Drops] = {
     "input_examples": _only([], about="templates show the schema of the arguments alone"),
 }
 
-MESSAGE_TOOL_CHOICE: Final[Drops] = {"disable_parallel_tool_use": _any(_PARALLEL)}
-
 CONTENTS: Final[Drops] = {
     "labels": _any(_FACTS),
     "safetySettings": _any(_MODERATED),
@@ -403,7 +386,6 @@ TABLE: Final[Mapping[str, Mapping[str, Drops]]] = {
         "": MESSAGES,
         "cache_control": CACHE_CONTROL,
         "output_config": MESSAGE_OUTPUT,
-        "tool_choice": MESSAGE_TOOL_CHOICE,
         "content[] (texts)": MESSAGE_TEXT,
         "content[] (calls)": MESSAGE_CALL,
         "content[] (results)": MESSAGE_RESULT,

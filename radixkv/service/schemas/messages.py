@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas import ignored
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
 from radixkv.service.schemas.chat import call_of
 from radixkv.service.schemas.completions import CompletionRequest, Hints, Stop, TopK
 from radixkv.service.schemas.conversations import (
@@ -30,6 +30,7 @@ from radixkv.service.schemas.conversations import (
     joined,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import JsonSchema, Wanted
 from radixkv.service.usage import TTL_1H, TTL_5M
 
 MAX_BREAKPOINTS = 4
@@ -196,19 +197,37 @@ class MessageTool(RequestBody):
 
 
 class ToolChoice(RequestBody):
-    """Whether the model sees the tools. No call can be forced."""
+    """Whether the model sees the tools, and has to call one: any, or the one of this name."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_TOOL_CHOICE
+    type: Literal["auto", "none", "any", "tool"]
+    name: ToolName | None = Field(None, description="with the type tool")
+    disable_parallel_tool_use: bool = Field(False, description="true: a forced answer has one call")
 
-    type: Literal["auto", "none"]
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            found = {
+                "name": "name",
+                "value": self.name,
+                "allowed": "a name with the type tool, and only with it",
+            }
+            raise PydanticCustomError(TWO_VALUES, "a name without its type", found)
+        return self
+
+
+class JsonOutput(RequestBody):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(validation_alias="schema")
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer: text."""
+    """The form of the answer."""
 
     drops: ClassVar[ignored.Drops] = ignored.MESSAGE_OUTPUT
 
-    format: Annotated[Any, Neutral()] = None
+    format: JsonOutput | None = None
 
 
 class Diagnostics(RequestBody):
@@ -220,7 +239,13 @@ class Diagnostics(RequestBody):
 class CountTokensRequest(ConversationBody):
     """A chat in Anthropic's form: the system text, messages and tools."""
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"system": None, "messages": [], "tools": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        "system": None,
+        "messages": [],
+        "tools": None,
+        "output_config": None,
+        "output_format": None,
+    }
     drops: ClassVar[ignored.Drops] = ignored.MESSAGES
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
@@ -241,7 +266,8 @@ class CountTokensRequest(ConversationBody):
     cache_control: CacheControl | None = Field(
         None, description="a breakpoint at the end of the last message"
     )
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig | None = Field(None, description="the form of the answer: JSON of a schema")
+    output_format: JsonOutput | None = Field(None, description="another name of output_config.format")
 
     @field_validator("messages")
     @classmethod
@@ -274,6 +300,24 @@ class CountTokensRequest(ConversationBody):
         """Return the tools that the model may call."""
         is_hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if is_hidden else [tool.spec() for tool in self.tools or ()]
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        form = (
+            self.output_format
+            if self.output_config is None
+            else self.output_config.format or self.output_format
+        )
+        choice = self.tool_choice
+        must_call = choice is not None and choice.type in ("any", "tool")
+        name = None if choice is None else choice.name
+        return Wanted(
+            None if form is None else form.schema_,
+            "output_config.format",
+            must_call,
+            None if name is None else (name,),
+            choice is not None and (choice.type == "tool" or choice.disable_parallel_tool_use),
+        )
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints: at tools, in the system text, in messages, and at the end."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas import ignored
-from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, call_of
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, call_of, choice_form
 from radixkv.service.schemas.completions import CompletionRequest, Hints, TopK
 from radixkv.service.schemas.conversations import (
     MAX_TOOLS,
@@ -33,7 +34,9 @@ from radixkv.service.schemas.prompt_caching import (
     whole_prompt,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, TextFormat, TokenLogprob, Wanted
 
+MAX_INCLUDED = 8
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -59,6 +62,17 @@ _Content = Annotated[
 
 
 _CALL, _OUTPUT = "function_call", "function_call_output"
+LOGPROBS: Final = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
 IN_NAMESPACE = "."
 """Between a namespace and the name of its function, in what the model reads and writes. No name of a tool has it."""
 
@@ -167,18 +181,30 @@ _Tool = Annotated[
 ]
 
 
+class NamedChoice(RequestBody):
+    """A function by its name."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
 class TextOptions(RequestBody):
-    """The form of the answer: text."""
+    """The form of the answer."""
 
     drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TEXT
 
-    format: Annotated[Any, Neutral({"type": "text"})] = None
+    format: TextFormat | None = Field(None, description="text, JSON, or JSON of a schema")
 
 
 class InputTokensRequest(ConversationBody):
     """A chat in the form of OpenAI's Responses: the system's text, items and tools."""
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"input": "-", "instructions": None, "tools": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        "input": "-",
+        "instructions": None,
+        "tools": None,
+        "text": None,
+    }
     drops: ClassVar[ignored.Drops] = ignored.RESPONSES
     prompt_field: ClassVar[str] = "input"
 
@@ -191,10 +217,19 @@ class InputTokensRequest(ConversationBody):
     ] = Field(description="the user's text, or the items of the conversation")
     instructions: str | None = Field(None, description="the system's text")
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="none: the tools aren't shown to the model; no call can be forced"
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedChoice, Tag("one")],
+            Discriminator(choice_form),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="none: the tools aren't shown to the model; required: the answer is calls of them; a function: the "
+        "answer is a call of it",
     )
     text: TextOptions | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced answer has one call")
 
     @property
     def items(self) -> Sequence[MessageItem | CallItem | OutputItem]:
@@ -256,7 +291,42 @@ class ResponsesRequest(InputTokensRequest):
         None, description="name of a session, for the eviction policy; separates nothing"
     )
     prompt_cache_options: ResponseCacheOptions | None = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = Field(
+        None,
+        description=f"{LOGPROBS}: log probabilities of the answer's tokens; the others add nothing, because answers "
+        "have no thoughts, images and calls of the provider's own tools",
+    )
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with include of the log probabilities: of as many of the likeliest tokens at each place",
+    )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has the log probabilities of its tokens."""
+        return LOGPROBS in (self.include or ())
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.has_logprobs:
+            allowed = "include: [message.output_text.logprobs] with it"
+            found = {"name": "top_logprobs", "value": self.top_logprobs, "allowed": allowed}
+            raise PydanticCustomError(TWO_VALUES, "without logprobs", found)
+        return self
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        choice, form = self.tool_choice, None if self.text is None else self.text.format
+        name = choice.name if isinstance(choice, NamedChoice) else None
+        return Wanted(
+            None if form is None else form.schema_of_answer,
+            "text.format",
+            choice == "required" or name is not None,
+            None if name is None else (name,),
+            name is not None or self.parallel_tool_calls is False,
+        )
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints that are written."""
@@ -295,6 +365,7 @@ class ResponsesRequest(InputTokensRequest):
         if self.hints is None and self.prompt_cache_key is not None:
             fields["hints"] = Hints(labels={"session": self.prompt_cache_key})
         most = max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        fields["logprobs"] = (self.top_logprobs or 0) if self.has_logprobs else None
         return CompletionRequest.model_validate({**fields, "prompt": "-", "max_tokens": most})
 
 
@@ -342,7 +413,7 @@ class OutputText(ReplyBody):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[str] = Field(default_factory=list)
-    logprobs: list[str] = Field(default_factory=list)
+    logprobs: list[TokenLogprob] = Field(default_factory=list)
 
 
 class OutputMessage(ReplyBody):
