@@ -261,6 +261,22 @@ def test_many_pins_are_listed_and_unpublished_in_parts(service: Running) -> None
     assert service.acme.get("/v1/pins").json() == {"pins": []}
 
 
+@pytest.mark.slow
+def test_a_plain_keys_file_is_enough_for_prompt_caching(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"operator": "demo-operator", "tenants": {"acme": "demo-acme"}}))
+    rules = "Answer politely, and name the page of the manual. " * 8
+    marked = {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}
+    asked = [{"role": "user", "content": "Why?"}]
+    content = {"model": "radixkv-demo", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "60s"}
+    with service_in_thread(keys=str(keys)) as running:
+        body = {"system": [marked], "messages": asked, "max_tokens": 1}
+        usage = running.acme.post("/v1/messages", json=body).json()["usage"]
+        held = running.acme.post("/v1beta/cachedContents", json=content)
+    assert usage["cache_creation_input_tokens"] > 0
+    assert held.status_code == 200 and held.json()["usageMetadata"]["totalTokenCount"] > 0
+
+
 @pytest.mark.parametrize(
     ("num_tenants", "blocks"), [(0, 1024), (1, 1024), (2, 512), (3, 256), (4, 256), (5, 128)]
 )

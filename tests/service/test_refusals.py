@@ -117,7 +117,7 @@ def own_form(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "top_p": 0}, "top_p", 0),
         ("/v1/completions", {"prompt": "x", "top_k": 0}, "top_k", 0),
         ("/v1/completions", {"prompt": "x", "seed": 2**63}, "seed", "an integer of 64 bits"),
-        ("/v1/completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "a list of 5"),
+        ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, "stop", "a list of 17"),
         ("/v1/completions", {"prompt": "x", "stop": ""}, "stop", ""),
         ("/v1/completions", {"prompt": "x", "stop": "s" * 257}, "stop", "s" * 80 + "…"),
         ("/v1/completions", {"prompt": "x", "stop": ["a", "s" * 257]}, "stop[1]", "s" * 80 + "…"),

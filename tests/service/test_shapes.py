@@ -89,6 +89,20 @@ def events(live: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, CONTENTS])
+def test_the_demo_models_answers_end_soon_if_nothing_is_said(live: Running, path: str) -> None:
+    """A random model goes on and on; as many tokens as fit would take a minute."""
+    body = {
+        name: value
+        for name, value in BODIES[path].items()
+        if not name.startswith(("max", "generation", "tools"))
+    }
+    answer = live.acme.post(path, json=body).json()
+    usage = answer.get("usage") or answer["usageMetadata"]
+    names = ("completion_tokens", "output_tokens", "candidatesTokenCount")
+    assert 0 < next(usage[name] for name in names if name in usage) <= 64
+
+
 def test_a_call_in_an_answer_has_each_shapes_form(live: Running) -> None:
     with saying(live, f"I look. {CALL}"):
         chat, response, message, content = (

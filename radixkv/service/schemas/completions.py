@@ -30,7 +30,8 @@ from radixkv.service.schemas.structured import (
 )
 
 MAX_CHOICES = 32
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""Each costs time for each character of an answer. OpenAI documents 4 as the most, Google 5, Anthropic none."""
 MAX_STOP_CHARS = 256
 MAX_PROMPTS = 64
 MAX_LABELS = 16
