@@ -107,14 +107,15 @@ class Round(NamedTuple):
 
 def run(
     *,
-    calls: int = 1_000,
+    calls: int = 200,
     rounds: int = 5,
     names: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure ``calls`` calls of each probe, idle and under each attack, ``rounds`` times.
 
-    names: attacks, by default all. Returns a dict that JSON can encode. Takes about ten minutes with the defaults.
+    names: attacks, by default all. Returns a dict that JSON can encode. Takes about a
+    quarter of an hour with the defaults.
     Raises ArgumentError.
     """
     chosen = tuple(names) or tuple(ATTACKS)

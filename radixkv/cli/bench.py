@@ -376,13 +376,13 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
 @bench.command(
     "hostile",
     short_help="Measure latencies during attacks.",
-    epilog=examples("radixkv bench hostile", "radixkv bench hostile --calls 200 --rounds 2"),
+    epilog=examples("radixkv bench hostile", "radixkv bench hostile --attack routes --rounds 2"),
 )
 @click.option("--attack", "names", multiple=True, help="Only this attack; may be repeated.  [all]")
 @click.option(
     "--calls",
     type=click.IntRange(10),
-    default=1_000,
+    default=200,
     show_default=True,
     help="Calls of each kind in a round.",
 )

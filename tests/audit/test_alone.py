@@ -26,6 +26,8 @@ from tests.audit.openai_server import Behaviour
 from tests.audit.planted_server import OPERATOR, PlantedServer, in_place_of_a_socket
 from tests.audit.test_remote import audited
 
+pytestmark = pytest.mark.slow
+
 CROSSING = "cross-tenant probe"
 
 

@@ -161,6 +161,7 @@ def on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ti
                 each.disk.tier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_law_is_named(on_disk: tuple[TieredCache, LowerTiers, str], name: str) -> None:
     cache, tiers, suffix = on_disk

@@ -17,6 +17,8 @@ from radixkv.bench.drive import OPERATIONS
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, IntegrityError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["trace", "thin", "unique"])
 def test_run_is_checked_and_is_json(name: str) -> None:

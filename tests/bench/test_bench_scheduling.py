@@ -23,6 +23,7 @@ def test_a_decision_over_a_long_queue_is_fast() -> None:
     assert 0 < result["announce_us"] < 3 * result["match_us"]
 
 
+@pytest.mark.slow
 def test_a_longer_queue_costs_little_more() -> None:
     short, long = (
         min(scheduling.run(requests=size, decisions=500)["median_us"] for _ in range(3))

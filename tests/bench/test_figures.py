@@ -48,6 +48,7 @@ def test_each_figure_is_present_and_is_json(result: dict[str, Any]) -> None:
             assert each["ratio"] == pytest.approx(each["value"] / each["floor_value"])
 
 
+@pytest.mark.slow
 def test_a_burst_computes_each_whole_block_once(result: dict[str, Any]) -> None:
     """2,900 tokens are 181 whole blocks and 4 tokens: the other seven requests compute these 4."""
     (burst,) = [each for each in result["figures"] if "burst" in each["name"]]

@@ -28,6 +28,8 @@ from tests.redis_server import HOST, RedisServer, follows, need_binary
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import LIMIT_S, ended, eventually
 
+pytestmark = pytest.mark.slow
+
 NOWHERE = f"REPLICAOF {HOST} 1"
 """Makes a server a replica of one that doesn't exist: it never hears more."""
 MINUTES = float(os.environ.get("RADIXKV_FAILOVER_MINUTES", "0.2"))

@@ -48,6 +48,7 @@ def test_the_formula_by_hand() -> None:
     assert copies_by_formula(steps, [5], 4) == 3 + 3 + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "num_returned"), [(1, 4), (3, 1), (16, 4)])
 def test_copies_of_four_beams_over_300_tokens(block_size: int, num_returned: int) -> None:
     model, prompt, new = model_of(), prompt_of(300), 40

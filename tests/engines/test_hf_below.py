@@ -36,6 +36,8 @@ from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 PROMPT = prompt_of(41)
 
 

@@ -252,6 +252,7 @@ def test_a_wrong_count_is_found() -> None:
         index.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "learned", "s3fifo"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_keep_the_law(policy: str, seed: int) -> None:

@@ -48,6 +48,7 @@ def text_of(content: bytes) -> str:
     return PREFIX + urlsafe_b64encode(content).decode()
 
 
+@pytest.mark.slow
 @given(tenants, st.integers(0, MAX_GENERATION), st.none() | st.text(max_size=9), st.text(max_size=9))
 def test_a_salt_says_whose_request_it_is(
     tenant: str, generation: int, base: str | None, client_salt: str

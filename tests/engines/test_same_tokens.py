@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.engines.support import ARCHITECTURES, EOS, PAD, Prompts, engine_over, model_of, prompt_of, stock
 
+pytestmark = pytest.mark.slow
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 5},

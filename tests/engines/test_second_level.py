@@ -612,6 +612,7 @@ def test_host_memory_is_a_number_of_blocks() -> None:
         SecondLevelSettings.read({"host_memory": "1KiB"}).num_slots(1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(LIVES))
 def test_random_lives(seed: int) -> None:
     """Salts, preemptions, aborts, purges, resets, faults of loads and saves, a small pool: every load is right."""

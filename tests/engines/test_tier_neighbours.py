@@ -26,6 +26,8 @@ from tests.engines.test_second_level import Engine, ids_of
 from tests.tiers.support import PATIENT_S, FaultyFiles, clock, patience
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["clock", "folder", "patience"]  # fixtures
 
 

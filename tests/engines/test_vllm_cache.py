@@ -24,6 +24,8 @@ from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 PLAIN = RequestFacts()
 KEYS = KeySet.derive([b"a secret of the fleet"])

@@ -62,6 +62,7 @@ def run(seed: int, *, loss: float, kept: int = 1_000, queue_records: int = 10_00
     assert life.stream.queued_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part", [0, 1, 2, *(pytest.param(part, marks=pytest.mark.release) for part in range(3, 10))]
 )

@@ -604,6 +604,7 @@ ops = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=20)
 @given(ops)

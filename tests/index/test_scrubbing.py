@@ -138,6 +138,7 @@ class Tenants:
         self.cache.free(lent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("owned", [False, True])
 def test_no_tenant_reads_anothers_canary_in_ten_thousand_hand_overs(policy: str, owned: bool) -> None:

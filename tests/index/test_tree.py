@@ -177,6 +177,7 @@ def test_all_prompts_are_equal_at_once() -> None:
     evict_all(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 40_000), (256, 300)])
 def test_blocks_of_one_token_and_of_256(block_size: int, num_blocks: int) -> None:
     """Hits equal those of a dict of tokens, in whole blocks."""

@@ -21,6 +21,7 @@ class EngineMachine(properties.EngineMachine):
     declining = Declining
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_lives_find_nothing(part: int) -> None:
     """Every policy, with storage and without, in parts that several workers share.

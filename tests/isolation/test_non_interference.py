@@ -38,6 +38,7 @@ def test_observations_of_a_do_not_depend_on_b(stored: bool) -> None:
     assert report.ok, report.failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_strict_tenants_observations_do_not_depend_on_others(policy: str) -> None:
     """Step for step, with storage and without.

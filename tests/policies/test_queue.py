@@ -125,6 +125,7 @@ def test_a_missing_half_makes_it_cold(policy: str) -> None:
     assert blocks(cache, one, ids(4, 2)) == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HEEDING)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives(policy: str, seed: int) -> None:

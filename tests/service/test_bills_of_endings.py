@@ -23,6 +23,8 @@ from tests.service.running import KEYS, Running, client, sent, service_in_thread
 from tests.service.test_warm import prefill_held
 from tests.waiting import eventually, is_set
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 256
 STEPS = 5
 STREAM = {"max_tokens": 40, "ignore_eos": True, "stream": True}

@@ -121,6 +121,7 @@ def test_beams_are_the_engines_best_first(live: Running, salt: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_beams_that_are_equal_up_to_their_stop_string_are_one_answer(live: Running, salt: str) -> None:
     body = {
         "prompt": ["Search with beams", "Another"],

@@ -20,6 +20,8 @@ from radixkv.tiers.files import Files
 from tests.service.running import Running, service_in_thread
 from tests.service.test_tiers_served import ask, metric, tier_options, with_files
 
+pytestmark = pytest.mark.slow
+
 
 def filled(folder: Path) -> dict[str, str]:
     """Serve once, so that the folder has records. Returns the options."""

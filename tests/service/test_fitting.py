@@ -15,6 +15,8 @@ from radixkv.service.problems import ApiError
 from tests.service.accounts import Accounts, settled
 from tests.service.running import KEYS, Running, service_in_thread
 
+pytestmark = pytest.mark.slow
+
 SIZE = 16
 MOST = 12
 """Blocks that the tenant may use."""

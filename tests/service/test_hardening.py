@@ -211,6 +211,7 @@ def test_a_busy_service_logs_at_the_level_debug(logs: str) -> None:
         assert line in logs, "a positive control"
 
 
+@pytest.mark.slow
 def test_logs_have_no_secret_and_no_token_id(logs: str) -> None:
     for secret in (SECRET_KEY, OPERATOR_KEY, FLEET_SECRET, "emerald", "flagstone", "rk_"):
         assert secret not in logs, secret

@@ -64,6 +64,7 @@ def names(num: int, value: str = "1") -> bytes:
 # ---- budgets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
 def test_every_body_is_bounded_by_its_schema_before_it_is_parsed(model: type[RequestBody]) -> None:
     budget = budget_of(model, RULES.max_ids)
@@ -118,6 +119,7 @@ def test_short_schemas_have_short_bodies() -> None:
 # ---- errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
 @pytest.mark.parametrize(
     "bad", [b"{%s}" % names(5000, '"x"'), b"[" + b"{}," * 5000 + b"{}]", b"[" + b'-1,"",' * 3000 + b"0]"]
@@ -128,7 +130,8 @@ def test_errors_beyond_a_few_are_counted_but_not_built(model: type[RequestBody],
         error = refused(model, b'{"%s":%s}' % (field.encode(), bad))
         assert 400 <= error["status"] < 500 and len(json.dumps(error)) < 1500
         more = error["message"].rpartition("(and ")[2].removesuffix(" more)")
-        assert not more.isdecimal() or int(more) < 20, error
+        is_one = error["message"].startswith("unknown field")  # however many there are
+        assert is_one or not more.isdecimal() or int(more) < 20, error
     error = refused(model, b"{%s}" % names(100))
     assert error["message"] == "unknown field 0 (and 99 more)" and error["field"] == "0"
 

@@ -187,6 +187,24 @@ def test_completions_and_models(acme: Any) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+def test_an_answer_says_what_the_rate_leaves(acme: Any) -> None:
+    headers = acme.chat.completions.with_raw_response.create(messages=CHAT, **FEW).headers
+    burst = headers["x-ratelimit-limit-requests"]
+    assert burst == "2000" and 0 < int(headers["x-ratelimit-remaining-requests"]) < int(burst)
+
+
+def test_hints_of_clients_change_nothing(acme: Any) -> None:
+    hints = {
+        "metadata": {"a": "b"}, "user": "ada", "safety_identifier": "x", "verbosity": "low", "store": False,
+        "service_tier": "flex", "parallel_tool_calls": False, "reasoning_effort": "none",
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    plain = acme.chat.completions.create(messages=CHAT, **FEW)
+    body = {"stream_options": {"include_usage": True}}  # without a stream, as some clients send it
+    reply = acme.chat.completions.create(messages=CHAT, **FEW, **hints, extra_body=body)
+    assert reply.choices == plain.choices and reply.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
 def test_completions_report_what_the_cache_did(acme: Any) -> None:
     """Whole and streamed, and for several prompts in one request."""
     fields: dict[str, Any] = {"prompt": [SYSTEM, SYSTEM[::-1]], "extra_body": {"salt": "usage"}, **FEW}

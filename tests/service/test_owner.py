@@ -15,6 +15,8 @@ from radixkv import audit
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
+pytestmark = pytest.mark.slow
+
 SALT = "s"
 Ending = Callable[[Running], None]
 Body = dict[str, Any]

@@ -382,6 +382,7 @@ def random_quota(chance: random.Random) -> Quota:
     return Quota(guaranteed, most, chance.choice((0.5, 1.0, 3.0)))
 
 
+@pytest.mark.slow
 def test_random_quotas_evict_what_they_should() -> None:
     num_evictions = num_refused = 0
     for seed in range(100):

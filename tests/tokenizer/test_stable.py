@@ -48,6 +48,7 @@ def random_cuts(seed: int) -> list[tuple[str, str]]:
     return cuts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_text_cut_anywhere(kind: str) -> None:
     tokenizer = tokenizer_of(kind)

@@ -78,6 +78,7 @@ def _tokenizer_with(template: str) -> tuple:  # type: ignore[type-arg]
     return load_tokenizer(str(place)), str(place)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_the_event_loop_renders_no_template_and_goes_on() -> None:
     tokenizer, path = _tokenizer_with(FINE)

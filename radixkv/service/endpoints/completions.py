@@ -42,7 +42,6 @@ from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused,
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import (
     Choice,
     CompletionReply,
@@ -110,11 +109,20 @@ def check(
 
     ``most``: the field of the request that bounds the answer.
     """
-    _check_options(body, service.model_name)
+    check_model(service, body.model)
+    _check_options(body)
     _check_form(body, prompts)
     _check_abilities(body, prompts, service.engine.abilities)
     _check_bias(body, service.engine.limits)
     _check_room(body, prompts, service.engine.limits, most)
+
+
+def check_model(service: Service, model: str | None) -> None:
+    """Raise ApiError 404 for another model than the one that is served."""
+    if model not in (None, service.model_name):
+        raise ApiError(
+            404, "not_found", "no such model", field="model", value=model, allowed=service.model_name
+        )
 
 
 def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> int:
@@ -122,7 +130,7 @@ def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> in
     service = call.host
     room, size = service.quotas.room(call.tenant), service.engine.limits.block_size
     left = service.rules.max_tokens - prompt.num_tokens
-    return min(DEFAULT_MAX_TOKENS, left, room.tokens_left(prompt.num_tokens, num_rows, size))
+    return min(service.answer_tokens, left, room.tokens_left(prompt.num_tokens, num_rows, size))
 
 
 class EventStream(Streamed):
@@ -137,8 +145,9 @@ class EventStream(Streamed):
         work: Work[Any],
         headers: dict[str, str],
         timeout_s: float | None = None,
+        media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._work, self._timeout_s = work, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,6 +208,8 @@ class Run:
     """
 
     most: ClassVar[str] = "max_tokens"
+    media_type = "text/event-stream"
+    """Of the answer as a stream."""
 
     def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
@@ -303,9 +314,9 @@ class Run:
             work.cancel()
             raise
         headers = {"X-Accel-Buffering": "no"}
-        return self._told(
-            EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
-        )
+        time_s = self._time_left() + _READING_S
+        stream = EventStream(self._events(work, progress), work, headers, time_s, self.media_type)
+        return self._told(stream)
 
     async def _finished(self, work: Work[Generation]) -> Generation:
         """Return the result of the work. If there is a bill, wait a moment until it is written, also after an error."""
@@ -649,11 +660,8 @@ def _width(body: CompletionRequest) -> int:
     return 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
 
 
-def _check_options(body: CompletionRequest, model_name: str) -> None:
-    """Refuse unsupported combinations of options. Raises ApiError 404 (model) or 422."""
-    if body.model is not None and body.model != model_name:
-        message = "no such model"
-        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=model_name)
+def _check_options(body: CompletionRequest) -> None:
+    """Refuse unsupported combinations of options. Raises ApiError 422."""
     if body.stream_options is not None and not body.stream:
         problem = "stream_options is not allowed without stream; allowed: stream: true with it"
         raise invalid(problem, "stream_options", None, "stream: true with it")

@@ -13,16 +13,19 @@ from starlette.responses import Response
 
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.endpoints.completions import check, default_tokens, event
+from radixkv.service.endpoints.completions import check, check_model, default_tokens, event
 from radixkv.service.endpoints.one_answer import OneAnswer, computed_ahead
 from radixkv.service.problems import ApiError, Json, refused
 from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.completions import Choice, CompletionRequest, Timings
 from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.responses import (
+    IN_NAMESPACE,
     CacheDiagnosis,
     IncompleteDetails,
     InputDetails,
+    InputTokensReply,
+    InputTokensRequest,
     OutputCall,
     OutputMessage,
     OutputText,
@@ -57,6 +60,13 @@ async def responses(call: Call[Service]) -> Response:
     run = ResponseRun(call, order, prompt, has_diagnosis=has_diagnosis)
     run.uses_cache = uses_cache(options, len(prompt.asked))
     return await (run.streamed() if body.stream else run.whole())
+
+
+async def count_input_tokens(call: Call[Service]) -> Response:
+    """Count the tokens that a conversation has for this model, up to the opening of the answer."""
+    reading = await call.read(InputTokensRequest)
+    check_model(call.host, reading.body.model)
+    return reply(InputTokensReply(input_tokens=reading.prompts[0].num_tokens))
 
 
 def _room(call: Call[Service], prompt: Prompt) -> int:
@@ -232,10 +242,13 @@ def _message(item_id: str, text: str, logprobs: list[TokenLogprob], *, was_cut: 
 
 
 def _call_of(call: ToolCall) -> OutputCall:
+    namespace, _, name = call.name.partition(IN_NAMESPACE)
+    is_inside = bool(namespace and name)
     return OutputCall(
         id=_new_id("fc"),
         call_id=_new_id("call"),
-        name=call.name,
+        namespace=namespace if is_inside else None,
+        name=name if is_inside else call.name,
         arguments=call.arguments,
         status="completed",
     )
@@ -267,6 +280,17 @@ ENDPOINTS = (
         {200: {"application/json": ResponseReply, "text/event-stream": "events"}},
         body=ResponsesRequest,
         errors=(404, 409, 429, 501, 503),
+        dialect=OPENAI,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        "Count the tokens of a response's input",
+        "tenant",
+        {200: InputTokensReply},
+        body=InputTokensRequest,
+        errors=(404,),
         dialect=OPENAI,
     ),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas import ignored
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
 from radixkv.service.schemas.completions import (
     MAX_CHOICES,
     CompletionRequest,
@@ -25,22 +25,19 @@ from radixkv.service.schemas.completions import (
     answered,
 )
 from radixkv.service.schemas.conversations import (
-    MAX_CALLS,
-    MAX_PARTS,
     MAX_TOOLS,
-    MAX_TURNS,
-    MAX_VALUES,
     Breakpoint,
+    CalledName,
     CallId,
     ConversationBody,
     JsonObject,
     ToolName,
-    text_of,
+    arguments_of,
+    content_of,
 )
 from radixkv.service.schemas.prompt_caching import (
     CacheOptions,
     MarkedPart,
-    Retention,
     latest,
     marks_of,
     ttl_of,
@@ -53,86 +50,82 @@ DEFAULT_MAX_TOKENS = 4096
 """Most tokens of an answer if the request doesn't say, within the model's length."""
 
 
-def _is_object(text: str) -> str:
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("value_error", "a JSON object as text")
-    return text
-
-
 def _content_form(value: Any) -> str:
     return "many" if isinstance(value, list) else "one"
 
 
 Content = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[list[MarkedPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[MarkedPart], Field(fail_fast=True), Tag("many")],
     Discriminator(_content_form),
 ]
 """A content as one text or as parts."""
 
 
-ArgumentsText = Annotated[str, AfterValidator(_is_object), WithJsonSchema({"type": "string"})]
-"""Arguments of a call as the text of a JSON object."""
-
-
 class CalledFunction(RequestBody):
     """The function of a call."""
 
-    name: ToolName
-    arguments: ArgumentsText
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALLED
+
+    name: CalledName
+    arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
 
 
 class Call(RequestBody):
     """A call that the assistant made."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALL
+    types: ClassVar[tuple[str, ...]] = ("function",)
+
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    def shown(self) -> dict[str, Any]:
+        """Return the call in the form that chat templates take."""
+        return call_of(self.id, self.function.name, arguments_of(self.function.arguments))
+
+
+def call_of(call_id: str, name: str, arguments: object) -> dict[str, Any]:
+    """Return a call in the form that chat templates take."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatMessage(RequestBody):
     """One message. ``developer`` is another name of ``system``."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="text, or parts that are text")
-    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
-    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="the name of who speaks, for templates that write it"
+    )
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
-    refusal: Annotated[Any, Neutral()] = None
-    audio: Annotated[Any, Neutral()] = None
-    function_call: Annotated[Any, Neutral()] = None
-    annotations: Annotated[Any, Neutral([])] = None
 
     def turn(self) -> dict[str, Any]:
         """Return the message in the form that chat templates take."""
         role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {"role": role, "content": text_of(self.content)}
+        content = content_of(self.content)
+        turn: dict[str, Any] = {
+            "role": role,
+            "content": "" if content is None and role != "assistant" else content,
+        }
+        if self.name is not None:
+            turn["name"] = self.name
         if self.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": json.loads(call.function.arguments or "{}"),
-                    },
-                }
-                for call in self.tool_calls
-            ]
+            turn["tool_calls"] = [call.shown() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
 class FunctionSpec(RequestBody):
     """A function that the model may call."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_FUNCTION
+
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
-    strict: Annotated[Any, Neutral(False)] = None
 
 
 class NamedFunction(RequestBody):
@@ -156,6 +149,8 @@ def choice_form(value: Any) -> str:
 class ToolSpec(RequestBody):
     """A tool. Only functions are served."""
 
+    types: ClassVar[tuple[str, ...]] = ("function",)
+
     type: Literal["function"]
     function: FunctionSpec
 
@@ -163,13 +158,13 @@ class ToolSpec(RequestBody):
 class ChatRequest(ConversationBody):
     """OpenAI's chat request with OpenAI's defaults, and salt, adapter, hints, top_k and ignore_eos.
 
-    ``model``, ``user``, ``safety_identifier`` and ``name`` change no answer. ``prompt_cache_key`` names a session for
-    the eviction policy: it separates nothing, since the tenant and the salt do.
+    ``prompt_cache_key`` names a session for the eviction policy: it separates nothing, since the tenant and the salt
+    do.
     """
 
     model_config = ConfigDict(json_schema_extra=answered)
     without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None, "response_format": None}
-    max_values: ClassVar[int | None] = MAX_VALUES
+    drops: ClassVar[ignored.Drops] = ignored.CHAT
     other_names: ClassVar[Mapping[str, str]] = {
         **ConversationBody.other_names,
         "max_completion_tokens": "max_tokens",
@@ -178,7 +173,7 @@ class ChatRequest(ConversationBody):
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
     )
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
         description="the conversation; the model's chat template makes its text"
     )
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -216,11 +211,6 @@ class ChatRequest(ConversationBody):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of a session, for the eviction policy; separates nothing"
     )
-    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
-    safety_identifier: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
-        None, description="changes nothing"
-    )
-    prompt_cache_retention: Retention | None = None
     prompt_cache_options: CacheOptions | None = None
     logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(
@@ -242,18 +232,6 @@ class ChatRequest(ConversationBody):
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, or JSON of a schema")
     parallel_tool_calls: bool | None = Field(None, description="false: a forced answer has one call")
-    modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Annotated[Any, Neutral()] = None
-    prediction: Annotated[Any, Neutral()] = None
-    moderation: Annotated[Any, Neutral()] = None
-    functions: Annotated[Any, Neutral([])] = None
-    function_call: Annotated[Any, Neutral("none")] = None
-    web_search_options: Annotated[Any, Neutral()] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
-    verbosity: Annotated[Any, Neutral("medium")] = None
-    metadata: Annotated[Any, Neutral({})] = None
-    store: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
 
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> ChatRequest:
@@ -290,7 +268,8 @@ class ChatRequest(ConversationBody):
         found: list[Breakpoint] = []
         for index, number, mark in latest(marks_of([each.content for each in self.messages]), options):
             content = (self.messages[index].content or [])[:number]
-            last = {"role": turns[index]["role"], "content": text_of(content)}
+            last = {name: value for name, value in turns[index].items() if name != "tool_calls"}
+            last["content"] = content_of(content)
             found.append(Breakpoint([*turns[:index], last], tools, ttl_of(mark, options)))
         return [*found, *whole_prompt(turns, tools, options)]
 
@@ -312,7 +291,7 @@ class ChatRequest(ConversationBody):
                 "prompt": "-",
                 "hints": hints,
                 "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
-                "stream_options": self.stream_options,
+                "stream_options": self.stream_options if self.stream else None,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             }
         )

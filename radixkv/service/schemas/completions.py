@@ -18,6 +18,7 @@ from radixkv.service.schemas.base import (
     Seconds,
     first_at_most,
 )
+from radixkv.service.schemas.ignored import COMPLETIONS, STREAM, Drops
 from radixkv.service.schemas.prompts import Adapter, Salted, Text, TokenIds, either
 from radixkv.service.schemas.structured import (
     MAX_BIAS,
@@ -68,11 +69,12 @@ Stop = Annotated[
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
+    drops: ClassVar[Drops] = STREAM
+
     include_usage: bool = Field(default=False, description="one more event at the end, with the usage")
     continuous_usage_stats: bool = Field(
         default=False, description="with include_usage: every event has the usage so far"
     )
-    include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
 _OWN_FIELDS = ("priority", "priority_duration_s")
@@ -163,17 +165,16 @@ def related(schema: dict[str, Any]) -> None:
         for each in _choices({"minimum": 1})
     ]
     answered(schema)
-    schema["allOf"].append({"anyOf": [*drawn, *searched]})
+    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+    schema["allOf"] += [
+        {"anyOf": [*drawn, *searched]},
+        {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, streamed]},
+    ]
 
 
 def answered(schema: dict[str, Any]) -> None:
-    """Add to the JSON schema what holds for every request of an answer: one of two names, options for streams only."""
-    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
-    schema["allOf"] = [
-        either("cache_salt", "salt"),
-        either("max_completion_tokens", "max_tokens"),
-        {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, streamed]},
-    ]
+    """Add to the JSON schema what holds for every request of an answer: one of two names."""
+    schema["allOf"] = [either("cache_salt", "salt"), either("max_completion_tokens", "max_tokens")]
 
 
 def _choices(best_of_one: dict[str, Any]) -> list[dict[str, Any]]:
@@ -236,13 +237,14 @@ class CompletionRequest(Salted):
     """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
     Fields of other servers that would change the output and aren't supported allow only their neutral values.
-    ``user`` changes nothing. ``prompt_cache_key`` changes no answer: it labels the session.
+    ``prompt_cache_key`` changes no answer: it labels the session.
     """
 
     model_config = ConfigDict(json_schema_extra=related)
     other_names: ClassVar[Mapping[str, str]] = {**Salted.other_names, "max_completion_tokens": "max_tokens"}
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "user": None, "response_format": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "response_format": None}
+    drops: ClassVar[Drops] = COMPLETIONS
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
@@ -276,7 +278,6 @@ class CompletionRequest(Salted):
     )
     ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
     echo: bool = Field(False, description="begin each completion with its prompt")
-    user: str | None = Field(None, description="changes nothing")
     prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="the session, for the tenant's eviction policy, unless the hints have that label"
     )
@@ -311,9 +312,6 @@ class CompletionRequest(Salted):
     response_format: ResponseFormat | None = Field(None, description="JSON, or JSON of a schema")
     early_stopping: Annotated[Any, Neutral(False)] = None
     tools: Annotated[Any, Neutral([])] = None
-    metadata: Annotated[Any, Neutral({})] = None
-    store: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
 
     @property
     def stops(self) -> list[str]:

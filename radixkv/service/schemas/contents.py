@@ -15,8 +15,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
+from radixkv.service.schemas import ignored
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS, call_of
 from radixkv.service.schemas.completions import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -25,20 +26,19 @@ from radixkv.service.schemas.completions import (
     Penalty,
 )
 from radixkv.service.schemas.conversations import (
-    MAX_TOOLS,
-    MAX_TURNS,
-    MAX_VALUES,
+    CalledName,
     CallId,
     ConversationBody,
     JsonObject,
-    ToolName,
+    joined,
 )
 from radixkv.service.schemas.prompts import Adapter
 from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, JsonSchema, Wanted
 
-MAX_PARTS = 32
-MAX_SETTINGS = 16
 MAX_DISPLAY_NAME = 128
+_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_][a-zA-Z0-9_.:-]{0,127}$")]
+MAX_FUNCTIONS = 512
+"""Functions of a tool, as Google documents it."""
 _FORMS = ("text", "functionCall", "functionResponse")
 
 
@@ -57,42 +57,42 @@ class GoogleBody(RequestBody):
 @cache
 def _camel_names(model: type[BaseModel]) -> dict[str, str]:
     """Return the fields of a body by their names in snake case."""
+    drops: ignored.Drops = getattr(model, "drops", {})
     found = {
-        re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", name): name for name in model.model_fields
+        re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", name): name
+        for name in (*model.model_fields, *drops)
     }
     return {snake: name for snake, name in found.items() if snake != name}
 
 
-MAX_SIGNATURE_CHARS: Final = 65_536
-
-
-class FunctionCallPart(RequestBody):
+class FunctionCallPart(GoogleBody):
     """A call that the model made."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CONTENT_CALL
+
     id: CallId | None = None
-    name: ToolName
+    name: CalledName
     args: JsonObject = Field(default_factory=dict)
 
 
-class FunctionResponsePart(RequestBody):
+class FunctionResponsePart(GoogleBody):
     """The result of a call."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CONTENT_RESULT
+
     id: CallId | None = None
-    name: ToolName
+    name: CalledName
     response: JsonObject
 
 
 class Part(GoogleBody):
     """A text, a call or a result: exactly one of them."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CONTENT_PART
+
     text: str | None = None
     functionCall: FunctionCallPart | None = None
     functionResponse: FunctionResponsePart | None = None
-    thought: Annotated[Any, Neutral(False)] = None
-    thoughtSignature: Annotated[str, Field(max_length=MAX_SIGNATURE_CHARS)] | None = Field(
-        default=None,
-        description="has no effect: clients send one with each call, and this model has no thoughts",
-    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Part:
@@ -111,12 +111,12 @@ class ContentTurn(RequestBody):
     """One turn of a chat."""
 
     role: Literal["user", "model", "function", "system"] = "user"
-    parts: Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+    parts: Annotated[list[Part], Field(fail_fast=True)] = Field(default_factory=list)
 
     @property
-    def text(self) -> str:
-        """Its texts, which follow each other."""
-        return "".join(part.text for part in self.parts if part.text is not None)
+    def texts(self) -> list[dict[str, str]]:
+        """Its texts, as parts in the form that chat templates take."""
+        return [{"type": "text", "text": part.text} for part in self.parts if part.text is not None]
 
     def turns(self) -> Iterator[dict[str, Any]]:
         """Yield its turns in the form that chat templates take: results first, then the rest."""
@@ -124,24 +124,20 @@ class ContentTurn(RequestBody):
             if part.functionResponse is not None:
                 yield _result(part.functionResponse)
         calls = [_call(part.functionCall) for part in self.parts if part.functionCall is not None]
-        has_text = any(part.text is not None for part in self.parts)
-        if calls or has_text:
+        if calls or self.texts or not self.parts:
             role = "assistant" if self.role == "model" or calls else "user"
-            yield {"role": role, "content": self.text} | ({"tool_calls": calls} if calls else {})
+            content = self.texts or (None if role == "assistant" else "")
+            yield {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _call(part: FunctionCallPart) -> dict[str, Any]:
-    return {
-        "id": part.id or part.name,
-        "type": "function",
-        "function": {"name": part.name, "arguments": part.args},
-    }
+    return call_of(part.id or part.name, part.name, part.args)
 
 
 def _result(part: FunctionResponsePart) -> dict[str, Any]:
     content = part.response.get("output", part.response.get("result", part.response))
     text = content if isinstance(content, str) else to_json(content)
-    return {"role": "tool", "tool_call_id": part.id or part.name, "content": text}
+    return {"role": "tool", "name": part.name, "tool_call_id": part.id or part.name, "content": text}
 
 
 def to_json(value: object) -> str:
@@ -201,13 +197,12 @@ _SCHEMA_NAMES: Final[Mapping[str, str]] = {
 class FunctionDeclaration(GoogleBody):
     """A function that the model may call, with the schema of its arguments in one of two fields."""
 
-    name: ToolName
+    drops: ClassVar[ignored.Drops] = ignored.CONTENT_TOOL
+
+    name: _FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
     parametersJsonSchema: JsonObject | None = None
-    behavior: Annotated[Any, Neutral("BLOCKING", "UNSPECIFIED")] = None
-    response: Annotated[Any, Neutral({})] = None
-    responseJsonSchema: Annotated[Any, Neutral({})] = None
 
     def spec(self) -> dict[str, Any]:
         """Return the function in the form that chat templates take."""
@@ -222,16 +217,18 @@ class FunctionDeclaration(GoogleBody):
 class ContentTool(GoogleBody):
     """Functions. Tools of the provider's servers aren't served."""
 
-    functionDeclarations: Annotated[list[FunctionDeclaration], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    functionDeclarations: Annotated[
+        list[FunctionDeclaration], Field(max_length=MAX_FUNCTIONS, fail_fast=True)
+    ]
 
 
 class FunctionCallingConfig(GoogleBody):
     """Whether the model sees the functions, and has to call one of them: ANY."""
 
     mode: Literal["AUTO", "NONE", "ANY", "MODE_UNSPECIFIED"] = "AUTO"
-    allowedFunctionNames: Annotated[list[ToolName], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
-        Field(None, description="with ANY: the functions that may be called; null or empty: all")
-    )
+    allowedFunctionNames: (
+        Annotated[list[_FunctionName], Field(max_length=MAX_FUNCTIONS, fail_fast=True)] | None
+    ) = Field(None, description="with ANY: the functions that may be called; null or empty: all")
 
     @model_validator(mode="after")
     def _names_of_forced(self) -> FunctionCallingConfig:
@@ -255,21 +252,20 @@ class ContentChat(ConversationBody, GoogleBody):
         "systemInstruction": None,
         "tools": None,
     }
-    max_values: ClassVar[int | None] = MAX_VALUES
     prompt_field: ClassVar[str] = "contents"
 
-    contents: Annotated[list[ContentTurn], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
+    contents: Annotated[list[ContentTurn], Field(fail_fast=True)] = Field(
         default_factory=list, description="the conversation"
     )
     systemInstruction: ContentTurn | None = Field(None, description="the system's text")
-    tools: Annotated[list[ContentTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ContentTool], Field(fail_fast=True)] | None = None
     toolConfig: ContentToolConfig | None = None
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the conversation in the form that chat templates take."""
         system = self.systemInstruction
-        first = [] if system is None else [{"role": "system", "content": system.text}]
-        return [*first, *(turn for content in self.contents for turn in content.turns())]
+        first = [] if system is None else [{"role": "system", "content": system.texts}]
+        return [*first, *joined(turn for content in self.contents for turn in content.turns())]
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the functions that the model may call."""
@@ -322,6 +318,8 @@ class CachedContentUpdate(GoogleBody):
 class GenerationConfig(GoogleBody):
     """How to generate."""
 
+    drops: ClassVar[ignored.Drops] = ignored.GENERATION
+
     temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="0 is greedy")
     topP: float = Field(default=1.0, gt=0.0, le=1.0)
     topK: float | None = Field(default=None, ge=1, le=2**31 - 1)
@@ -338,12 +336,10 @@ class GenerationConfig(GoogleBody):
         | None
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    candidateCount: Annotated[Any, Neutral(1)] = None
     responseMimeType: Literal["text/plain", "application/json"] = Field(
         default="text/plain",
         description="application/json: the answer is a JSON value, of a schema if there is one",
     )
-    responseModalities: Annotated[Any, Neutral(["TEXT"])] = None
     responseSchema: JsonSchema | None = Field(default=None, description="a schema of Google's form")
     responseJsonSchema: JsonSchema | None = Field(default=None, description="a JSON schema")
     presencePenalty: Penalty = Field(
@@ -357,9 +353,6 @@ class GenerationConfig(GoogleBody):
         le=MAX_TOP_LOGPROBS,
         description="with responseLogprobs: of as many of the likeliest tokens at each place",
     )
-    thinkingConfig: Annotated[Any, Neutral({})] = None
-    speechConfig: Annotated[Any, Neutral()] = None
-    mediaResolution: Annotated[Any, Neutral()] = None
 
     @model_validator(mode="after")
     def _together(self) -> GenerationConfig:
@@ -393,38 +386,24 @@ class GenerationConfig(GoogleBody):
         return self.responseJsonSchema or {}
 
 
-class SafetySetting(RequestBody):
-    """A filter. This service has none, so it changes nothing."""
-
-    category: Annotated[str, Field(max_length=MAX_NAME)]
-    threshold: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    method: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-
-
 class GenerateContentRequest(ContentChat):
     """Gemini's request for an answer, with salt, adapter, hints and ignoreEos.
 
     With ``cachedContent`` the chat continues that content, in the content's namespace.
     """
 
-    contents: Annotated[list[ContentTurn], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
-        description="the conversation"
-    )
+    drops: ClassVar[ignored.Drops] = ignored.CONTENTS
+
+    contents: Annotated[list[ContentTurn], Field(fail_fast=True)] = Field(description="the conversation")
     cachedContent: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of a cached content, which comes before the contents"
     )
     generationConfig: GenerationConfig | None = None
-    safetySettings: Annotated[list[SafetySetting], Field(max_length=MAX_SETTINGS)] | None = Field(
-        None, description="changes nothing"
-    )
     adapter: Adapter | None = None
     hints: Hints | None = None
     ignoreEos: bool = Field(
         False, description="go on to maxOutputTokens, also after the end-of-sequence token"
     )
-    labels: Annotated[Any, Neutral({})] = None
-    store: Annotated[Any, Neutral(False)] = None
-    serviceTier: Annotated[Any, Neutral("standard", "unspecified")] = None
 
     @model_validator(mode="after")
     def _nothing_beside_the_content(self) -> GenerateContentRequest:
@@ -488,18 +467,61 @@ class GenerateContentRequest(ContentChat):
         return CompletionRequest.model_validate(fields)
 
 
+class CountedRequest(GenerateContentRequest):
+    """The request for an answer whose tokens are counted."""
+
+    drops: ClassVar[ignored.Drops] = {
+        **GenerateContentRequest.drops,
+        "model": ignored.Ignored("the path names the model"),
+        "cachedContent": ignored.Ignored("the tokens of a cached content are counted when it is made", ()),
+    }
+
+
+class CountContentsRequest(ContentChat):
+    """Contents to count: as they are, or as the request for an answer to them."""
+
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        **ContentChat.without_prompts,
+        "generateContentRequest": None,
+    }
+
+    generateContentRequest: CountedRequest | None = Field(
+        None, description="a whole request, in place of contents"
+    )
+
+    @model_validator(mode="after")
+    def _one_chat(self) -> CountContentsRequest:
+        if (self.generateContentRequest is None) == (not self.contents):
+            found = {
+                "name": "contents",
+                "value": "both" if self.contents else "none",
+                "allowed": "contents, or generateContentRequest in their place",
+            }
+            raise PydanticCustomError(TWO_VALUES, "not one chat", found)
+        return self
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the conversation in the form that chat templates take."""
+        asked = self.generateContentRequest
+        return super().turns() if asked is None else asked.turns()
+
+    def tool_specs(self) -> list[dict[str, Any]]:
+        """Return the functions that the model may call."""
+        asked = self.generateContentRequest
+        return super().tool_specs() if asked is None else asked.tool_specs()
+
+
 class ChatDocument(RequestBody):
     """A chat in the form that chat templates take."""
 
-    turns: Annotated[list[JsonObject], Field(max_length=2 * MAX_TURNS * MAX_PARTS)]
-    tools: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS * MAX_TOOLS)]
+    turns: list[JsonObject]
+    tools: list[JsonObject]
 
 
 class JoinedChat(ConversationBody):
     """A cached content and the chat that continues it. Made by the service from two ``Prompt.text``."""
 
     without_prompts: ClassVar[Mapping[str, object]] = {"before": None, "after": None}
-    max_values: ClassVar[int | None] = 2 * MAX_VALUES
     prompt_field: ClassVar[str] = "contents"
 
     before: ChatDocument | None = None
@@ -512,6 +534,35 @@ class JoinedChat(ConversationBody):
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the functions of the cached content."""
         return [] if self.before is None else list(self.before.tools)
+
+
+class CountContentsReply(ReplyBody):
+    """The length of contents."""
+
+    totalTokens: int = Field(description="tokens of the contents up to the opening of the answer")
+
+
+class ContentModelReply(ReplyBody):
+    """Gemini's model object."""
+
+    name: str = Field(description="models/ and the name of the served model")
+    baseModelId: str
+    version: str = "1"
+    displayName: str
+    inputTokenLimit: int = Field(description="most tokens of a prompt")
+    outputTokenLimit: int = Field(description="most tokens of a prompt with its answer")
+    supportedGenerationMethods: Sequence[str] = (
+        "generateContent",
+        "streamGenerateContent",
+        "countTokens",
+        "createCachedContent",
+    )
+
+
+class ContentModelsReply(ReplyBody):
+    """Gemini's list of models: the one that this service serves."""
+
+    models: list[ContentModelReply]
 
 
 class CachedContentUsage(ReplyBody):

@@ -24,6 +24,8 @@ from tests.bench.simulation.command import run as command
 from tests.bench.simulation.traces import mooncake, write
 from tests.waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 SIZES = [100, 400, 1_200]
 
 
