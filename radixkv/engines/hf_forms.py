@@ -60,10 +60,13 @@ class FormRows(LogitsProcessor):
         may_end = bits[:, self._eos_token_id].copy()
         bits[:, self._eos_token_id] = 0
         bits[:, self._eos_token_ids] = may_end[:, None]
-        blocked = torch.from_numpy(bits[:, : scores.shape[1]] == 0).to(scores.device)
-        found: Tensor = scores.clone()
-        found[self._rows] = found[self._rows].masked_fill_(blocked, float("-inf"))
-        if bool(found[self._rows].amax(-1).isneginf().any()):
+        blocked = torch.from_numpy(bits[:, : scores.shape[1]]).to(scores.device) == 0
+        if len(self._rows) < len(scores):  # other rows are over, and choose anything
+            every = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            every[self._rows] = blocked
+            blocked = every
+        found: Tensor = scores.masked_fill(blocked, float("-inf"))
+        if bool(found.amax(-1).isneginf().any()):
             raise self._grammar.error("no token of the model may follow")
         return found
 
