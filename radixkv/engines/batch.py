@@ -332,9 +332,9 @@ class Batch:
         logits = self._forward.run(newest, chunks)
         fill_masks(
             [
-                (each.chooser.form, each.going)
+                (each.chooser.form, each.answers)
                 for each in chosen
-                if each.chooser is not None and each.chooser.form
+                if each.chooser is not None and each.chooser.form is not None
             ]
         )
         if self._tiers is not None and not newest:

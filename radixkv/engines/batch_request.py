@@ -238,6 +238,11 @@ class BatchRequest:
         return [number for number, row in enumerate(self.rows) if not row.is_over]
 
     @property
+    def answers(self) -> dict[int, list[int]]:
+        """The tokens chosen so far of the output rows that go on, by their numbers."""
+        return {number: self.rows[number].chosen if self.num_chosen else [] for number in self.going}
+
+    @property
     def may_step(self) -> bool:
         """Whether its caller has read everything and waits for the next step."""
         return not self.news and not self.is_asleep

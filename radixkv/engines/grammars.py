@@ -74,9 +74,13 @@ class Grammar:
         """Raise ArgumentError if a matcher has reached llguidance's limits. Then the grammar isn't used again."""
         if matcher.is_error():
             self._discard()
-            allowed = "a simpler schema"
-            problem = f"can't be followed further: {_told(matcher.get_error())}; allowed: {allowed}"
-            raise ArgumentError(self.field, None, allowed, problem=problem)
+            raise self.error(_told(matcher.get_error()))
+
+    def error(self, reason: str) -> ArgumentError:
+        """Return the error of an answer that can't go on."""
+        allowed = "a simpler schema"
+        problem = f"can't be followed further: {reason}; allowed: {allowed}"
+        return ArgumentError(self.field, None, allowed, problem=problem)
 
 
 class Grammars:

@@ -693,10 +693,13 @@ class HFEngine(StockLoop):
         for name, ability in (("form", "forms"), ("logprobs", "logprobs")):
             if arguments[name] is not None and ability not in self.abilities:
                 raise ArgumentError(name, arguments[name], f"None: this engine lacks the ability {ability}")
-        if arguments["form"] is not None and not arguments["eos_token_ids"]:
+        form, least = arguments["form"], arguments["penalties"].min_new_tokens
+        if form is not None and not arguments["eos_token_ids"]:
             raise ArgumentError(
                 "eos_token_id", None, "an end-of-sequence token, which ends an answer of a form"
             )
+        if form is not None and least:
+            raise ArgumentError("penalties.min_new_tokens", least, "0 with a form, which says where it ends")
         for token_id in arguments["penalties"].bias:
             if not 0 <= token_id < self.vocab_size:
                 raise ArgumentError("penalties.bias", token_id, f"ids from 0 to {self.vocab_size - 1}")

@@ -102,10 +102,7 @@ class Chooser:
             found = scores.argmax(-1)
         else:
             found = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
-        token_ids = cast(list[int], found.tolist())
-        if self.form is not None:
-            self.form.advance(token_ids)
-        return token_ids
+        return cast(list[int], found.tolist())
 
     def logprobs(self, logits: Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
         """Return the log probabilities of tokens and of the likeliest ones. ``logits``: ``[tokens, vocab_size]``."""

@@ -6,7 +6,7 @@ computed in one call, in parallel and outside of the interpreter's lock. On a GP
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,49 +31,56 @@ class FormRows(LogitsProcessor):
         self, grammar: Grammar, num_rows: int, eos_token_id: int, eos_token_ids: Collection[int], num_ids: int
     ) -> None:
         self._grammar, self._eos_token_id, self._eos_token_ids = grammar, eos_token_id, sorted(eos_token_ids)
-        self.matchers: list[LLMatcher] = [grammar.matcher() for _ in range(num_rows)]
+        self._matchers = [grammar.matcher() for _ in range(num_rows)]
+        self._num_followed = [0] * num_rows
         self.num_words = -(-num_ids // 32)
         self._masks = np.zeros((0, self.num_words), np.int32)
         self._rows: list[int] = []
 
-    def take_masks(self, rows: list[int], masks: NDArray[np.int32]) -> None:
-        """Take the masks of some rows, ``[rows, words]``, which are filled afterwards."""
-        self._rows, self._masks = rows, masks
+    def follow(self, answers: Mapping[int, Sequence[int]], masks: NDArray[np.int32]) -> list[LLMatcher]:
+        """Bring rows to the end of their answers so far, and return their matchers, which will fill ``masks``.
+
+        ``masks``: ``[rows, words]``. What a row has followed before isn't followed again.
+        """
+        self._rows, self._masks = list(answers), masks
+        for row, token_ids in answers.items():
+            for token_id in token_ids[self._num_followed[row] :]:
+                self._matchers[row].consume_token(token_id)
+            self._num_followed[row] = len(token_ids)
+        return [self._matchers[row] for row in self._rows]
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Return the scores ``[rows, vocab_size]`` with -inf for tokens that may not follow. ``input_ids`` is not read.
 
-        Raises ArgumentError if the grammar needs more than its limits.
+        Raises ArgumentError if the grammar needs more than its limits, or if no token may follow.
         """
         for row in self._rows:
-            self._grammar.require_sound(self.matchers[row])
+            self._grammar.require_sound(self._matchers[row])
         bits = np.unpackbits(self._masks.view(np.uint8), axis=1, bitorder="little")
         may_end = bits[:, self._eos_token_id].copy()
         bits[:, self._eos_token_id] = 0
         bits[:, self._eos_token_ids] = may_end[:, None]
-        blocked = torch.from_numpy(bits[:, : scores.shape[1]] == 0).to(scores.device)
-        found: Tensor = scores.clone()
-        found[self._rows] = found[self._rows].masked_fill_(blocked, float("-inf"))
+        blocked = torch.from_numpy(bits[:, : scores.shape[1]]).to(scores.device) == 0
+        if len(self._rows) < len(scores):  # other rows are over, and choose anything
+            every = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            every[self._rows] = blocked
+            blocked = every
+        found: Tensor = scores.masked_fill(blocked, float("-inf"))
+        if bool(found.amax(-1).isneginf().any()):
+            raise self._grammar.error("no token of the model may follow")
         return found
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Go on after the next token of each row whose mask was taken."""
-        for row in self._rows:
-            if token_ids[row] not in self._eos_token_ids:
-                self.matchers[row].consume_token(token_ids[row])
-                self._grammar.require_sound(self.matchers[row])
 
-
-def fill_masks(asked: list[tuple[FormRows, list[int]]]) -> None:
-    """Compute the masks of these rows of some requests."""
+def fill_masks(asked: Sequence[tuple[FormRows, Mapping[int, Sequence[int]]]]) -> None:
+    """Compute the masks of some rows of some requests, which have these answers so far, by the number of the row."""
     if not asked:
         return
-    masks = np.empty((sum(len(rows) for _, rows in asked), asked[0][0].num_words), np.int32)
-    jobs, at = [], 0
-    for form, rows in asked:
-        form.take_masks(rows, masks[at : at + len(rows)])
-        jobs += [(form.matchers[row], at + number) for number, row in enumerate(rows)]
-        at += len(rows)
+    masks = np.empty((sum(len(answers) for _, answers in asked), asked[0][0].num_words), np.int32)
+    jobs: list[tuple[LLMatcher, int]] = []
+    for form, answers in asked:
+        start = len(jobs)
+        matchers = form.follow(answers, masks[start : start + len(answers)])
+        jobs += [(matcher, start + number) for number, matcher in enumerate(matchers)]
     fill_next_token_bitmask_par(_executor(), jobs, masks)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from radixkv import audit
 from radixkv.config import CacheConfig
 from radixkv.engines import grammars
-from radixkv.engines.engine_protocol import AnswerForm, Part
+from radixkv.engines.engine_protocol import AnswerForm, Part, Penalties
 from radixkv.engines.grammars import MAX_TENANT_GRAMMARS, Grammars
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.vocabulary import Vocabulary
@@ -26,6 +26,7 @@ from radixkv.service.tool_calls import ToolCall, ToolCallReader
 from radixkv.service.vocabulary import vocabulary_of
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 from tests.engines.support import engine_over, model_of
+from tests.engines.test_batch import Call, together
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +39,7 @@ class Verdict(BaseModel, extra="forbid"):
 
     page: Annotated[int, Field(ge=1, le=99)]
     tone: Literal["polite", "short"]
-    is_sure: bool
-    tags: Annotated[list[Literal["pins", "forks"]], Field(max_length=2)]
-    note: Annotated[str, Field(max_length=6)]
+    notes: Annotated[list[Annotated[str, Field(max_length=4)]], Field(max_length=1)]
 
 
 VERDICT = AnswerForm([Part("", Verdict.model_json_schema())])
@@ -86,7 +85,7 @@ def engine() -> Iterator[HFEngine]:
     audit.check(cache_)
 
 
-def answers(engine: HFEngine, form: str, num: int = 600, prompt: str = PROMPT, **mode: Any) -> list[str]:
+def answers(engine: HFEngine, form: str, num: int = 400, prompt: str = PROMPT, **mode: Any) -> list[str]:
     """The texts of an answer of a form, which all ended by themselves."""
     ids, tenant = tokenizer().encode(prompt), mode.pop("tenant", "acme")
     made = engine.generate(engine.namespace(tenant), ids, num, form=engine.form(tenant, form, FIELD), **mode)
@@ -185,6 +184,21 @@ def test_a_batch_changes_no_answer(engine: HFEngine) -> None:
         assert [*other] == [each.token_ids for each in [*free, *free]]
 
 
+def test_an_answer_that_was_preempted_goes_on(engine: HFEngine) -> None:
+    """Several that grow together in a small pool: one gives its room up, and follows its schema all the same."""
+    form, penalties = text_of(VERDICT), Penalties(presence=0.3, repetition=1.1)
+    modes = [{"do_sample": True, "seed": seed, "penalties": penalties} for seed in range(6)]
+    expected = [answers(engine, form, 100, **mode) for mode in modes]
+    small = PrefixCache(CacheConfig(60, 4, layout_of(model()), "cpu"))
+    crowded, ids = HFEngine(model(), small, vocabulary=vocabulary_of(tokenizer())), tokenizer().encode(PROMPT)
+    together(crowded, [Call("acme", [5, 6, n], 2) for n in range(4)])  # learned: 2 tokens
+    bound = {"form": crowded.form("acme", form, FIELD), "eos_token_id": None}
+    found = together(crowded, [Call("acme", ids, 100, **bound, **mode) for mode in modes])
+    assert [[tokenizer().decode(row) for row in one.token_ids] for one in found] == expected
+    assert sum(crowded.preemptions().values()) > 0
+    audit.check(small)
+
+
 def test_the_kv_of_an_answer_is_that_of_a_prefill(engine: HFEngine) -> None:
     """What follows an answer that was bound to a form is the same as without a cache."""
     ids = tokenizer().encode(PROMPT)
@@ -218,6 +232,7 @@ def test_what_does_not_go_together_is_refused(engine: HFEngine) -> None:
     for fields, named in (
         ({"num_beams": 2}, "form"),
         ({"eos_token_id": -1}, "eos_token_id"),
+        ({"penalties": Penalties(min_new_tokens=3)}, "penalties.min_new_tokens"),
     ):
         with pytest.raises(ArgumentError) as caught:
             engine.generate(engine.namespace("acme"), [5, 6], 9, form=form, **fields)

@@ -265,6 +265,7 @@ def test_contents_have_to_call_a_function(gemini: Any) -> None:
             "response_format",
         ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"tools": CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "leave"}}},

@@ -17,6 +17,7 @@ no beam is final before the end. Beams that differ only behind a stop string are
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import threading
 import time
@@ -709,9 +710,10 @@ def _check_form(body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
     form = prompts[0].form
     if form is None:
         return
-    for field in ("use_beam_search", "ignore_eos"):
-        if getattr(body, field):
-            raise refused(field, True, f"{form.field} asks for an answer of a given form", "false with it")
+    for field, neutral in (("use_beam_search", False), ("ignore_eos", False), ("min_tokens", 0)):
+        if (value := getattr(body, field)) != neutral:
+            reason = f"{form.field} asks for an answer of a given form"
+            raise refused(field, value, reason, f"{json.dumps(neutral)} with it")
 
 
 def _check_bias(body: CompletionRequest, limits: EngineLimits) -> None:
