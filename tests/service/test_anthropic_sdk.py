@@ -221,7 +221,7 @@ def test_the_model_is_listed_in_pages(acme: Any) -> None:
     )
     assert listed.max_input_tokens == 8192 and listed.created_at.year > 2000
     assert page.first_id == page.last_id == MODEL and not page.has_more and len(list(page)) == 1
-    assert acme.models.retrieve(MODEL) == listed
+    assert acme.models.retrieve(MODEL) == listed and acme.beta.models.retrieve(MODEL).id == MODEL
     for place in ({"after_id": MODEL}, {"before_id": MODEL}):
         assert acme.models.list(**place).data == []
     with pytest.raises(anthropic.BadRequestError):

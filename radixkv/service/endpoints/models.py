@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from radixkv.service.core import Service
 
 MAX_PAGE: Final = 1_000
+_OF_CLIENTS: Final = ("beta", "client_version")
+"""Fields of the query that Anthropic's and OpenAI's own clients send, and that change nothing."""
 _STARTED_AT: Final = int(time.time())
 
 
@@ -27,7 +29,7 @@ async def models(call: Call[Service]) -> Response:
 
     `limit`, `after_id` and `before_id` are Anthropic's pages: before and after the one model there is nothing.
     """
-    query = call.query("limit", "after_id", "before_id")
+    query = call.query("limit", "after_id", "before_id", *_OF_CLIENTS)
     if "limit" in query and not (query["limit"].isdecimal() and 1 <= int(query["limit"][:6]) <= MAX_PAGE):
         raise refused("limit", query["limit"], None, f"an integer from 1 to {MAX_PAGE}")
     is_beside = call.host.model_name in (query.get("after_id"), query.get("before_id"))
@@ -41,7 +43,7 @@ async def model(call: Call[Service]) -> Response:
 
     A slash in the name is written as `%2F`.
     """
-    call.query()
+    call.query(*_OF_CLIENTS)
     check_model(call.host, call.path_text("model"))
     return reply(_model(call.host))
 
