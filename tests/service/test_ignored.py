@@ -139,42 +139,42 @@ def changed(body: Json, path: Path, name: str, value: Any) -> Json:
     return found
 
 
-def accepted(hint: Ignored) -> list[Any]:
+def accepted(entry: Ignored) -> list[Any]:
     """Values that the table says change nothing."""
-    if hint.names:
-        one = {name: accepted(each)[0] for name, each in hint.names.items() if accepted(each)}
+    if entry.names:
+        one = {name: accepted(each)[0] for name, each in entry.names.items() if accepted(each)}
         values: list[Any] = [one, {}]
     else:
-        values = ["x", 5, {"a": [1]}, None] if hint.values is None else [*hint.values, None]
-    return [[each] for each in values if each is not None] + [[]] if hint.many else values
+        values = ["x", 5, {"a": [1]}, None] if entry.values is None else [*entry.values, None]
+    return [[each] for each in values if each is not None] + [[]] if entry.many else values
 
 
 ENTRIES = [
-    (api, place, name, hint)
+    (api, place, name, entry)
     for api, places in TABLE.items()
-    for place, hints in places.items()
-    for name, hint in hints.items()
+    for place, drops in places.items()
+    for name, entry in drops.items()
 ]
 
 
 @pytest.mark.parametrize(
-    ("api", "place", "name", "hint"), ENTRIES, ids=[f"{e[0]} {e[1]}.{e[2]}" for e in ENTRIES]
+    ("api", "place", "name", "entry"), ENTRIES, ids=[f"{e[0]} {e[1]}.{e[2]}" for e in ENTRIES]
 )
 def test_an_entry_changes_nothing_or_is_refused_by_name(
-    api: str, place: str, name: str, hint: Ignored
+    api: str, place: str, name: str, entry: Ignored
 ) -> None:
     model, body, places = BODIES[api]
     before = read(model, body)
-    for value in accepted(hint):
+    for value in accepted(entry):
         found = read(model, changed(body, places[place], name, value))
         assert (found.body, found.prompts) == (before.body, before.prompts), value
-    if hint.values is None and not hint.names:
+    if entry.values is None and not entry.names:
         return
     with pytest.raises(ApiError) as refused:
         read(model, changed(body, places[place], name, ["something", "else"]))
     said = refused.value.body
     assert name in said["field"] and "is not supported, because " in said["message"]
-    assert hint.about in said["message"] and said["allowed"]
+    assert entry.about in said["message"] and said["allowed"]
 
 
 def test_the_table_has_bodies_of_all_its_places() -> None:
@@ -241,13 +241,13 @@ def test_names_in_snake_case_are_known_to_google() -> None:
     assert found.prompts == read(model, body).prompts
 
 
-def leaves(hints: Mapping[str, Ignored]) -> Iterator[Ignored]:
-    for hint in hints.values():
-        yield hint
-        yield from leaves(hint.names)
+def leaves(drops: Mapping[str, Ignored]) -> Iterator[Ignored]:
+    for entry in drops.values():
+        yield entry
+        yield from leaves(entry.names)
 
 
 def test_each_entry_says_why() -> None:
     for places in TABLE.values():
-        for hints in places.values():
-            assert all(hint.about for hint in leaves(hints))
+        for drops in places.values():
+            assert all(entry.about for entry in leaves(drops))

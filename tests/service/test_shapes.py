@@ -215,6 +215,13 @@ def test_an_error_inside_a_stream_of_completions_is_openais_with_our_facts(live:
     assert error["docs_url"] == "/docs/errors#no_capacity"
 
 
+def test_an_error_ends_googles_array(live: Running) -> None:
+    path = CONTENTS.replace(":generate", ":streamGenerate")
+    with saying(live, "One two three four five six seven. " * 12, fails_after=MAX_STEPS_AHEAD + 4):
+        chunks = live.acme.post(path, json=BODIES[CONTENTS]).json()
+    assert chunks[0]["candidates"] and chunks[-1]["error"]["status"] == "UNAVAILABLE"
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_an_error_before_a_stream_is_a_status(live: Running, path: str) -> None:
     with saying(live, "x", fails_after=0):

@@ -20,8 +20,8 @@ from typing import Any, Final
 from pydantic_core import PydanticCustomError
 
 NOT_SUPPORTED: Final = "not_supported"
-"""Type of the error of a value that isn't supported. Its context has ``allowed``, and for a hint also ``name``,
-``value`` and ``reason``."""
+"""Type of the error of a value that isn't supported. Its context has ``allowed``, and for a field of this table also
+``name``, ``value`` and ``reason``."""
 
 
 def refusal(name: str, value: Any, allowed: str, reason: str) -> PydanticCustomError:
@@ -36,7 +36,7 @@ class Ignored:
 
     - ``about``: why nothing depends on it, or why only these values are accepted.
     - ``values``: the accepted values; None: any value.
-    - ``names``: the names of an object, each with its own hint. The object may have no others.
+    - ``names``: the names of an object, each with its own entry. The object may have no others.
     - ``many``: the value is a list of such values.
     """
 
@@ -65,10 +65,10 @@ class Ignored:
         if not isinstance(value, dict):
             raise self._refusal(name, value)
         for inner, given in value.items():
-            hint = self.names.get(inner) or self.names.get(_camel(inner))
-            if hint is None:
+            entry = self.names.get(inner) or self.names.get(_camel(inner))
+            if entry is None:
                 raise self._refusal(f"{name}.{inner}", given)
-            hint.check(f"{name}.{inner}", given)
+            entry.check(f"{name}.{inner}", given)
 
     def _refusal(self, name: str, value: Any) -> PydanticCustomError:
         return refusal(name, value, self.allowed, self.about)
@@ -90,7 +90,7 @@ class Ignored:
         """Return the JSON schema of the field."""
         described = {"description": self.about}
         if self.names:
-            inner = {name: hint.schema() for name, hint in self.names.items()}
+            inner = {name: entry.schema() for name, entry in self.names.items()}
             one: dict[str, Any] = {"type": "object", "properties": inner, "additionalProperties": False}
         elif self.values is None:
             return described
@@ -109,7 +109,7 @@ Drops = Mapping[str, Ignored]
 """The fields of an object that are dropped, by name."""
 
 MAX_ITEMS: Final = 64
-"""Items that the JSON schema says of a list of hints. No body is refused for it."""
+"""Items that the JSON schema says of a list. No body is refused for it."""
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -122,14 +122,14 @@ def _camel(name: str) -> str:
 
 
 def without_ignored(data: dict[str, Any], drops: Drops) -> dict[str, Any]:
-    """Return an object without its hints. Raises PydanticCustomError for a value that would change the answer."""
+    """Return an object without these fields. Raises PydanticCustomError for a value that would change the answer."""
     kept = {}
     for name, value in data.items():
-        hint = drops.get(name)
-        if hint is None:
+        entry = drops.get(name)
+        if entry is None:
             kept[name] = value
         else:
-            hint.check(name, value)
+            entry.check(name, value)
     return kept
 
 
@@ -404,10 +404,10 @@ TABLE: Final[Mapping[str, Mapping[str, Drops]]] = {
 
 
 def rows(drops: Drops, place: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the path, the accepted values and the reason of each hint, for the documentation."""
-    for name, hint in drops.items():
+    """Yield the path, the accepted values and the reason of each entry, for the documentation."""
+    for name, entry in drops.items():
         path = f"{place}.{name}" if place else name
-        if hint.names:
-            yield from rows(hint.names, f"{path}[]" if hint.many else path)
+        if entry.names:
+            yield from rows(entry.names, f"{path}[]" if entry.many else path)
         else:
-            yield path, hint.allowed.removesuffix(" or left out"), hint.about
+            yield path, entry.allowed.removesuffix(" or left out"), entry.about
