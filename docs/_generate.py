@@ -1,7 +1,8 @@
 """The pages of the site that are made of the code: references, examples, and the documents outside of ``docs/``.
 
-``pages()`` returns them by their path in the site. ``_hooks.py`` adds them to a build. They are in no folder and not in
-git, so they can't differ from the code.
+``pages()`` returns them by their path in the site. ``_hooks.py`` adds them to a build. They aren't in git, so they
+can't differ from the code. In the repository, ``docs/reference`` has short pages in their places, so that links lead
+somewhere.
 
     reference/api/*.md       directives for mkdocstrings, one for each name in ``__all__`` of a public package
     reference/http.md        the OpenAPI document of the service
@@ -9,6 +10,7 @@ git, so they can't differ from the code.
     reference/settings.md    the settings of `radixkv serve` and `radixkv route`
     reference/metrics.md     the registries that ``/metrics`` exports
     reference/errors.md      ``radixkv/errors.py``, and the types of errors over HTTP
+    reference/ignored.md     the table of fields that change nothing
     recipes/examples.md      the files of ``examples/``
     INCLUDED                 documents in the root, and those of policies and kernels
 
@@ -52,6 +54,7 @@ def pages() -> dict[str, str]:
         "reference/settings.md": settings(),
         "reference/metrics.md": metrics(),
         "reference/errors.md": errors(),
+        "reference/ignored.md": ignored(),
         EXAMPLES: examples(),
     }
 
@@ -638,6 +641,31 @@ def _needed(error: type[BaseException]) -> list[str]:
     _, *parameters = inspect.signature(error.__init__).parameters.values()
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [each.name for each in parameters if each.kind is positional and each.default is each.empty]
+
+
+# --- ignored fields
+
+
+def ignored() -> str:
+    """Return the table of fields that change nothing."""
+    from radixkv.service.schemas.ignored import TABLE, rows
+
+    lines = [
+        "# Ignored fields\n",
+        "Clients send these fields, and no answer of radixkv depends on them: they are accepted and dropped. A field "
+        "that has certain values here is refused by name with any other, because that would change the answer. Headers "
+        "such as `anthropic-beta` and `anthropic-version` are ignored too. Each field may be null.\n",
+    ]
+    for api, places in TABLE.items():
+        lines.append(f"## {api}\n")
+        found = [row for place, drops in places.items() for row in rows(drops, place)]
+        cells = [(f"`{path}`", _values(values), _marked(about)) for path, values, about in found]
+        lines.append(_table(("field", "accepted", "why"), cells))
+    return "\n".join(lines)
+
+
+def _values(values: str) -> str:
+    return {"any value": "any value", "left out": "only left out"}.get(values, f"`{values}`")
 
 
 # --- examples

@@ -42,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     sys.path[:0] = _TREE  # MkDocs has taken it away after the import
     for path, text in generate.pages().items():
+        if (in_place := files.get_file_from_path(path)) is not None:  # the page for readers of the repository
+            files.remove(in_place)
         files.append(File.generated(config, path, content=text))
     return files
 

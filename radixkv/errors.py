@@ -373,7 +373,7 @@ class IntegrityError(RadixKVError):
 
 _TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")
 _STORAGE = ("torch",)
-_HF = (*_STORAGE, "transformers", "safetensors")
+_HF = (*_STORAGE, "llguidance", "transformers", "safetensors")
 _HTTP = (*_TOKENIZER, "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
 
 EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {

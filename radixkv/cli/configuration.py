@@ -32,7 +32,12 @@ def settings_options(command_name: str) -> Callable[[Command], Command]:
         for setting in reversed(list(COMMANDS[command_name].values())):
             help_text = f"{setting.help[:-1]}; {setting.variable}]"
             command = click.option(
-                f"--{setting.name}", envvar=setting.variable, metavar="VALUE", help=help_text
+                f"--{setting.name}",
+                envvar=setting.variable,
+                metavar="VALUE",
+                help=help_text,
+                multiple=setting.many,
+                callback=_joined if setting.many else None,
             )(command)
         return click.option(
             "--config",
@@ -42,6 +47,11 @@ def settings_options(command_name: str) -> Callable[[Command], Command]:
         )(command)
 
     return add
+
+
+def _joined(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Return the values of an option that may be given several times as one text."""
+    return ",".join(values) or None
 
 
 def sources_of(context: click.Context) -> Sources:

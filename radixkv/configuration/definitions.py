@@ -41,6 +41,7 @@ class Setting:
     - ``default``: its value if nobody gives one; None: it has none, and ``unset`` says what happens then.
     - ``low``, ``high``: bounds of an integer or a number, both allowed.
     - ``reloads``: a running process takes a new value at SIGHUP. Others need a restart.
+    - ``many``: the option may be given several times. Elsewhere commas separate the values.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Setting:
     high: float = 0
     choices: tuple[str, ...] = ()
     reloads: bool = False
+    many: bool = False
 
     @property
     def variable(self) -> str:
@@ -127,6 +129,13 @@ HTTP: Final = (
         "secret file",
         unset="none: HTTP",
         reloads=True,
+    ),
+    Setting(
+        "cors-origin",
+        "Origin of web pages that may call, such as https://chat.example.org; may be given several times.",
+        "text",
+        unset="none",
+        many=True,
     ),
     _number(
         "requests-per-s",

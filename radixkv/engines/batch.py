@@ -33,6 +33,7 @@ from radixkv.engines.batch_request import BatchRequest, ChunkDone, Failed, Logit
 from radixkv.engines.batch_room import Room
 from radixkv.engines.engine_protocol import Preemption
 from radixkv.engines.gate import Gate
+from radixkv.engines.hf_forms import fill_masks
 from radixkv.engines.hf_packed import Chunk, Newest, PackedForward
 from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
 from radixkv.index.announcements import Announcement
@@ -329,6 +330,13 @@ class Batch:
         ]
         started = 0.0 if self._tiers is None else self._clock()
         logits = self._forward.run(newest, chunks)
+        fill_masks(
+            [
+                (each.chooser.form, each.answers)
+                for each in chosen
+                if each.chooser is not None and each.chooser.form is not None
+            ]
+        )
         if self._tiers is not None and not newest:
             self._tiers.computed(sum([len(chunk.ids) for chunk in chunks]), self._clock() - started)
         for request, row, stop in fills:
@@ -382,17 +390,20 @@ class Batch:
             if request.fanout > 1:
                 logits = logits.repeat_interleave(request.fanout, 0)
                 self._name(request)
+        going = request.going
         if request.is_greedy:
             following = iter(best)
             token_ids = [0 if row.is_over else next(following) for row in request.rows]
         else:
-            going = [number for number, row in enumerate(request.rows) if not row.is_over]
+            scores = logits
             if len(going) < len(request.rows):
-                whole = logits.new_zeros((len(request.rows), logits.shape[1]))
-                whole[going] = logits
-                logits = whole
-            token_ids = request.chooser.choose(logits, [row.chosen for row in request.rows])
-        request.take_choices(token_ids)
+                scores = logits.new_zeros((len(request.rows), logits.shape[1]))
+                scores[going] = logits
+            token_ids = request.chooser.choose(scores, [row.chosen for row in request.rows])
+        logprobs = None
+        if request.chooser.num_top is not None:
+            logprobs = request.chooser.logprobs(logits, [token_ids[row] for row in going])
+        request.take_choices(token_ids, logprobs)
 
     def _name(self, request: BatchRequest) -> None:
         for row in request.rows:

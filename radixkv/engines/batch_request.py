@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.engines.engine_protocol import Tally
+from radixkv.engines.engine_protocol import Tally, TokenLogprobs
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.index import tokens
 from radixkv.index.sequence import Sequence
@@ -53,9 +53,10 @@ class ChunkDone(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """The new token of each output row, ``[]`` for rows that ended."""
+    """The new token of each output row, ``[]`` for rows that ended, and their log probabilities, if they were asked."""
 
     token_ids: list[list[int]]
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Filled(NamedTuple):
@@ -230,6 +231,18 @@ class BatchRequest:
         return self.chooser is not None and self.chooser.is_greedy
 
     @property
+    def going(self) -> list[int]:
+        """The numbers of its output rows that go on, also before the rows of a prompt differ."""
+        if not self.num_chosen:
+            return list(range(self.fanout * len(self.prompts)))
+        return [number for number, row in enumerate(self.rows) if not row.is_over]
+
+    @property
+    def answers(self) -> dict[int, list[int]]:
+        """The tokens chosen so far of the output rows that go on, by their numbers."""
+        return {number: self.rows[number].chosen if self.num_chosen else [] for number in self.going}
+
+    @property
     def may_step(self) -> bool:
         """Whether its caller has read everything and waits for the next step."""
         return not self.news and not self.is_asleep
@@ -339,7 +352,7 @@ class BatchRequest:
                     rows.append(twin)
         self.rows = rows
 
-    def take_choices(self, token_ids: list[int]) -> None:
+    def take_choices(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
         """Add a token to each output row that isn't over, and tell the caller."""
         step: list[list[int]] = []
         self.tally.num_chosen += 1
@@ -348,6 +361,6 @@ class BatchRequest:
             if not row.is_over:
                 row.chosen.append(token_id)
                 row.is_over = token_id in self.eos_token_ids or len(row.chosen) >= self.max_new_tokens
-        self.news.append(StepDone(step))
+        self.news.append(StepDone(step, logprobs))
         if all(row.is_over for row in self.rows):
             self.state = "over"

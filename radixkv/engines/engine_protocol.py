@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from radixkv.config import Namespace, Scrub, Tenant
 from radixkv.engines.tier_settings import TierSettings
+from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
 from radixkv.index.cache import RequestHints
@@ -32,12 +33,26 @@ from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
 from radixkv.tiers.durations import Durations
 
-Ability: TypeAlias = Literal["as_of", "beams", "pins", "prefill", "publish", "samples", "tally"]
-"""What an engine may lack: the argument ``as_of``, beam search, pins, prefill without generation, bases, several
-samples of one prompt, the argument ``tally``."""
+Ability: TypeAlias = Literal[
+    "as_of", "beams", "forms", "logprobs", "penalties", "pins", "prefill", "publish", "samples", "tally"
+]
+"""What an engine may lack: the argument ``as_of``, beam search, answers in a given form (``Forming``), log
+probabilities of tokens, penalties and biases of tokens (``Penalties``), pins, prefill without generation, bases,
+several samples of one prompt, the argument ``tally``."""
 
 ABILITIES: Final[frozenset[Ability]] = frozenset(
-    ("as_of", "beams", "pins", "prefill", "publish", "samples", "tally")
+    (
+        "as_of",
+        "beams",
+        "forms",
+        "logprobs",
+        "penalties",
+        "pins",
+        "prefill",
+        "publish",
+        "samples",
+        "tally",
+    )
 )
 """All abilities."""
 
@@ -80,6 +95,23 @@ class Loaded:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """JSON that follows a schema, between two texts."""
+
+    before: str
+    schema: Mapping[str, Any]
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer has to be: one of the ``parts``; with a ``separator``, one or more of them with it between."""
+
+    parts: Sequence[Part]
+    separator: str | None = None
+
+
 class Tally:
     """What a request has read, computed and chosen so far. The engine keeps it up, so it is right whichever way the
     request ends. The caller makes an empty one for each call.
@@ -119,6 +151,51 @@ class Tally:
         if self.num_loaded is None:
             return None
         return Loaded(self.num_loaded["host"], self.num_loaded["disk"], self.loading_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What changes the scores of tokens before one is chosen.
+
+    - ``presence``, ``frequency``: OpenAI's: a token's score falls by ``presence`` if it is in the answer so far, and by
+      ``frequency`` for each time.
+    - ``repetition``: transformers': scores of tokens that are in the prompt or the answer are divided by it if they are
+      positive, otherwise multiplied.
+    - ``bias``: what is added to the scores of tokens, by id.
+    - ``min_new_tokens``: the answer doesn't end before it has so many tokens.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+
+
+class TokenLogprobs(NamedTuple):
+    """The natural logarithm of a chosen token's probability, and the most likely tokens of its step, likeliest first.
+
+    They are the model's own: before penalties, forms, temperature, ``top_k`` and ``top_p``.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Logprobs:
+    """The log probabilities of a request's tokens. The caller makes an empty one for each call.
+
+    - ``num_top``: the most likely tokens of each step, 0 for none.
+    - ``rows``: of each output row, those of its tokens so far, except of one that ends it. They are there before
+      ``on_step`` has the tokens.
+    """
+
+    __slots__ = ("num_top", "rows")
+
+    def __init__(self, num_top: int = 0) -> None:
+        self.num_top = num_top
+        self.rows: list[list[TokenLogprobs]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +371,9 @@ class Engine(Protocol):
         hints: RequestHints | None = None,
         as_of: int | None = None,
         tally: Tally | None = None,
+        penalties: Penalties | None = None,
+        form: Any = None,
+        logprobs: Logprobs | None = None,
     ) -> Generation:
         """Continue a batch of prompts (keys or ids). ``on_step`` gets the new tokens of each row as they come.
 
@@ -302,7 +382,10 @@ class Engine(Protocol):
 
         ``tally``: kept up until the call ends, also by an error.
 
-        See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams.
+        ``form``: what ``Forming.form`` returned. ``logprobs``: kept up as the tokens come.
+
+        See ``HFEngine.generate``. Needs ``samples`` for several rows of a prompt, ``beams`` for several beams, and the
+        abilities ``penalties``, ``forms`` and ``logprobs`` for these arguments. They aren't given otherwise.
         """
 
     def prefill(
@@ -369,6 +452,18 @@ class Queueing(Protocol):
         """Return the prompt tokens to compute before those of a new request. None: it doesn't know.
 
         ``missing``: the share of the new request's tokens that isn't resident.
+        """
+
+
+@runtime_checkable
+class Forming(Protocol):
+    """An engine whose answers can be bound to a form. It has the ability ``forms``, unless its model can't have one."""
+
+    def form(self, tenant: str, alternatives: str, field: str) -> object:
+        """Return a form for ``generate``: from any thread, and without the model's turn. It may take some seconds.
+
+        ``alternatives``: JSON text, see ``AnswerForm``. ``field``: what errors name. Raises ArgumentError for schemas
+        that can't be followed.
         """
 
 
@@ -498,6 +593,7 @@ class EngineSettings:
     - ``threads``: compute threads; 0 for the library's own choice.
     - ``default_tenant``: settings of tenants that weren't added; None refuses them.
     - ``tiers``: what lies below the cache; None: nothing.
+    - ``vocabulary``: the text of the tokenizer's tokens; None: unknown, so no answer can be bound to a form.
     """
 
     model: Path | None
@@ -512,6 +608,7 @@ class EngineSettings:
     threads: int = 0
     default_tenant: Tenant | None = field(default=None)
     tiers: TierSettings | None = None
+    vocabulary: Vocabulary | None = None
 
 
 class LoadedEngine(Protocol):

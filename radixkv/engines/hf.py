@@ -52,15 +52,20 @@ from radixkv.engines.engine_protocol import (
     Ability,
     EngineLimits,
     Generation,
+    Logprobs,
+    Penalties,
     Preemption,
     Prefill,
     Tally,
+    TokenLogprobs,
     WaitForRoom,
 )
 from radixkv.engines.gate import Gate
+from radixkv.engines.grammars import Grammar, Grammars
 from radixkv.engines.hf_cache import layout_of
-from radixkv.engines.hf_choose import Chooser, Sampling, has_own_processors
+from radixkv.engines.hf_choose import Chooser, Sampling, has_own_processors, penalty_settings
 from radixkv.engines.hf_driven import driven_twin
+from radixkv.engines.hf_forms import FormRows
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.engines.hf_packed import Newest, PackedForward, serves
 from radixkv.engines.hf_stock import STOCK_SETTINGS, Random, Request, StockLoop, Watcher
@@ -69,6 +74,7 @@ from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.tiered_cache import TieredCache
 from radixkv.engines.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
+from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import (
     ArgumentError,
     CapacityError,
@@ -100,13 +106,15 @@ class HFEngine(StockLoop):
     - ``control``: the cache's control channel. Its commands run between steps of prefill and generation.
     - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then. Evicted KV comes back from
       there. ``close`` gives the disk's folder back.
+    - ``vocabulary``: the texts of the model's tokens. Without them it lacks the ability ``forms``. So does a model
+      without an end-of-sequence token, or one with an attention of its own, which has no ``logprobs`` either.
 
     Raises ConfigError if the cache has no storage or another layout or device, if the model can't be served (see
     ``layout_of``), and for tiers that can't be had (see ``LowerTiers``).
     """
 
     abilities: Collection[Ability] = ABILITIES
-    """All of them: see ``Engine``."""
+    """See ``Engine``. All of them, unless the model or its vocabulary allows less."""
 
     def __init__(
         self,
@@ -119,6 +127,7 @@ class HFEngine(StockLoop):
         lends_beams: bool | None = None,
         control: ControlServer | None = None,
         tiers: TierSettings | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
             raise ConfigError("chunk_tokens", chunk_tokens, "an integer ≥ 1")
@@ -146,6 +155,13 @@ class HFEngine(StockLoop):
             self._is_plain = not has_own_processors(
                 model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}
             )
+        self._grammars: Grammars | None = None
+        if self._batch is None:
+            self.abilities = ABILITIES - {"forms", "logprobs"}
+        elif vocabulary is None or not self.eos_token_ids:
+            self.abilities = ABILITIES - {"forms"}
+        else:
+            self._grammars = Grammars(vocabulary, min(self.eos_token_ids), self.vocab_size)
 
     def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers | TiersByDtype:
         """Make the tiers below the cache."""
@@ -284,6 +300,16 @@ class HFEngine(StockLoop):
             self._begun(tally),
         )
 
+    def form(self, tenant: str, alternatives: str, field: str) -> Grammar:
+        """Return a form for the argument ``form`` of ``generate``: see ``Forming``. From any thread.
+
+        A form that the tenant used lately costs nothing. Another one is compiled twice: in a process of its own, which
+        bounds the CPU time and the memory (0.1 s at least), and here. Raises ArgumentError, which names ``field``.
+        """
+        if self._grammars is None:
+            raise ArgumentError(field, None, "none: this engine can't bind its answers to a form")
+        return self._grammars.grammar(tenant, self.cache.generation(tenant), alternatives, field)
+
     def publish(
         self,
         base_id: str,
@@ -380,6 +406,9 @@ class HFEngine(StockLoop):
         hints: RequestHints | None = None,
         as_of: int | None = None,
         tally: Tally | None = None,
+        penalties: Penalties | None = None,
+        form: Grammar | None = None,
+        logprobs: Logprobs | None = None,
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
 
@@ -398,6 +427,9 @@ class HFEngine(StockLoop):
         - ``as_of``: see ``PrefixCache.open``. It also holds if the request gives its room up and starts again.
         - ``tally``: kept up until the call ends, also by an error: see ``Tally``. What it has at the end counts in the
           tenant's statistics.
+        - ``penalties``: see ``Penalties``. Those that transformers has are its own.
+        - ``form``: what ``form`` returned: each row follows it, unless ``max_new_tokens`` cut it off. Not with beams.
+        - ``logprobs``: kept up as the tokens come: see ``Logprobs``. Not with beams.
 
         Raises before it changes anything: TokenError for ids that aren't token ids or lie outside the vocabulary, and
         ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration
@@ -422,6 +454,9 @@ class HFEngine(StockLoop):
             hints=hints,
             as_of=as_of,
             tally=self._begun(tally),
+            penalties=Penalties() if penalties is None else penalties,
+            form=form,
+            logprobs=logprobs,
         )
         made = self._generated(request, started)
         self._bring_back(request, made)
@@ -463,6 +498,8 @@ class HFEngine(StockLoop):
         member = self._member(request)
         stop = request.stop or _never
         rows: list[list[int]] = [[] for _ in range(request.num_rows)]
+        if request.logprobs is not None:
+            request.logprobs.rows = [[] for _ in rows]
         first_token_at, is_stopped = None, False
         with batch.joined(member):
             while not is_stopped and not (member.state == "over" and not member.news):
@@ -475,8 +512,10 @@ class HFEngine(StockLoop):
                         continue
                     case Failed(error):
                         raise error
-                    case StepDone(step):
+                    case StepDone(step, logprobs):
                         first_token_at = self._clock() if first_token_at is None else first_token_at
+                        if logprobs is not None and request.logprobs is not None:
+                            _keep_logprobs(request.logprobs, step, logprobs, request.eos_token_ids)
                         for row, new in zip(rows, step, strict=True):
                             row += new
                         if request.on_step is not None:
@@ -577,12 +616,23 @@ class HFEngine(StockLoop):
             request.do_sample, request.temperature, request.top_k, request.top_p, request.seed
         )
         prompts = [prompt.ids for prompt in request.prompts for _ in range(request.fanout)]
-        settings = self.settings_of(request)
+        settings, own = self.settings_of(request), self.processors_of(request)
+        form = self._form_rows(request)
+        chooser = Chooser(
+            self.model,
+            sampling,
+            settings,
+            prompts,
+            self._is_plain and not penalty_settings(request.penalties),
+            own if form is None else [*own, form],
+            form,
+            None if request.logprobs is None else request.logprobs.num_top,
+        )
         return BatchRequest(
             request.namespace,
             request.prompts,
             self._open_row,
-            chooser=Chooser(self.model, sampling, settings, prompts, self._is_plain),
+            chooser=chooser,
             fanout=request.fanout,
             max_new_tokens=request.max_new_tokens,
             eos_token_ids=request.eos_token_ids,
@@ -590,6 +640,17 @@ class HFEngine(StockLoop):
             hints=request.hints,
             as_of=request.as_of,
             tally=request.tally,
+        )
+
+    def _form_rows(self, request: Request) -> FormRows | None:
+        if request.form is None or self._grammars is None:
+            return None
+        return FormRows(
+            request.form,
+            request.num_rows,
+            self._grammars.eos_token_id,
+            request.eos_token_ids,
+            self._grammars.num_ids,
         )
 
     def _open_row(self, request: BatchRequest, row: Row) -> Sequence:
@@ -613,6 +674,7 @@ class HFEngine(StockLoop):
             raise ArgumentError(
                 "eos_token_id", outside[0], f"ids from 0 to {self.vocab_size - 1}, or -1 for never"
             )
+        self._check_abilities(arguments)
         if not is_batch(ids):
             prompts = [self._check_prompt(ids, "ids", self.max_model_len - 1)]
         else:
@@ -625,6 +687,22 @@ class HFEngine(StockLoop):
             allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
             raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
         return Request(namespace=ns, prompts=prompts, **arguments)
+
+    def _check_abilities(self, arguments: dict[str, Any]) -> None:
+        """Raise ArgumentError for what this model can't do, or for token ids outside of its vocabulary."""
+        for name, ability in (("form", "forms"), ("logprobs", "logprobs")):
+            if arguments[name] is not None and ability not in self.abilities:
+                raise ArgumentError(name, arguments[name], f"None: this engine lacks the ability {ability}")
+        form, least = arguments["form"], arguments["penalties"].min_new_tokens
+        if form is not None and not arguments["eos_token_ids"]:
+            raise ArgumentError(
+                "eos_token_id", None, "an end-of-sequence token, which ends an answer of a form"
+            )
+        if form is not None and least:
+            raise ArgumentError("penalties.min_new_tokens", least, "0 with a form, which says where it ends")
+        for token_id in arguments["penalties"].bias:
+            if not 0 <= token_id < self.vocab_size:
+                raise ArgumentError("penalties.bias", token_id, f"ids from 0 to {self.vocab_size - 1}")
 
     def _check_namespace(self, ns: Namespace) -> None:
         if not isinstance(ns, Namespace):
@@ -655,6 +733,15 @@ class HFEngine(StockLoop):
 
 def _never() -> bool:
     return False
+
+
+def _keep_logprobs(
+    kept: Logprobs, step: list[list[int]], found: list[TokenLogprobs], eos_token_ids: frozenset[int]
+) -> None:
+    """Add the log probabilities of a step's tokens to those of their rows, except of tokens that end a row."""
+    told = iter(found)
+    for row, new in zip(kept.rows, step, strict=True):
+        row += [each for _ in new if (each := next(told)).token_id not in eos_token_ids]
 
 
 def _wait_for_room(error: CapacityError, on_no_room: WaitForRoom | None) -> None:

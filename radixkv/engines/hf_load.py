@@ -43,7 +43,13 @@ class LoadedModel:
         )
         kind = PrefixCache if settings.tiers is None else TieredCache
         cache = kind(config, journal=journal)
-        return HFEngine(self._model, cache, tokenizer_digest=settings.tokenizer_digest, tiers=settings.tiers)
+        return HFEngine(
+            self._model,
+            cache,
+            tokenizer_digest=settings.tokenizer_digest,
+            tiers=settings.tiers,
+            vocabulary=settings.vocabulary,
+        )
 
 
 def _model(settings: EngineSettings) -> Model:

@@ -25,14 +25,22 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.engines.batch_request import Ids, Prompt
 from radixkv.engines.control import ControlServer
-from radixkv.engines.engine_protocol import Prefill, Tally, WaitForRoom
+from radixkv.engines.engine_protocol import Logprobs, Penalties, Prefill, Tally, WaitForRoom
+from radixkv.engines.grammars import Grammar
 from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
+from radixkv.engines.hf_choose import OpenAIPenalties, penalty_settings
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
@@ -88,6 +96,9 @@ class Request:
     hints: RequestHints | None
     as_of: int | None
     tally: Tally
+    penalties: Penalties
+    form: Grammar | None
+    logprobs: Logprobs | None
 
     @property
     def fanout(self) -> int:
@@ -227,6 +238,7 @@ class StockLoop:
                 input_ids,
                 attention_mask=attention_mask,
                 stopping_criteria=StoppingCriteriaList([watcher]),
+                logits_processor=LogitsProcessorList(self.processors_of(request)),
                 **{CACHE_ARGUMENT: paged},
                 **self.settings_of(request),
             )
@@ -248,7 +260,16 @@ class StockLoop:
             "num_return_sequences": request.num_return_sequences,
             "eos_token_id": sorted(request.eos_token_ids) or None,
             "pad_token_id": self._pad_token_id,
+            **penalty_settings(request.penalties),
         }
+
+    def processors_of(self, request: Request) -> list[LogitsProcessor]:
+        """Logits processors of a request that transformers doesn't have."""
+        penalties = request.penalties
+        if not penalties.presence and not penalties.frequency:
+            return []
+        width = max(len(prompt.ids) for prompt in request.prompts)
+        return [OpenAIPenalties(penalties.presence, penalties.frequency, width)]
 
     def _pad(self, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
         """Return the prompts left-padded, ``[prompts, longest]``, and the mask of the positions that aren't padding."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from radixkv.engines.engine_protocol import Logprobs, Penalties
+from radixkv.engines.grammars import Grammar
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import RequestHints
+
+MAX_TOP_LOGPROBS = 20
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
@@ -27,10 +31,19 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     _require("seed", seed, in_range, "an integer from -2^63 to 2^64 - 1, or None")
     hints = arguments["hints"]
     _require("hints", hints, hints is None or isinstance(hints, RequestHints), "a RequestHints, or None")
+    _check_penalties(arguments["penalties"], arguments["max_new_tokens"])
+    form, logprobs = arguments["form"], arguments["logprobs"]
+    _require("form", form, form is None or isinstance(form, Grammar), "what HFEngine.form returned, or None")
+    _require("logprobs", logprobs, logprobs is None or isinstance(logprobs, Logprobs), "a Logprobs, or None")
+    if logprobs is not None:
+        num_top = logprobs.num_top
+        is_right = _is_int(num_top) and 0 <= num_top <= MAX_TOP_LOGPROBS
+        _require("logprobs.num_top", num_top, is_right, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
     beams, returned = arguments["num_beams"], arguments["num_return_sequences"]
     if beams > 1:
         _require("num_return_sequences", returned, returned <= beams, f"at most num_beams = {beams}")
-        _require("on_step", arguments["on_step"], arguments["on_step"] is None, "None with num_beams > 1")
+        for name in ("on_step", "form", "logprobs"):
+            _require(name, arguments[name], arguments[name] is None, "None with num_beams > 1")
     elif not arguments["do_sample"]:
         _require(
             "num_return_sequences",
@@ -38,6 +51,24 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             returned == 1,
             "1 for greedy decoding, because its rows would be equal",
         )
+
+
+def _check_penalties(penalties: object, max_new_tokens: int) -> None:
+    if not isinstance(penalties, Penalties):
+        raise ArgumentError("penalties", penalties, "a Penalties, or None")
+    for name in ("presence", "frequency"):
+        value = getattr(penalties, name)
+        _require(f"penalties.{name}", value, _is_number(value), "a finite number")
+    repetition, bias, least = penalties.repetition, penalties.bias, penalties.min_new_tokens
+    _require(
+        "penalties.repetition", repetition, _is_number(repetition) and repetition > 0, "a finite number > 0"
+    )
+    is_right = isinstance(bias, Mapping) and all(map(_is_int, bias)) and all(map(_is_number, bias.values()))
+    _require("penalties.bias", bias, is_right, "finite numbers by token ids")
+    is_right = _is_int(least) and 0 <= least <= max_new_tokens
+    _require(
+        "penalties.min_new_tokens", least, is_right, f"an integer from 0 to max_new_tokens = {max_new_tokens}"
+    )
 
 
 def _require(argument: str, value: object, is_allowed: bool, allowed: str) -> None:

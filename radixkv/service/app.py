@@ -24,7 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.arrivals import Arrivals
 from radixkv.service.core import Service
-from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
+from radixkv.service.dialects import dialect_of
+from radixkv.service.endpoint import (
+    ENCODED_SLASH,
+    Call,
+    Endpoint,
+    H,
+    has_encoded_slash,
+    new_request_id,
+    serve,
+)
 from radixkv.service.endpoints import (
     admin,
     bases,
@@ -59,7 +68,9 @@ SECURITY_HEADERS = {
 _SECURITY = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _ONLY_HTTPS = (b"strict-transport-security", b"max-age=31536000")
 _CONTENTS = "/v1/cachedContents"
-_GEMINI_METHODS = (":generateContent", ":streamGenerateContent")
+_MODELS = "/v1/models"
+_GOOGLES_HEADER = b"x-goog-api-client"
+_GEMINI_METHODS = (":generateContent", ":streamGenerateContent", ":countTokens")
 
 
 class _Segment(StringConvertor):
@@ -140,19 +151,23 @@ def make_app(
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
-    """Answer 404 for an unknown path, in the shape of all errors."""
-    return not_found("path").response()
+    """Answer 404 for an unknown path, in the form of the client's provider."""
+    return _refused(request, not_found("path"))
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    return dialect_of(request.scope["path"], request.headers).answer(error, new_request_id())
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    """Answer 405, in the shape of all errors, with the allowed methods."""
+    """Answer 405, in the form of the client's provider, with the allowed methods."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
     problem = ApiError(
         405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
         allowed=allowed, headers={"Allow": allowed},
     )  # fmt: skip
-    return problem.response()
+    return _refused(request, problem)
 
 
 async def _crashed(request: Request, error: Exception) -> Response:
@@ -200,7 +215,10 @@ class EncodedSlashes:
 
 
 class Versions:
-    """Serves Gemini's paths under ``/v1`` as under ``/v1beta``: clients may be set to either."""
+    """Serves Gemini's paths under ``/v1`` as under ``/v1beta``: clients may be set to either.
+
+    Models are at ``/v1/models`` for all providers. Google's client tells itself by its headers.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,7 +226,10 @@ class Versions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the application does, at the path under ``/v1beta``."""
         path = scope.get("path", "")
-        is_method = path.startswith("/v1/models/") and path.endswith(_GEMINI_METHODS)
+        is_model = path == _MODELS or path.startswith(f"{_MODELS}/")
+        is_method = is_model and (
+            path.endswith(_GEMINI_METHODS) or any(name == _GOOGLES_HEADER for name, _ in scope["headers"])
+        )
         if is_method or path == _CONTENTS or path.startswith(f"{_CONTENTS}/"):
             scope = {**scope, "path": path.replace("/v1/", "/v1beta/", 1)}
         await self._app(scope, receive, send)

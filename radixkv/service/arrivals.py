@@ -2,6 +2,8 @@
 
     head parsed ─▶ key, account ─▶ line (``turns``) ─▶ 429 above the tenant's share of the loop, or the endpoint
 
+Preflights of browsers are answered behind the line too (``with_cors``).
+
 The key decides only the account here; the endpoint checks it (``endpoint``). All requests without a valid key have one
 account, those of other replicas another one until their signature is verified. The 429 is made without routing, so it
 is cheap, and it stands in line as the request would. Strict tenants and the operator go first.
@@ -9,24 +11,48 @@ is cheap, and it stands in line as the request would. Strict tenants and the ope
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radixkv.service import turns
-from radixkv.service.endpoint import ARRIVAL, Arrival, Endpoint, Host, account_of, arrived
+from radixkv.service.dialects import OWN, dialect_of
+from radixkv.service.endpoint import (
+    ARRIVAL,
+    Arrival,
+    Endpoint,
+    Host,
+    account_of,
+    arrived,
+    new_request_id,
+)
 from radixkv.service.problems import above_share
 
 _PARAMETER: Final = "{"
+_WAIT: Final = "radixkv.wait"
+"""The name of a refused request's seconds to wait in its scope."""
+_METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+_EXPOSED: Final = (
+    "request-id",
+    "retry-after",
+    "x-cache-write-refused",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+)
+"""Headers of answers that pages may read, beside those that they always may."""
 
 
 class Arrivals:
     """The middleware around an application of ``endpoints``."""
 
     def __init__(self, app: ASGIApp, host: Host, endpoints: Sequence[Endpoint[Any]]) -> None:
-        self._app, self._host, self._endpoints = app, host, _Endpoints(endpoints)
+        self._host, self._endpoints = host, _Endpoints(endpoints)
+        self._app, self._refusal = (with_cors(each, host.cors_origins) for each in (app, self._refuse))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the application does, in turn, or with 429."""
@@ -42,32 +68,45 @@ class Arrivals:
 
         async def answer() -> None:
             wait_s = 0.0 if tenant is None else host.turns.wait_s(account)
-            await (
-                self._refuse(wait_s, arrival, scope, receive, send)
-                if wait_s
-                else self._app(scope, receive, send)
-            )
+            if wait_s:
+                scope[_WAIT] = wait_s
+            await (self._refusal if wait_s else self._app)(scope, receive, send)
 
         await turns.run(host.turns, account, answer())
 
-    async def _refuse(
-        self, wait_s: float, arrival: Arrival, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wait_s: float = scope[_WAIT]
+        arrival: Arrival = scope[ARRIVAL]
         payer = turns.payer()
         assert payer is not None
         payer.is_refused = True
         endpoint = self._endpoints.find(scope["method"], scope["path"])
-        error = above_share(wait_s)
+        dialect = OWN if endpoint is None else endpoint.dialect
+        if endpoint is None or endpoint.has_clients_dialect:
+            dialect = dialect_of(scope["path"], Headers(scope=scope), dialect)
+        response = dialect.answer(above_share(wait_s), new_request_id())
         if endpoint is None:
-            await error.response()(scope, receive, send)
+            await response(scope, receive, send)
             return
-        request_id = f"req_{secrets.token_hex(12)}"
-        response = endpoint.dialect.answer(error, request_id)
-        if endpoint.dialect.id_header is not None:
-            response.headers.setdefault(endpoint.dialect.id_header, request_id)
         seconds = self._host.clock() - arrival.at
         self._host.metrics.answered(endpoint.method, endpoint.path, response.status_code, seconds)
         await response(scope, receive, send)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the application with the answers to browsers whose pages are of other origins; the same without origins.
+
+    A preflight has no key, so it takes its turn as a request without one does.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=_METHODS,
+        allow_headers=["*"],
+        expose_headers=_EXPOSED,
+    )
 
 
 class _Endpoints:

@@ -3,7 +3,11 @@
 A parser allocates an object for every value of a body, and holds the interpreter's lock while it runs. So the number of
 values is bounded first, on the raw bytes. The bounds follow from the schema alone, so a new endpoint needs no further
 code. A schema with a list, a map or a string without a maximum is refused when its budget is made. Fields that don't
-reach the event loop (``RequestBody.without_prompts``) need no maximum.
+reach the event loop (``RequestBody.without_prompts``) need no maximum of characters.
+
+Chats have as many turns, parts and calls as fit (``RequestBody.value_bytes``): providers bound the bytes of a body, and
+so does this service. Beyond FREE_VALUES a chat needs some bytes for each of its values, as real ones have. A body of
+brackets alone doesn't.
 
 The count is exact: brackets, braces and commas inside strings don't count. Cost: a few passes of ``bytes.count``,
 about 0.5 ms a megabyte each. A body with many strings is also scanned by one regular expression: 40 ms a megabyte.
@@ -27,6 +31,8 @@ _MAX_CHAR_BYTES: Final = 12
 """A character outside of the basic plane as two escapes."""
 _MAX_PATTERN_CHARS: Final = 1024
 _SPARE_VALUES: Final = 256
+FREE_VALUES: Final = 64_000
+"""Values that a chat may have, however short it is."""
 _MIN_BYTES: Final = 16 * 1024
 
 
@@ -35,29 +41,31 @@ class Budget:
     """Bounds of a body: JSON values, and bytes (None: strings of the schema have no maximum).
 
     Both are at least twice the need of a valid body. So a body that is slightly too long still gets an answer that
-    names the field.
+    names the field. With ``value_bytes``, a long body may have one more value for so many bytes.
     """
 
     max_values: int
     max_bytes: int | None
+    value_bytes: int | None = None
 
     def check(self, raw: bytes) -> None:
         """Raise ApiError 422 for a body with too many values, 400 if its brackets don't match."""
-        if _num_separators(raw) <= self.max_values:
+        most = self.max_values + (len(raw) // self.value_bytes if self.value_bytes else 0)
+        if _num_separators(raw) <= most:
             return
         num_quotes = raw.count(b'"') - raw.count(b'\\"')
-        if num_quotes <= 4 * self.max_values:  # a value has one name at most
+        if num_quotes <= 4 * most:  # a value has one name at most
             outside = _STRING.sub(b"0", raw)
             if not _is_balanced(outside):
                 raise ApiError(
                     400, "invalid_json", "the brackets of the body don't match", allowed="one JSON object"
                 )
-            if (found := _num_separators(outside)) <= self.max_values:
+            if (found := _num_separators(outside)) <= most:
                 return
         else:
             found = num_quotes // 4
-        message = f"the body has {found} values or more, more than {self.max_values}"
-        raise invalid(message, None, found, f"at most {self.max_values} values")
+        message = f"the body has {found} values or more, more than {most}"
+        raise invalid(message, None, found, f"at most {most} values")
 
 
 @cache
@@ -68,11 +76,15 @@ def budget_of(model: type[RequestBody], max_ids: int) -> Budget:
     """
     schema = model.model_json_schema()
     need = _Need(schema.get("$defs", {}))
-    for name, field in schema.get("properties", {}).items():
+    fields = schema.get("properties", {})
+    if model.value_bytes is not None:
+        fields = {name: field for name, field in fields.items() if name not in model.without_prompts}
+    for name, field in fields.items():
         is_bounded = need.of(field)[1] is not None or name in model.without_prompts
         assert is_bounded, f"{model.__name__}.{name}: a string without maxLength"
+    if model.value_bytes is not None:
+        return Budget(FREE_VALUES + _SPARE_VALUES, None, model.value_bytes)
     values, size = need.of(schema)
-    values = min(values, model.max_values or values)
     values += max_ids if need.has_ids else 0
     return Budget(
         2 * values + _SPARE_VALUES,

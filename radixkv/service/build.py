@@ -30,7 +30,9 @@ from radixkv.service.limits import Limits
 from radixkv.service.metering import KEEP_S, Meter
 from radixkv.service.options import ServeSettings, UsageSettings
 from radixkv.service.recording import Recorder
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.tenant_sync import TenantSync
+from radixkv.service.vocabulary import vocabulary_of
 from radixkv.signing import KeySet
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from radixkv.index.changes import Journal
 
 DEMO_MODEL = "radixkv-demo"
+DEMO_ANSWER_TOKENS = 64
+"""Most tokens of the demo model's answers if a request doesn't say: it goes on and on, and clients would time out."""
 
 log = logging.getLogger("radixkv.service")
 
@@ -70,7 +74,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     _attach(coordinator, cache)
     load_registered()
-    tenant_sync = TenantSync(cache, coordinator)
+    tenant_sync = TenantSync(cache, coordinator, engine.limits.num_blocks)
     keys.on_change = tenant_sync.take
     for name, error in keys.apply().items():
         allowed = f"guarantees and limits that fit into the cache; those of the tenant {shown(name)}: {error}"
@@ -96,6 +100,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         events=events,
         tokenizer_path=tokenizer_path,
         meter=meter,
+        cors_origins=settings.cors_origins,
+        answer_tokens=DEMO_ANSWER_TOKENS if settings.model is None else DEFAULT_MAX_TOKENS,
     )
 
 
@@ -138,6 +144,7 @@ def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSet
         dtype=settings.dtype,
         threads=settings.threads,
         tiers=settings.tiers,
+        vocabulary=vocabulary_of(tokenizer),
     )
 
 

@@ -41,10 +41,12 @@ from radixkv.service.promises import Promises
 from radixkv.service.prompts import PromptRules
 from radixkv.service.recording import Recorder
 from radixkv.service.reload_counts import ReloadCounts, reload_levels
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenant_sync import TenantSync
 from radixkv.service.threads import Threads
 from radixkv.service.turns import Turns
+from radixkv.service.vocabulary import vocabulary_of
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -77,10 +79,16 @@ class Service:
         events: EventPublisher | None = None,
         tokenizer_path: str | None = None,
         meter: Meter | None = None,
+        cors_origins: Sequence[str] = (),
+        answer_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
-        """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
+        """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer.
+
+        ``answer_tokens``: most tokens of an answer if the request doesn't say.
+        """
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
-        self.model_name, self.clock = model_name, clock
+        self.model_name, self.clock, self.cors_origins = model_name, clock, tuple(cors_origins)
+        self.answer_tokens = answer_tokens
         self.limits, self.reloads = limits or Limits(), ReloadCounts()
         self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
@@ -89,6 +97,7 @@ class Service:
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
+        self.vocabulary = vocabulary_of(tokenizer)
         self.meter = meter or Meter(
             model_name,
             removals=tenant_sync.num_removals,

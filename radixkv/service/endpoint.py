@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
@@ -31,9 +31,10 @@ from starlette.types import Scope, Send
 from radixkv.errors import UnverifiedRequest
 from radixkv.service import problems, turns
 from radixkv.service.auth import KEY_HEADERS, OPERATOR_ACCOUNT, Key, Principal, presented_key
-from radixkv.service.dialects import OWN, Dialect
+from radixkv.service.dialects import OWN, Dialect, dialect_of
 from radixkv.service.draining import Ended
 from radixkv.service.fleet.peers import unsigned
+from radixkv.service.limits import Rate, TooFast
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
@@ -76,6 +77,11 @@ _KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 log = logging.getLogger("radixkv.service")
 
 
+def new_request_id() -> str:
+    """Return an id for a request."""
+    return f"req_{secrets.token_hex(12)}"
+
+
 def has_encoded_slash(scope: Scope) -> bool:
     """Whether the path that the client sent has a slash inside a segment."""
     return b"%2f" in (scope.get("raw_path") or b"").lower()
@@ -99,6 +105,10 @@ class Host(Protocol):
     @property
     def limits(self) -> Limits:
         """Bounds on requests."""
+
+    @property
+    def cors_origins(self) -> Sequence[str]:
+        """Origins of web pages that may call."""
 
     @property
     def gate(self) -> Gate:
@@ -236,8 +246,17 @@ class Call(Generic[H_co]):
     body: bytes = b""
     receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Held while a long body is received, and until it is read."""
-    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    id: str = field(default_factory=new_request_id)
     """Made here, never taken from the client. In the answer if the endpoint's dialect has a header for it."""
+    rate: Rate | None = None
+    """What the tenant's rate leaves after it; None if it has none."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """Form of its errors."""
+        if not self.endpoint.has_clients_dialect:
+            return self.endpoint.dialect
+        return dialect_of(self.endpoint.path, self.request.headers, self.endpoint.dialect)
 
     @property
     def tenant(self) -> str:
@@ -345,6 +364,8 @@ class Endpoint(Generic[H_contra]):
     """Whether it is answered while the process drains, as endpoints for anyone are."""
     dialect: Dialect = OWN
     """Form of its errors, and the name of the header with the request's id."""
+    has_clients_dialect: bool = False
+    """Whether several providers have this path: errors have the form of the client's own, if its headers name one."""
 
 
 async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
@@ -362,15 +383,24 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
         response = Response(status_code=499)
         return response
     except Exception as error:  # noqa: BLE001 the one place that turns errors into answers
-        response = endpoint.dialect.answer(host.failures.answer(error), call.id)
+        response = call.dialect.answer(host.failures.answer(error), call.id)
         return response
     finally:
-        if response is not None and endpoint.dialect.id_header is not None:
-            response.headers.setdefault(endpoint.dialect.id_header, call.id)
+        if response is not None:
+            _complete(call, response)
         status = response.status_code if response is not None else 499
         seconds = host.clock() - call.started_at
         host.metrics.answered(endpoint.method, endpoint.path, status, seconds)
         log.debug("%s %s: %d after %.6f s", endpoint.method, endpoint.path, status, seconds)
+
+
+def _complete(call: Call[Host], response: Response) -> None:
+    """Add the provider's headers to an answer."""
+    dialect = call.dialect
+    if dialect.id_header is not None:
+        response.headers.setdefault(dialect.id_header, call.id)
+    if dialect.rate_headers is not None and call.rate is not None:
+        response.headers.update(dialect.rate_headers(call.rate))
 
 
 async def _answer(call: Call[Host]) -> Response:
@@ -418,12 +448,18 @@ def _admitted(call: Call[Host]) -> Iterator[int]:
         return
     own = call.host.keyring.settings.get(principal.tenant, TenantSettings())
     rate, burst = own.requests_per_s or limits.requests_per_s, own.burst or limits.burst
-    with call.host.gate.admit(principal.tenant, rate, burst):
-        yield own.max_body_bytes or limits.max_body_bytes
+    try:
+        with call.host.gate.admit(principal.tenant, rate, burst):
+            call.rate = call.host.gate.rate(principal.tenant, rate, burst)
+            yield own.max_body_bytes or limits.max_body_bytes
+    except TooFast:
+        call.rate = call.host.gate.rate(principal.tenant, rate, burst)
+        raise
 
 
 async def _received(call: Call[Host], model: type[RequestBody], max_bytes: int) -> bytes:
-    """Return the bytes of the body. A long body waits until its tenant's limit on bytes allows it."""
+    """Return the bytes of the body. A long body waits until its tenant's limit on bytes allows it. Raises ApiError."""
+    _require_plain(call)
     max_bytes = min(max_bytes, call.host.intake.max_bytes(model) or max_bytes)
     stated = call.request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > max_bytes:
@@ -436,6 +472,21 @@ async def _received(call: Call[Host], model: type[RequestBody], max_bytes: int) 
         except TimeoutError:
             raise problems.timed_out(call.host.limits.timeout_s) from None
     return await _body_in_time(call, max_bytes)
+
+
+def _require_plain(call: Call[Host]) -> None:
+    """Raise ApiError 415 for a compressed body: its size says nothing of what it holds."""
+    coding = ",".join(call.request.headers.getlist("content-encoding")).strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            "the body must not be compressed; send it as it is, without content-encoding",
+            field="content-encoding",
+            value=coding,
+            allowed="no content-encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 async def _body_in_time(call: Call[Host], max_bytes: int) -> bytes:

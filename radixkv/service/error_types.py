@@ -122,7 +122,8 @@ _LISTED = (
         {
             "message": "64 blocks to pin, 1000 of the tenant's budget of 1024 pinned already",
             "value": 64,
-            "allowed": "at most 1024 blocks",
+            "allowed": "at most 1024 blocks: max_pinned_blocks of the tenant, or else its guarantee, or its part of a "
+            "quarter of the pool",
         },
     ),
     ErrorType(
@@ -151,8 +152,8 @@ _LISTED = (
     ErrorType(
         "unsupported_media_type",
         (415,),
-        "The header Content-Type doesn't say that the body is JSON.",
-        "Send `Content-Type: application/json`.",
+        "The header Content-Type doesn't say that the body is JSON, or the body is compressed.",
+        "Send `Content-Type: application/json`, and the body as it is, without Content-Encoding.",
         {
             "message": "the body must be JSON",
             "field": "content-type",

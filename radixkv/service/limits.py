@@ -50,6 +50,15 @@ class TooFast(Exception):
         return made_again(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A tenant's rate limit after a request: requests at once, those left now, and the seconds until all are."""
+
+    burst: int
+    left: int
+    reset_s: float
+
+
 class TokenBucket:
     """At most ``burst`` tokens, ``rate`` new ones a second; full at first."""
 
@@ -91,6 +100,14 @@ class Gate:
             yield
         finally:
             self._under_way[tenant] -= 1
+
+    def rate(self, tenant: str, requests_per_s: float, burst: int) -> Rate:
+        """Return what a tenant's rate leaves now. O(1)."""
+        bucket = self._buckets.get(tenant)
+        level = float(burst) if bucket is None else bucket.level
+        if bucket is not None:
+            level = min(burst, level + (self._clock() - bucket.at) * requests_per_s)
+        return Rate(burst, int(level), (burst - level) / requests_per_s)
 
     def forget(self, tenant: str) -> None:
         """Forget a tenant that was removed."""

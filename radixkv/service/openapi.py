@@ -74,7 +74,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 1024},
     "after": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,14}|[0-9a-f]{32})$"},
     "all": {"type": "string", "enum": ["true", "false"]},
-    "alt": {"type": "string", "enum": ["sse"]},
+    "alt": {"type": "string", "enum": ["json", "sse"]},
     "pageSize": {"type": "integer", "minimum": 1, "maximum": 1000},
     "pageToken": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
@@ -84,6 +84,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 _OWN_FORMS: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/usage", "limit"): {"type": "integer", "minimum": 1, "maximum": 1000},
+    ("/v1/models", "limit"): {"type": "integer", "minimum": 1, "maximum": 1000},
 }
 """Formats of parameters at one path, where others of the same name have another."""
 
@@ -216,6 +217,8 @@ def _response(status: int, model: Any) -> dict[str, Any]:
 
 
 def _schema_of(model: Any) -> dict[str, Any]:
+    if typing.get_origin(model) is list:
+        return {"type": "array", "items": _schema_of(typing.get_args(model)[0])}
     models = _models(model)
     if not models:
         return {"type": "string"} if isinstance(model, str) else {"type": "object"}
@@ -224,6 +227,8 @@ def _schema_of(model: Any) -> dict[str, Any]:
 
 
 def _models(model: Any) -> list[type[BaseModel]]:
+    if typing.get_origin(model) is list:
+        return _models(typing.get_args(model)[0])
     if isinstance(model, types.UnionType):
         return [part for part in typing.get_args(model) if isinstance(part, type)]
     if isinstance(model, dict):

@@ -295,6 +295,26 @@ _SERVED = {
     "created": 1769851800,
     "owned_by": "radixkv",
     "max_model_len": 8192,
+    "type": "model",
+    "display_name": "radixkv-demo",
+    "created_at": "2026-01-31T09:30:00Z",
+    "lifecycle": "active",
+    "max_input_tokens": 8192,
+    "max_tokens": 8192,
+}
+_CONTENT_MODEL = {
+    "name": "models/radixkv-demo",
+    "baseModelId": "radixkv-demo",
+    "version": "1",
+    "displayName": "radixkv-demo",
+    "inputTokenLimit": 8192,
+    "outputTokenLimit": 8192,
+    "supportedGenerationMethods": [
+        "generateContent",
+        "streamGenerateContent",
+        "countTokens",
+        "createCachedContent",
+    ],
 }
 _COUNTS = {
     "requests": 3,
@@ -444,6 +464,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: _RESPONSE},
         (*_COMPUTE, "stalled"),
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "Completions",
+        (Example("A text with instructions", 200, {"instructions": _RULES, "input": "Which page?"}),),
+        {200: {"object": "response.input_tokens", "input_tokens": 67}},
+    ),
     ("POST", "/v1/messages"): Operation(
         "Completions",
         (
@@ -507,9 +532,40 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1beta/models/{model}:streamGenerateContent"): Operation(
         "Cached contents",
         (Example("A text", 200, _GENERATE),),
+        {200: [_GENERATED]},
         errors=(*_COMPUTE, "stalled"),
     ),
-    ("GET", "/v1/models"): Operation("Completions", replies={200: {"object": "list", "data": [_SERVED]}}),
+    ("POST", "/v1beta/models/{model}:countTokens"): Operation(
+        "Cached contents",
+        (
+            Example("A text", 200, {"contents": _CONTENTS_ASKED}),
+            Example(
+                "A request with a system text",
+                200,
+                {
+                    "generateContentRequest": {
+                        "contents": _CONTENTS_ASKED,
+                        "systemInstruction": {"parts": [{"text": _RULES}]},
+                    }
+                },
+            ),
+        ),
+        {200: {"totalTokens": 67}},
+    ),
+    ("GET", "/v1beta/models"): Operation("Cached contents", replies={200: {"models": [_CONTENT_MODEL]}}),
+    ("GET", "/v1beta/models/{model}"): Operation("Cached contents", replies={200: _CONTENT_MODEL}),
+    ("GET", "/v1/models"): Operation(
+        "Completions",
+        replies={
+            200: {
+                "object": "list",
+                "data": [_SERVED],
+                "has_more": False,
+                "first_id": "radixkv-demo",
+                "last_id": "radixkv-demo",
+            }
+        },
+    ),
     ("GET", "/v1/models/{model}"): Operation("Completions", replies={200: _SERVED}),
     ("POST", "/tokenize"): Operation(
         "Completions",
@@ -697,6 +753,8 @@ PARAMETERS: Mapping[str, str | int] = {
     "alt": "sse",
     "content": "5f0b6a1d9c3e47b2a8d40e17c6f29b83",
     "pageSize": 100,
+    "after_id": "radixkv-demo",
+    "before_id": "radixkv-demo",
     "pageToken": "5f0b6a1d9c3e47b2a8d40e17c6f29b83",
     "updateMask": "ttl",
     "salt": "support-v3",

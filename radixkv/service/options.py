@@ -44,6 +44,8 @@ Amount = TypeVar("Amount", int, float)
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
 _MAX_PASSWORD_BYTES = 4096
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
+"""As browsers send it: a scheme and a host, perhaps with a port, no path and no slash at the end."""
 
 EVENT_OPTIONS: Mapping[str, str] = {
     "endpoint": "events",
@@ -92,6 +94,7 @@ class ServeSettings:
     - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
+    - ``cors_origins``: origins of web pages that may call; ``*`` for all.
     """
 
     host: str
@@ -118,6 +121,7 @@ class ServeSettings:
     tls: Tls | None
     limits: Limits
     log_level: str
+    cors_origins: tuple[str, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
@@ -152,6 +156,7 @@ class ServeSettings:
             tls=reader.tls(),
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
+            cors_origins=reader.origins(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -173,6 +178,7 @@ class RouteSettings:
     tls: Tls | None
     limits: Limits
     log_level: str
+    cors_origins: tuple[str, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
@@ -194,6 +200,7 @@ class RouteSettings:
             tls=reader.tls(),
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
+            cors_origins=reader.origins(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -272,6 +279,14 @@ class _Reader:
         except (OSError, UnicodeError):
             raise self.refuse("host", "an address of this machine, such as 127.0.0.1 or ::1") from None
         return text
+
+    def origins(self) -> tuple[str, ...]:
+        """Return the origins of web pages that may call."""
+        text = self.text("cors-origin")
+        found = () if text is None else tuple(each.strip() for each in text.split(","))
+        if not all(each == "*" or _ORIGIN.fullmatch(each) for each in found):
+            raise self.refuse("cors-origin", "an origin such as https://chat.example.org, or * for all")
+        return found
 
     def path(self, setting: str, *, directory: bool) -> Path | None:
         text = self.text(setting)

@@ -34,7 +34,8 @@ from radixkv.errors import (
     made_again,
 )
 from radixkv.service.error_types import docs_url
-from radixkv.service.schemas.base import NOT_SUPPORTED, TWO_VALUES, UNKNOWN_FIELDS
+from radixkv.service.schemas.base import TWO_VALUES, UNKNOWN_FIELDS
+from radixkv.service.schemas.ignored import NOT_SUPPORTED
 from radixkv.service.turns import LOOP_BURST_S, LOOP_SHARE
 from radixkv.service.wording import allowed_at, schema_of
 
@@ -59,6 +60,8 @@ _TAGS = frozenset(
         "message",
         "function_call",
         "function_call_output",
+        "plain",
+        "group",
     }
 )
 
@@ -228,7 +231,10 @@ def quota_exceeded(error: QuotaExceeded) -> ApiError:
 
 def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
     """409: the caller may not pin so much; only its own numbers are shown."""
-    allowed = f"at most {error.budget} blocks"
+    allowed = (
+        f"at most {error.budget} blocks: max_pinned_blocks of the tenant, or else its guarantee, or its part of a "
+        "quarter of the pool"
+    )
     return ApiError(409, "pin_budget_exceeded", str(error), value=error.needed, allowed=allowed)
 
 
@@ -365,15 +371,16 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     is_unknown = first["type"] == UNKNOWN_FIELDS
     num_more = error.error_count() - 1 + (context["more"] if is_unknown else 0)
     more = f" (and {num_more} more)" if num_more else ""
-    field = str(shown(field_name(place_of(first))))
+    field = str(shown(_field_of(first)))
     if is_unknown:
         allowed = _known_fields(first["loc"], model)
         return _validation_error(f"unknown field {field}{more}", field, context["value"], allowed)
     if first["type"] == "missing":
         return _validation_error(f"{field} is required{more}", field, None, "a value")
-    value = context["value"] if first["type"] == TWO_VALUES else first["input"]
+    value = context["value"] if place_of(first) != first["loc"] else first["input"]
     allowed = context["allowed"] if "allowed" in context else _allowed(first, model)
     wrong = "not supported" if first["type"] == NOT_SUPPORTED else "not allowed"
+    wrong += f", because {context['reason']}" if "reason" in context else ""
     given = f"{field}={_as_json(value)}" if field else f"the body, {_as_json(value)},"
     return _validation_error(f"{given} is {wrong}; allowed: {allowed}{more}", field or None, value, allowed)
 
@@ -391,18 +398,20 @@ def _allowed(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 def place_of(error: ErrorDetails) -> tuple[int | str, ...]:
     """Return the place of a pydantic error; unknown fields are reported as one error of their object."""
-    names = error["type"] in (UNKNOWN_FIELDS, TWO_VALUES)
-    return (*error["loc"], error["ctx"]["name"]) if names else error["loc"]
+    has_name = error["type"] in (UNKNOWN_FIELDS, TWO_VALUES, NOT_SUPPORTED) and "name" in error["ctx"]
+    return (*error["loc"], error["ctx"]["name"]) if has_name else error["loc"]
 
 
-def field_name(loc: tuple[int | str, ...]) -> str:
-    """Return a place in a body as a path such as ``messages[2].role``."""
-    name = ""
-    for part in loc:
+def _field_of(error: ErrorDetails) -> str:
+    """Return the place of a pydantic error as a path such as ``messages[2].role``. Tags of unions are left out."""
+    name, own = "", place_of(error)[len(error["loc"]) :]
+    for part in error["loc"]:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part not in _TAGS or not name:
             name += f".{part}" if name else part
+    for each in own:
+        name += f"[{each}]" if isinstance(each, int) else f".{each}" if name else str(each)
     return name
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -26,10 +26,12 @@ from pydantic import BaseModel
 
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import TOKEN_BYTES, decode, encode
+from radixkv.service.answer_forms import Form, form_of
 from radixkv.service.problems import invalid
 from radixkv.service.schemas.completions import CompletionRequest
-from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, num_chars
+from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, TurnContent, num_chars
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
+from radixkv.service.schemas.structured import Wanted
 from radixkv.service.schemas.tokenizing import DetokenizeRequest, TokenizeRequest
 from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
@@ -61,6 +63,7 @@ class Prompt:
     - ``text``: what a completion may echo, or a chat as JSON, to which another one is joined.
     - ``asked``: the promises that a chat's breakpoints ask for, not rounded to blocks.
     - ``has_tools``: whether the model was shown tools.
+    - ``form``: what the answer has to be; None: anything.
     """
 
     key: bytes
@@ -68,6 +71,7 @@ class Prompt:
     text: str = ""
     asked: tuple[Promise, ...] = ()
     has_tools: bool = False
+    form: Form | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -213,15 +217,26 @@ def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRul
     """Return the prompt of a chat with its tools, uncut, up to the opening of the assistant's answer."""
     turns, tools, field = body.turns(), body.tool_specs(), body.prompt_field
     rules.check_text(sum(map(num_chars, (*turns, *tools))), field)
+    form = form_of(body.wanted(), tools)
     if body.continues is not None:
-        return Prompt(b"", 0, chat_document(turns, tools), has_tools=bool(tools))
+        return Prompt(b"", 0, chat_document(turns, tools), has_tools=bool(tools), form=form)
     if body.is_beginning:
         ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer))
         return Prompt(rules.key_of(ids, field), 0, chat_document(turns, tools))
-    ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools))
+    ids = _tokenized(field, lambda: _encoded(turns, tools, tokenizer))
     key = rules.key_of(ids, field)
     asked = [Promise(_num_before(each, ids, tokenizer), each.ttl_s) for each in body.breakpoints()]
-    return Prompt(key, 0, asked=tuple(asked), has_tools=bool(tools))
+    return Prompt(key, 0, asked=tuple(asked), has_tools=bool(tools), form=form)
+
+
+def _encoded(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a chat. Parts of a content follow each other, and a turn without content has an empty one."""
+    joined = [{**turn, "content": _joined(turn["content"])} for turn in turns]
+    return tokenizer.encode_chat(joined, tools)
+
+
+def _joined(content: TurnContent) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def chat_document(turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
@@ -234,10 +249,10 @@ def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenize
 
     Raises ArgumentError if the chat can't be rendered with any continuation.
     """
-    ids = tokenizer.encode_chat([*turns, *_AFTER_BREAKPOINT[1]], tools)
+    ids = _encoded([*turns, *_AFTER_BREAKPOINT[1]], tools, tokenizer)
     for more in (_AFTER_BREAKPOINT[0], _AFTER_BREAKPOINT[2]):
         try:
-            other = tokenizer.encode_chat([*turns, *more], tools)
+            other = _encoded([*turns, *more], tools, tokenizer)
         except RenderingTooLong:
             raise
         except ArgumentError:
@@ -253,7 +268,7 @@ def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer
     """
     for more in _AFTER_BREAKPOINT:
         try:
-            before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools)
+            before = _encoded([*breakpoint.turns, *more], breakpoint.tools, tokenizer)
         except RenderingTooLong:
             raise
         except ArgumentError:
@@ -287,8 +302,11 @@ def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules
     given: list[Any] = list(body.prompt) if is_batch else [body.prompt]
     names = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
     found: list[Prompt] = []
+    wanted = body.response_format
+    schema = None if wanted is None else wanted.schema_of_answer
+    form = form_of(Wanted(schema, "response_format"), ())
     for each, field in zip(given, names, strict=True):
-        found.append(_whole(each, field, tokenizer, rules, echo=body.echo))
+        found.append(replace(_whole(each, field, tokenizer, rules, echo=body.echo), form=form))
         rules.check_total(sum(prompt.num_tokens for prompt in found), "prompt")
     return found
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from radixkv.service import problems
+from radixkv.service.answer_forms import Form
 from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import Prompt, PromptRules, prompts_of
@@ -52,9 +53,7 @@ class Reader:
         except ValidationError as error:
             raise problems.of_validation(error, model) from None
         prompts = tuple(prompts_of(body, self._tokenizer, self.rules))
-        if body.without_prompts:
-            body = body.model_copy(update=dict(body.without_prompts))
-        return Reading(body, prompts)
+        return Reading(body.without_long(), prompts)
 
 
 def _validated(raw: bytes, model: type[B]) -> B:
@@ -94,6 +93,7 @@ def packed(reading: Reading[Any]) -> list[bytes]:
         "left_out": [each.left_out for each in reading.prompts],
         "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in reading.prompts],
         "has_tools": [each.has_tools for each in reading.prompts],
+        "forms": [each.form and (each.form.field, each.form.alternatives) for each in reading.prompts],
     }
     parts = [json.dumps(header).encode()]
     for each in reading.prompts:
@@ -113,9 +113,17 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
         del header["docs_url"]  # follows from the type
         raise ApiError(status, kind, message, **header)
-    facts = zip(header["left_out"], header["asked"], header["has_tools"], strict=True)
+    names = ("left_out", "asked", "has_tools", "forms")
+    facts = zip(*(header[name] for name in names), strict=True)
     prompts = [
-        Prompt(bytes(key), left_out, bytes(text).decode(), tuple(Promise(*each) for each in asked), has_tools)
-        for (left_out, asked, has_tools), key, text in zip(facts, parts[1::2], parts[2::2], strict=True)
+        Prompt(
+            bytes(key),
+            left_out,
+            bytes(text).decode(),
+            tuple(Promise(*each) for each in asked),
+            has_tools,
+            form and Form(*form),
+        )
+        for (left_out, asked, has_tools, form), key, text in zip(facts, parts[1::2], parts[2::2], strict=True)
     ]
     return Reading(model.model_validate(header["body"]), tuple(prompts))

@@ -7,7 +7,7 @@ and their keys are those of the replicas' keys file, the tokenizer is their mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,12 +53,14 @@ class RouterHost:
         limits: Limits | None = None,
         clock: Clock = monotonic,
         tokenizer_path: str | None = None,
+        cors_origins: Sequence[str] = (),
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         source = router.source
         assert isinstance(source, Observer)
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits, self.reloads = limits or Limits(), ReloadCounts()
+        self.cors_origins = tuple(cors_origins)
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.failures, self.fleet = Failures(), None
         self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
@@ -195,7 +197,14 @@ def make_host(settings: RouteSettings) -> RouterHost:
         cost=settings.cost,
         temperature=settings.temperature,
     )
-    return RouterHost(router, keys, tokenizer, limits=settings.limits, tokenizer_path=tokenizer_path)
+    return RouterHost(
+        router,
+        keys,
+        tokenizer,
+        limits=settings.limits,
+        tokenizer_path=tokenizer_path,
+        cors_origins=settings.cors_origins,
+    )
 
 
 def _listening(listener: socket.socket) -> socket.socket:

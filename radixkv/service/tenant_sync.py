@@ -3,13 +3,16 @@
 The cache has exactly the tenants of the keyring, told apart by their incarnations: the same name with another one is
 another tenant. Tenants that are gone are removed first. Then the settings of each tenant are applied on their own:
 guarantees that shrink first, those that grow last. One that can't be kept leaves that tenant as it was.
+
+Tenants whose settings don't say how much they may pin have equal parts of a quarter of the pool, so that prompt caching
+with TTLs works without further settings, and pins leave most of the pool to everybody's requests.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from radixkv.config import Tenant
 from radixkv.engines.engine_protocol import without_waiting
@@ -23,11 +26,25 @@ if TYPE_CHECKING:
     from radixkv.service.schemas.tenants import TenantSettings
 
 
+_PINNABLE: Final = 4
+"""Tenants may pin one part of so many of the pool by default, all together."""
+
+
+def pin_share(num_blocks: int, num_tenants: int) -> int:
+    """Return how many blocks a tenant may pin by default.
+
+    The number of tenants is rounded up to a power of two. So it rarely changes, and with it the settings of all.
+    """
+    return num_blocks // (_PINNABLE << max(num_tenants - 1, 0).bit_length())
+
+
 class TenantSync:
     """Keeps the cache's tenants equal to the keyring's. Thread-safe."""
 
-    def __init__(self, cache: EngineCache, coordinator: Coordinator) -> None:
-        self._cache, self._coordinator = cache, coordinator
+    def __init__(self, cache: EngineCache, coordinator: Coordinator, num_blocks: int = 0) -> None:
+        """``num_blocks``: of the pool, of which tenants may pin a part by default."""
+        self._cache, self._coordinator, self._num_blocks = cache, coordinator, num_blocks
+        self._pin_share = 0
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}
         self._granted: dict[str, int] = {}
@@ -70,7 +87,8 @@ class TenantSync:
         with self._lock:
             settings = self._settings.get(tenant)
             if settings is not None and self._granted.get(tenant) != blocks:
-                held = replace(settings.tenant(tenant, blocks), incarnation=self._told[tenant].incarnation)
+                own = settings.tenant(tenant, blocks, self._pin_share)
+                held = replace(own, incarnation=self._told[tenant].incarnation)
                 self._cache.add_tenant(held)
                 self._told[tenant] = held
                 if blocks is None:
@@ -95,10 +113,11 @@ class TenantSync:
                     self._remove(name)
                 except (ArgumentError, ControlError) as error:
                     refused[name] = error
+        self._pin_share = pin_share(self._num_blocks, len(ring.settings))
         wanted: dict[str, Tenant] = {}
         for name, settings in ring.settings.items():
             try:
-                own = settings.tenant(name, self._granted.get(name))
+                own = settings.tenant(name, self._granted.get(name), self._pin_share)
                 wanted[name] = replace(own, incarnation=ring.incarnation(name))
             except ArgumentError as error:
                 refused.setdefault(name, error)

@@ -1,17 +1,31 @@
 """Finds tool calls in the text that a model generates: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
-The models of the Hermes family and Qwen write calls so, and tools that are listed as text ask for it. A text between
-the tags that isn't such a JSON object stays text. Text is handed out as soon as it can't be the beginning of a call.
+The models of the Hermes family and Qwen write calls so, and tools that are listed as text ask for it. Some models write
+``parameters`` in place of ``arguments``, or the arguments as a text that is JSON: both are read. A text between the
+tags that isn't such a JSON object stays text. Text is handed out as soon as it can't be the beginning of a call.
+
+A call is one that each API can answer and that the next request may send back: its arguments are an object, without
+lone surrogates (they are no Unicode text), infinite numbers and deep nesting.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic_core import from_json
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+CALL_TAGS = (_BEGIN, _END)
+"""What stands before and after a call."""
 _MAX_CALL_CHARS = 64 * 1024
 """A longer text between tags is text."""
+_MAX_NAME_CHARS: Final = 256
+_BODY_DEPTH: Final = 32
+"""More levels than a body has around a call's arguments."""
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +84,20 @@ def _num_begun(text: str) -> int:
 
 
 def _parsed(content: str) -> ToolCall | None:
+    """Return the call; None if it is none, or if a body couldn't have it."""
     try:
         call = json.loads(content)
-    except (ValueError, RecursionError):
+        name, arguments = call["name"], _arguments_in(call)
+        text = _SURROGATE.sub("\ufffd", json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        from_json("[" * _BODY_DEPTH + text + "]" * _BODY_DEPTH)
+    except (ValueError, RecursionError, TypeError, KeyError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    is_call = isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and isinstance(arguments, dict)
+    return ToolCall(_SURROGATE.sub("\ufffd", name), text) if is_call else None
+
+
+def _arguments_in(call: dict[str, Any]) -> Any:
+    arguments = call.get("parameters") if call.get("arguments") is None else call["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {} if arguments is None else arguments

@@ -72,9 +72,10 @@ parents, token_ids = torch.arange(4, dtype=torch.int32), torch.arange(4, dtype=t
 """,
 }
 READERS_FILES = {
-    "prompts/support.txt": "Answer politely, and name the page of the manual. " * 20,
-    "prompts/sales.txt": "Answer politely, and name the price. " * 20,
+    f"examples/prompts/{name}": (ROOT / "examples/prompts" / name).read_text()
+    for name in ("support.txt", "sales.txt")
 }
+"""What the commands read in a checkout."""
 FAILED = """set -Eeuo pipefail
 trap 'echo "failed: $BASH_COMMAND" >&2' ERR
 """
@@ -154,7 +155,7 @@ class Reader:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
         for name, content in READERS_FILES.items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(content)
         (folder / "bin").mkdir(exist_ok=True)
         command = folder / "bin" / "radixkv"

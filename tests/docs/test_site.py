@@ -14,6 +14,7 @@ from radixkv.cli.main import commands
 from radixkv.configuration.definitions import COMMANDS as SETTINGS
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.error_types import ERROR_TYPES, error_classes
+from radixkv.service.schemas.ignored import TABLE, rows
 from tests.docs.blocks import DOCUMENTS, ROOT
 
 
@@ -50,6 +51,21 @@ def test_each_operation_is_in_the_http_reference(pages: dict[str, str]) -> None:
             assert all(f"| `{name}` |" in section for name in model.model_json_schema()["properties"])
     assert "the size of the vocabulary" in page and "the longest prompt of the model" in page
     assert not {"2,147,483,629", "1,073,741,789", "None", "<class"} & set(re.findall(r"[\w,<]+", page))
+
+
+def test_each_ignored_field_is_in_its_reference(pages: dict[str, str]) -> None:
+    page = pages["reference/ignored.md"]
+    for api, places in TABLE.items():
+        (section,) = re.findall(rf"^## {re.escape(api)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+        found = [path for place, drops in places.items() for path, _, _ in rows(drops, place)]
+        assert found == re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def test_pages_of_the_repository_give_way_to_generated_ones(pages: dict[str, str]) -> None:
+    in_place = {
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/reference").rglob("*.md")
+    }
+    assert in_place and in_place <= set(pages)
 
 
 def test_each_command_and_option_is_in_the_command_reference(pages: dict[str, str]) -> None:

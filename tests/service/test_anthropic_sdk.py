@@ -210,6 +210,64 @@ def test_a_stop_sequence_is_named(acme: Any) -> None:
     assert reply.content[0].text == text[: text.index(stop)]
 
 
+def test_the_model_is_listed_in_pages(acme: Any) -> None:
+    page = acme.models.list(limit=5)
+    (listed,) = page.data
+    assert (listed.id, listed.type, listed.display_name, listed.lifecycle) == (
+        MODEL,
+        "model",
+        MODEL,
+        "active",
+    )
+    assert listed.max_input_tokens == 8192 and listed.created_at.year > 2000
+    assert page.first_id == page.last_id == MODEL and not page.has_more and len(list(page)) == 1
+    assert acme.models.retrieve(MODEL) == listed and acme.beta.models.retrieve(MODEL).id == MODEL
+    for place in ({"after_id": MODEL}, {"before_id": MODEL}):
+        assert acme.models.list(**place).data == []
+    with pytest.raises(anthropic.BadRequestError):
+        acme.models.list(limit=0)
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        acme.models.retrieve("another")
+    assert missing.value.body["error"]["type"] == "not_found_error"
+
+
+def test_a_runner_of_tools_goes_on_without_threads(acme: Any) -> None:
+    @anthropic.beta_tool
+    def find_page(topic: str) -> str:
+        """Find a page."""
+        return f"page of {topic}"
+
+    runner = acme.beta.messages.tool_runner(
+        model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "Which page?"}], tools=[find_page]
+    )
+    assert runner.until_done().role == "assistant"
+
+
+def test_batches_are_not_found(acme: Any) -> None:
+    for ask in (acme.messages.batches.list, lambda: acme.messages.batches.retrieve("msgbatch_1")):
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            ask()
+        assert missing.value.body["error"]["type"] == "not_found_error"
+
+
+def test_hints_of_clients_change_nothing(acme: Any) -> None:
+    hints = {
+        "metadata": {"user_id": "ada"}, "service_tier": "auto", "thinking": {"type": "disabled"},
+        "extra_headers": {"anthropic-beta": "context-management-2025-06-27"},
+    }  # fmt: skip
+    body = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "salt": "hints",
+    }
+    control = {"type": "ephemeral", "scope": "global"}
+    system = [{"type": "text", "text": SYSTEM, "cache_control": control}]
+    reply = acme.messages.create(
+        **{**FEW, "extra_body": {**body, "temperature": 0}}, **hints, system=system, messages=ASKED
+    )
+    plain = acme.messages.create(system=SYSTEM, messages=ASKED, **few(salt="hints"))
+    assert reply.content == plain.content and prompt_tokens(reply.usage) == prompt_tokens(plain.usage)
+
+
 def test_diagnostics_are_unavailable(acme: Any) -> None:
     reply = acme.messages.create(messages=ASKED, diagnostics={"previous_message_id": None}, **FEW)
     assert reply.diagnostics.cache_miss_reason.type == "unavailable"
@@ -231,7 +289,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/s
         ({"max_tokens": -1}, "max_tokens"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),

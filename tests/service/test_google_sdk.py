@@ -156,13 +156,51 @@ def test_tools_and_results_are_part_of_the_prompt(acme: Any) -> None:
     assert plain < shown < called
     again = generated(acme, signed, cached_content=content.name).usage_metadata
     assert again.prompt_token_count == called, "a signature, which clients add to each call, changes nothing"
-    signed[1].parts[0].thought_signature = bytes(2**17)
-    with pytest.raises(errors.ClientError, match="thoughtSignature"):
-        generated(acme, signed, cached_content=content.name)
     with pytest.raises(errors.ClientError) as beside:
         generated(acme, cached_content=content.name, tools=[TOOL])
     assert beside.value.code == 400 and "tools" in beside.value.message
     acme.caches.delete(name=content.name)
+
+
+def test_tokens_of_contents_are_counted(acme: Any, url: str) -> None:
+    counted = acme.models.count_tokens(model=MODEL, contents=ASKED).total_tokens
+    assert counted == generated(acme).usage_metadata.prompt_token_count
+    request = {"contents": [{"parts": [{"text": ASKED}]}], "systemInstruction": {"parts": [{"text": RULES}]}}
+    headers, path = {"x-goog-api-key": KEYS["acme"]}, f"{url}/v1beta/models/{MODEL}:countTokens"
+    body = {"generateContentRequest": {"model": f"models/{MODEL}", **request}}
+    whole = requested("POST", path, headers=headers, json=body).json()["totalTokens"]
+    assert whole == generated(acme, system_instruction=RULES).usage_metadata.prompt_token_count > counted
+    for wrong in ({}, {**body, "contents": request["contents"]}):
+        answer = requested("POST", path, headers=headers, json=wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["details"][0]["fieldViolations"]
+
+
+@pytest.mark.parametrize("version", ["v1beta", "v1"])
+def test_the_model_is_listed(url: str, version: str) -> None:
+    acme = client_of(url, "acme", version)
+    (listed,) = acme.models.list()
+    assert listed == acme.models.get(model=MODEL) and listed.name == f"models/{MODEL}"
+    assert acme.models.count_tokens(model=MODEL, contents=ASKED).total_tokens > 0
+    assert listed.input_token_limit == 8192 and "generateContent" in listed.supported_actions
+    with pytest.raises(errors.ClientError) as missing:
+        acme.models.get(model="another")
+    assert (missing.value.code, missing.value.status) == (404, "NOT_FOUND")
+
+
+@pytest.mark.parametrize("alt", ["", "?alt=json"])
+def test_a_stream_is_one_array_unless_events_are_asked_for(acme: Any, url: str, alt: str) -> None:
+    path, headers = f"{url}/v1beta/models/{MODEL}:streamGenerateContent", {"x-goog-api-key": KEYS["acme"]}
+    body = {
+        "contents": [{"parts": [{"text": ASKED}]}],
+        "generationConfig": {"maxOutputTokens": 6, "temperature": 0},
+    }
+    answer = requested("POST", path + alt, headers=headers, json=body)
+    assert answer.headers["content-type"] == "application/json"
+    chunks = answer.json()
+    parts = [part["text"] for each in chunks for part in each["candidates"][0]["content"]["parts"]]
+    assert len(chunks) > 1 and "".join(parts) == generated(acme).text
+    assert chunks[-1]["usageMetadata"] and chunks[-1]["candidates"][0]["finishReason"]
+    assert requested("POST", path + "?alt=xml", headers=headers, json=body).status_code == 400
 
 
 def test_pages_of_a_list(acme: Any) -> None:

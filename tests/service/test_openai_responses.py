@@ -140,6 +140,15 @@ def test_items_of_calls_and_results_are_part_of_the_prompt(acme: Any) -> None:
     assert plain == hidden < shown < called
 
 
+def test_tokens_of_an_input_are_counted(acme: Any) -> None:
+    asked = {"model": MODEL, "instructions": RULES, "input": ASKED, "tools": [TOOL]}
+    counted = acme.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == acme.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        acme.responses.input_tokens.count(model="another", input=ASKED)
+
+
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/secret"}]}
 
 
@@ -151,14 +160,14 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http:
         ({"conversation": "conv_1"}, "conversation", "validation_error"),
         ({"background": True}, "background", "validation_error"),
         ({"input": [IMAGE]}, "input[0].content[0].type", "validation_error"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].summary", "validation_error"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "validation_error"),
         ({"input": []}, "input", "validation_error"),
         ({"input": "x " * 400_000}, "input", "context_length_exceeded"),
         ({"max_output_tokens": 2**30}, "max_output_tokens", "context_length_exceeded"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "validation_error"),
         ({"tool_choice": "required"}, "tool_choice", "validation_error"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "validation_error"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "validation_error"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "validation_error"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "validation_error"),
         ({"prompt_cache_options": {"ttl": "1m"}}, "prompt_cache_options.ttl", "validation_error"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),
     ],

@@ -187,6 +187,24 @@ def test_completions_and_models(acme: Any) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+def test_an_answer_says_what_the_rate_leaves(acme: Any) -> None:
+    headers = acme.chat.completions.with_raw_response.create(messages=CHAT, **FEW).headers
+    burst = headers["x-ratelimit-limit-requests"]
+    assert burst == "2000" and 0 < int(headers["x-ratelimit-remaining-requests"]) < int(burst)
+
+
+def test_hints_of_clients_change_nothing(acme: Any) -> None:
+    hints = {
+        "metadata": {"a": "b"}, "user": "ada", "safety_identifier": "x", "verbosity": "low", "store": False,
+        "service_tier": "flex", "parallel_tool_calls": False, "reasoning_effort": "none",
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    plain = acme.chat.completions.create(messages=CHAT, **FEW)
+    body = {"stream_options": {"include_usage": True}}  # without a stream, as some clients send it
+    reply = acme.chat.completions.create(messages=CHAT, **FEW, **hints, extra_body=body)
+    assert reply.choices == plain.choices and reply.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
 def test_completions_report_what_the_cache_did(acme: Any) -> None:
     """Whole and streamed, and for several prompts in one request."""
     fields: dict[str, Any] = {"prompt": [SYSTEM, SYSTEM[::-1]], "extra_body": {"salt": "usage"}, **FEW}
@@ -205,7 +223,7 @@ def test_completions_report_what_the_cache_did(acme: Any) -> None:
         ({"prompt": "word " * 100_000}, "prompt", "context_length_exceeded"),
         ({"prompt": [5] * 9000}, "prompt", "context_length_exceeded"),
         ({"max_tokens": 2**30}, "max_tokens", "context_length_exceeded"),
-        ({"logprobs": 3}, "logprobs", "validation_error"),
+        ({"logprobs": 21}, "logprobs", "validation_error"),
         ({"best_of": 3}, "best_of", "validation_error"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),
         ({"extra_body": {"hints": {"labels": {"a": []}}}}, "hints.labels", "validation_error"),
@@ -246,7 +264,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/secret"}}
         ({"max_tokens": 2**30}, "max_tokens", "context_length_exceeded"),
         ({"temperature": 3}, "temperature", "validation_error"),
         ({"tool_choice": "required"}, "tool_choice", "validation_error"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "validation_error"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "validation_error"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "validation_error"),
         ({"store": True}, "store", "validation_error"),
         ({"prompt_cache_options": {"ttl": "1m"}}, "prompt_cache_options.ttl", "validation_error"),

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from radixkv import audit
 from radixkv.cli.main import commands
+from radixkv.service.tenant_sync import pin_share
 from radixkv_policies import LRFU
 from tests.service.running import Running, service_in_thread
 from tests.service.test_refusals import refusal
@@ -81,15 +82,30 @@ def test_a_pin_of_a_prefix_not_resident_or_over_budget_is_refused(service: Runni
     service.acme.post("/v1/warm", json=long)
     over = service.acme.post("/v1/pins", json={**long, "ttl_s": 600})
     error = refusal(over)
-    assert (over.status_code, error["type"], error["allowed"]) == (
-        409,
-        "pin_budget_exceeded",
-        "at most 6 blocks",
+    assert (over.status_code, error["type"]) == (409, "pin_budget_exceeded")
+    assert error["allowed"].startswith(
+        "at most 6 blocks: max_pinned_blocks of the tenant, or else its guarantee"
     )
-    assert service.operator.put("/v1/tenants/globex", json={}).status_code == 200
+    nothing_to_pin = {"max_pinned_blocks": 0}
+    assert service.operator.put("/v1/tenants/globex", json=nothing_to_pin).status_code == 200
     service.globex.post("/v1/warm", json=PROMPT)
     nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 600})
-    assert refusal(nothing)["allowed"] == "at most 0 blocks", "without a guarantee there is no budget"
+    assert refusal(nothing)["allowed"].startswith("at most 0 blocks")
+
+
+def test_a_tenant_without_settings_may_pin_its_part_of_a_quarter_of_the_pool(service: Running) -> None:
+    assert service.operator.put("/v1/tenants/globex", json={}).status_code == 200
+    num_blocks = service.service.engine.limits.num_blocks
+    whole = [
+        {"token_ids": [token] * 16 * (num_blocks // 8), "ttl_s": 600, "salt": "share"} for token in (3, 4)
+    ]
+    for each in whole:
+        prompt = {name: each[name] for name in ("token_ids", "salt")}
+        assert service.globex.post("/v1/warm", json=prompt).status_code == 200
+    first, second = (service.globex.post("/v1/pins", json=each) for each in whole)
+    assert first.status_code == 201, first.text
+    assert second.status_code == 409 and f"at most {num_blocks // 8} blocks" in refusal(second)["allowed"]
+    service.globex.delete(f"/v1/pins/{first.json()['id']}")
 
 
 @pytest.mark.parametrize(
@@ -243,3 +259,27 @@ def test_many_pins_are_listed_and_unpublished_in_parts(service: Running) -> None
         assert service.operator.delete("/v1/bases/many").status_code == 204
         assert service.operator.put("/v1/tenants/acme", json=settings).status_code == 200
     assert service.acme.get("/v1/pins").json() == {"pins": []}
+
+
+@pytest.mark.slow
+def test_a_plain_keys_file_is_enough_for_prompt_caching(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"operator": "demo-operator", "tenants": {"acme": "demo-acme"}}))
+    rules = "Answer politely, and name the page of the manual. " * 8
+    marked = {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}
+    asked = [{"role": "user", "content": "Why?"}]
+    content = {"model": "radixkv-demo", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "60s"}
+    with service_in_thread(keys=str(keys)) as running:
+        body = {"system": [marked], "messages": asked, "max_tokens": 1}
+        usage = running.acme.post("/v1/messages", json=body).json()["usage"]
+        held = running.acme.post("/v1beta/cachedContents", json=content)
+    assert usage["cache_creation_input_tokens"] > 0
+    assert held.status_code == 200 and held.json()["usageMetadata"]["totalTokenCount"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_tenants", "blocks"), [(0, 1024), (1, 1024), (2, 512), (3, 256), (4, 256), (5, 128)]
+)
+def test_parts_are_equal_and_together_at_most_a_quarter(num_tenants: int, blocks: int) -> None:
+    assert pin_share(4096, num_tenants) == blocks and num_tenants * blocks <= 1024
+    assert pin_share(7, num_tenants) <= 1

@@ -89,6 +89,20 @@ def events(live: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, CONTENTS])
+def test_the_demo_models_answers_end_soon_if_nothing_is_said(live: Running, path: str) -> None:
+    """A random model goes on and on; as many tokens as fit would take a minute."""
+    body = {
+        name: value
+        for name, value in BODIES[path].items()
+        if not name.startswith(("max", "generation", "tools"))
+    }
+    answer = live.acme.post(path, json=body).json()
+    usage = answer.get("usage") or answer["usageMetadata"]
+    names = ("completion_tokens", "output_tokens", "candidatesTokenCount")
+    assert 0 < next(usage[name] for name in names if name in usage) <= 64
+
+
 def test_a_call_in_an_answer_has_each_shapes_form(live: Running) -> None:
     with saying(live, f"I look. {CALL}"):
         chat, response, message, content = (
@@ -199,6 +213,13 @@ def test_an_error_inside_a_stream_of_completions_is_openais_with_our_facts(live:
         error = events(live, "/v1/completions", body)[-1]["error"]
     assert (error["type"], error["code"], error["param"]) == ("server_error", "no_capacity", None)
     assert error["docs_url"] == "/docs/errors#no_capacity"
+
+
+def test_an_error_ends_googles_array(live: Running) -> None:
+    path = CONTENTS.replace(":generate", ":streamGenerate")
+    with saying(live, "One two three four five six seven. " * 12, fails_after=MAX_STEPS_AHEAD + 4):
+        chunks = live.acme.post(path, json=BODIES[CONTENTS]).json()
+    assert chunks[0]["candidates"] and chunks[-1]["error"]["status"] == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize("path", BODIES)

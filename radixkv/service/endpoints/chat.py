@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from radixkv.engines.engine_protocol import TokenLogprobs
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint
 from radixkv.service.endpoints.completions import Run, check, default_tokens, event
@@ -27,6 +28,8 @@ from radixkv.service.schemas.chat import (
 )
 from radixkv.service.schemas.completions import Choice, CompletionRequest, PromptTokensDetails, Timings
 from radixkv.service.schemas.prompt_caching import uses_cache
+from radixkv.service.schemas.structured import ChoiceLogprobs
+from radixkv.service.token_logprobs import shown_tokens
 from radixkv.service.tool_calls import ToolCall, ToolCallReader
 from radixkv.service.usage import RequestUsage
 
@@ -64,6 +67,7 @@ class ChatRun(Run):
         self.id = f"chatcmpl-{secrets.token_hex(12)}"
         self._readers = [ToolCallReader() for _ in self.texts] if prompt.has_tools else None
         self._num_calls = [0 for _ in self.texts]
+        self._untold: list[list[TokenLogprobs]] = [[] for _ in self.texts]
 
     def _answer(self, generation: Generation) -> Response:
         choices = [
@@ -97,8 +101,24 @@ class ChatRun(Run):
             content=content if content.strip() or not calls else None, tool_calls=calls or None
         )
         return ChatChoice.model_validate(
-            {"index": row, "message": message, "finish_reason": "tool_calls" if calls else reason}
+            {
+                "index": row,
+                "message": message,
+                "logprobs": self._told_logprobs(row),
+                "finish_reason": "tool_calls" if calls else reason,
+            }
         )
+
+    def _shown_logprobs(self, row: int) -> None:
+        """Keep a row's new log probabilities for its next event: a choice of a chat has none itself."""
+        self._untold[row] += self._new_logprobs(row)
+
+    def _told_logprobs(self, row: int) -> ChoiceLogprobs | None:
+        """Return the log probabilities of a row that no event had yet."""
+        if self.logprobs is None:
+            return None
+        found, self._untold[row] = [*self._untold[row], *self._new_logprobs(row)], []
+        return ChoiceLogprobs(content=shown_tokens(self.service.vocabulary, found))
 
     def _read(self, row: int, text: str, *, is_last: bool) -> list[str | ToolCall]:
         """Return the texts and calls of a row's next text."""
@@ -130,8 +150,10 @@ class ChatRun(Run):
         return {"tool_calls": [_shown(each, index).model_dump()]}
 
     def _delta(self, row: int, delta: dict[str, Any], reason: str | None) -> bytes:
+        told = self._told_logprobs(row) if delta.keys() & {"content", "tool_calls"} or reason else None
+        logprobs = told.model_dump() if told is not None and told.content else None
         choices = [
-            {"index": row * self.copies + copy, "delta": delta, "logprobs": None, "finish_reason": reason}
+            {"index": row * self.copies + copy, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             for copy in range(self.copies)
         ]
         return self._chat_event(choices, None)

@@ -17,11 +17,13 @@ no beam is final before the end. Beams that differ only behind a stop string are
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 from starlette.responses import Response
@@ -29,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixkv.billing.pending import Written
 from radixkv.config import Namespace
-from radixkv.engines.engine_protocol import Noting, Tally
+from radixkv.engines.engine_protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
 from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
@@ -40,7 +42,6 @@ from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused,
 from radixkv.service.promises import Kept
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
-from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.completions import (
     Choice,
     CompletionReply,
@@ -52,7 +53,9 @@ from radixkv.service.schemas.completions import (
     Timings,
     Usage,
 )
+from radixkv.service.schemas.structured import MAX_BIAS, CompletionLogprobs
 from radixkv.service.textstream import Stop, TextStream
+from radixkv.service.token_logprobs import shown_completion
 from radixkv.service.usage import RequestUsage, usage_of, usage_so_far
 from radixkv.service.worker import Work, finished
 from radixkv_policies.hints import Label
@@ -71,10 +74,19 @@ MAX_ECHOED_CHARS = 2**20
 _LOOP_CHARS = 2**14
 """Answers of up to this many generated tokens and repeated characters are written on the event loop, in a
 millisecond or two; longer ones in a thread."""
+_LOGPROB_CHARS = 16
+"""The cost of a token's log probability in an answer, as a number of characters."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
 """Time for a stream's reader to read the end of the stream, beyond the time of the answer."""
 _CALLS_A_TOOL: Final = RequestHints({"tool_pending": True})
+_NO_PENALTY: Final[Mapping[str, float | None]] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+}
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 
@@ -97,9 +109,20 @@ def check(
 
     ``most``: the field of the request that bounds the answer.
     """
-    _check_options(body, service.model_name)
-    _check_abilities(body, service.engine.abilities)
+    check_model(service, body.model)
+    _check_options(body)
+    _check_form(body, prompts)
+    _check_abilities(body, prompts, service.engine.abilities)
+    _check_bias(body, service.engine.limits)
     _check_room(body, prompts, service.engine.limits, most)
+
+
+def check_model(service: Service, model: str | None) -> None:
+    """Raise ApiError 404 for another model than the one that is served."""
+    if model not in (None, service.model_name):
+        raise ApiError(
+            404, "not_found", "no such model", field="model", value=model, allowed=service.model_name
+        )
 
 
 def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> int:
@@ -107,7 +130,7 @@ def default_tokens(call: Call[Service], prompt: Prompt, num_rows: int = 1) -> in
     service = call.host
     room, size = service.quotas.room(call.tenant), service.engine.limits.block_size
     left = service.rules.max_tokens - prompt.num_tokens
-    return min(DEFAULT_MAX_TOKENS, left, room.tokens_left(prompt.num_tokens, num_rows, size))
+    return min(service.answer_tokens, left, room.tokens_left(prompt.num_tokens, num_rows, size))
 
 
 class EventStream(Streamed):
@@ -122,8 +145,9 @@ class EventStream(Streamed):
         work: Work[Any],
         headers: dict[str, str],
         timeout_s: float | None = None,
+        media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._work, self._timeout_s = work, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,6 +208,8 @@ class Run:
     """
 
     most: ClassVar[str] = "max_tokens"
+    media_type = "text/event-stream"
+    """Of the answer as a stream."""
 
     def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
@@ -214,6 +240,11 @@ class Run:
         self.owner = call.owner
         self.namespace = self.service.namespace(call.tenant, body.salt, body.adapter)
         self.tally = Tally()
+        self.form: object = None
+        """What the answers are bound to, once it was compiled."""
+        self.logprobs = None if body.logprobs is None else Logprobs(body.logprobs)
+        self._num_told = [0 for _ in self.texts]
+        self._num_told_chars = [0 for _ in self.texts]
         self.is_whole = False  # whether all texts have all tokens of the generation
         self._first_token_s: float | None = None  # after its arrival
         self._bill: Written | None = None
@@ -221,6 +252,7 @@ class Run:
 
     async def whole(self) -> Response:
         """Return the reply as one JSON body."""
+        await self._prepared()
         work = self._submit()
         try:
             generation = await until_disconnect(self.call.request, self._finished(work))
@@ -229,6 +261,19 @@ class Run:
         answer = await self._written(lambda: self._answer(generation))
         self.owner.require()
         return self._told(answer)
+
+    async def _prepared(self) -> None:
+        """Compile the form of the answers, and read the vocabulary, in a thread of the tenant. Raises ArgumentError."""
+        form, engine = self.prompts[0].form, self.service.engine
+        if form is not None:
+            assert isinstance(engine, Forming)
+            compiled = partial(engine.form, self.call.tenant, form.alternatives, form.field)
+            self.form = await self._in_thread(compiled)
+        if self.logprobs is not None:
+            await self._in_thread(lambda: self.service.vocabulary.bytes_of(0))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await until_disconnect(self.call.request, self.service.threads.run(self.call.tenant, call))
 
     def _told(self, response: Response) -> Response:
         """Add the header that says why a promise was refused."""
@@ -246,6 +291,9 @@ class Run:
     @property
     def _is_long(self) -> bool:
         num_chars = sum(len(self._echo(row)) + self.texts[row].num_tokens for row in self.answered)
+        if self.logprobs is not None:
+            num_tokens = sum(text.num_tokens for text in self.texts)
+            num_chars += num_tokens * (self.logprobs.num_top + 1) * _LOGPROB_CHARS
         return self.copies * num_chars > _LOOP_CHARS
 
     async def _written(self, write: Callable[[], T]) -> T:
@@ -255,6 +303,7 @@ class Run:
     async def streamed(self) -> Response:
         """Return the reply as server-sent events, begun once the first step is done."""
         self.progress = progress = Progress()
+        await self._prepared()
         work = self._submit()
         work.future.add_done_callback(lambda _: progress.tell())
         try:
@@ -265,9 +314,9 @@ class Run:
             work.cancel()
             raise
         headers = {"X-Accel-Buffering": "no"}
-        return self._told(
-            EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
-        )
+        time_s = self._time_left() + _READING_S
+        stream = EventStream(self._events(work, progress), work, headers, time_s, self.media_type)
+        return self._told(stream)
 
     async def _finished(self, work: Work[Generation]) -> Generation:
         """Return the result of the work. If there is a bill, wait a moment until it is written, also after an error."""
@@ -495,6 +544,10 @@ class Run:
     def _sampling(self) -> dict[str, Any]:
         body = self.body
         options: dict[str, Any] = {"eos_token_id": -1} if body.ignore_eos else {}
+        penalties = _penalties(body)
+        options |= {} if penalties == Penalties() else {"penalties": penalties}
+        options |= {} if self.form is None else {"form": self.form}
+        options |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         if body.use_beam_search:
             num_beams = body.best_of or body.n
             return options | {
@@ -518,7 +571,25 @@ class Run:
         return [self._choice(row, piece, None) for row, piece in taken if piece]
 
     def _choice(self, row: int, text: str, reason: FinishReason | None) -> Choice:
-        return Choice(index=self.answered[row], text=text, finish_reason=reason)
+        return Choice(
+            index=self.answered[row], text=text, finish_reason=reason, logprobs=self._shown_logprobs(row)
+        )
+
+    def _shown_logprobs(self, row: int) -> CompletionLogprobs | None:
+        """Return the log probabilities of the tokens that a choice adds to a row, in the form of completions."""
+        if self.logprobs is None:
+            return None
+        shown = shown_completion(self.service.vocabulary, self._new_logprobs(row), self._num_told_chars[row])
+        self._num_told_chars[row] += sum(map(len, shown.tokens))
+        return shown
+
+    def _new_logprobs(self, row: int) -> list[TokenLogprobs]:
+        """Return the log probabilities of a row's tokens since the last call; of those up to a stop string."""
+        if self.logprobs is None or row >= len(self.logprobs.rows):
+            return []
+        start, found = self._num_told[row], self.logprobs.rows[row]
+        self._num_told[row] = stop = max(min(self.texts[row].num_tokens, len(found)), start)
+        return found[start:stop]
 
     def _reason(self, generation: Generation, row: int) -> FinishReason:
         return "stop" if self.texts[row].stopped or generation.finish_reasons[row] == "stop" else "length"
@@ -589,11 +660,8 @@ def _width(body: CompletionRequest) -> int:
     return 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
 
 
-def _check_options(body: CompletionRequest, model_name: str) -> None:
-    """Refuse unsupported combinations of options. Raises ApiError 404 (model) or 422."""
-    if body.model is not None and body.model != model_name:
-        message = "no such model"
-        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=model_name)
+def _check_options(body: CompletionRequest) -> None:
+    """Refuse unsupported combinations of options. Raises ApiError 422."""
     if body.stream_options is not None and not body.stream:
         problem = "stream_options is not allowed without stream; allowed: stream: true with it"
         raise invalid(problem, "stream_options", None, "stream: true with it")
@@ -622,8 +690,55 @@ def _check_options(body: CompletionRequest, model_name: str) -> None:
         raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
 
 
-def _check_abilities(body: CompletionRequest, abilities: Collection[Ability]) -> None:
+def _penalties(body: CompletionRequest) -> Penalties:
+    bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
+    return Penalties(
+        body.presence_penalty, body.frequency_penalty, body.repetition_penalty, bias, body.min_tokens
+    )
+
+
+def _check_form(body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    """Refuse what doesn't go together with log probabilities, or with an answer of a given form.
+
+    Raises ApiError 422.
+    """
+    if body.min_tokens > body.max_tokens:
+        raise refused("min_tokens", body.min_tokens, f"max_tokens is {body.max_tokens}", "at most max_tokens")
+    if body.logprobs is not None and (body.echo or body.use_beam_search):
+        reason, field = ("prompts have none", "echo") if body.echo else ("beams have none", "use_beam_search")
+        raise refused("logprobs", body.logprobs, reason, f"left out with {field}")
+    form = prompts[0].form
+    if form is None:
+        return
+    for field, neutral in (("use_beam_search", False), ("ignore_eos", False), ("min_tokens", 0)):
+        if (value := getattr(body, field)) != neutral:
+            reason = f"{form.field} asks for an answer of a given form"
+            raise refused(field, value, reason, f"{json.dumps(neutral)} with it")
+
+
+def _check_bias(body: CompletionRequest, limits: EngineLimits) -> None:
+    """Refuse ids that the model doesn't have. Raises ApiError 422."""
+    for name in body.logit_bias or ():
+        if int(name) >= limits.vocab_size:
+            reason = "it is not in the vocabulary"
+            allowed = f"ids below {limits.vocab_size}, with numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            raise refused("logit_bias", name, reason, allowed)
+
+
+def _check_abilities(
+    body: CompletionRequest, prompts: Sequence[Prompt], abilities: Collection[Ability]
+) -> None:
     """Refuse what the engine can't do. Raises ApiError 422."""
+    form = prompts[0].form
+    if form is not None and "forms" not in abilities:
+        raise refused(form.field, None, "the engine of this service binds no answer to a form", "left out")
+    if body.logprobs is not None and "logprobs" not in abilities:
+        reason = "the engine of this service tells no log probabilities"
+        raise refused("logprobs", body.logprobs, reason, "left out")
+    for field, neutral in _NO_PENALTY.items():
+        value = getattr(body, field)
+        if (value or neutral) != neutral and "penalties" not in abilities:
+            raise refused(field, value, "the engine of this service changes no scores of tokens", "left out")
     if body.use_beam_search and "beams" not in abilities:
         raise refused("use_beam_search", True, "the engine of this service has no beam search", "false")
     if not _is_greedy(body) and body.n > 1 and not body.use_beam_search and "samples" not in abilities:

@@ -15,8 +15,9 @@ import re
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -41,15 +42,23 @@ from radixkv.service.schemas.contents import (
     CachedContentUsage,
     CallAnswerPart,
     Candidate,
+    ContentModelReply,
+    ContentModelsReply,
     ContentUsage,
+    CountContentsReply,
+    CountContentsRequest,
     FunctionCallAnswer,
     GenerateContentReply,
     GenerateContentRequest,
     JoinedChat,
+    LogprobsCandidate,
+    LogprobsResult,
     NoReply,
     TextAnswerPart,
+    TopCandidates,
 )
 from radixkv.service.schemas.pins import MAX_CONTENT_CHARS
+from radixkv.service.token_logprobs import text_of
 from radixkv.service.tool_calls import ToolCall
 from radixkv.service.usage import RequestUsage
 
@@ -263,11 +272,52 @@ async def generate_content(call: Call[Service]) -> Response:
 
 
 async def stream_generate_content(call: Call[Service]) -> Response:
-    """Answer contents as a stream of server-sent events: `alt=sse`, which may be left out."""
-    alt = call.query("alt").get("alt", "sse")
-    if alt != "sse":
-        raise invalid("only server-sent events are streamed", "alt", alt, "sse")
-    return await (await _run(call)).streamed()
+    """Answer contents as a stream: one JSON array, or with `alt=sse` server-sent events."""
+    alt = call.query("alt").get("alt", "json")
+    if alt not in ("json", "sse"):
+        raise invalid("a stream is an array or server-sent events", "alt", alt, "json or sse")
+    run = await _run(call)
+    if alt == "json":
+        run.become_array()
+    return await run.streamed()
+
+
+async def count_contents(call: Call[Service]) -> Response:
+    """Count the tokens that contents have for this model, up to the opening of the answer."""
+    call.query()
+    _check_model(call.host, call.path_text("model"))
+    reading = await call.read(CountContentsRequest)
+    return reply(CountContentsReply(totalTokens=reading.prompts[0].num_tokens))
+
+
+async def list_content_models(call: Call[Service]) -> Response:
+    """List the model that this service serves, in Gemini's form."""
+    query = call.query("pageSize", "pageToken")
+    _page_size(query.get("pageSize"))
+    if query.get("pageToken"):
+        token = query["pageToken"]
+        raise invalid(
+            "pageToken is not one of a page before", "pageToken", token, "left out: there is one page"
+        )
+    return reply(ContentModelsReply(models=[_content_model(call.host)]))
+
+
+async def get_content_model(call: Call[Service]) -> Response:
+    """Return the model with this name, in Gemini's form."""
+    call.query()
+    _check_model(call.host, call.path_text("model"))
+    return reply(_content_model(call.host))
+
+
+def _content_model(service: Service) -> ContentModelReply:
+    most = service.rules.max_tokens
+    return ContentModelReply(
+        name=f"models/{service.model_name}",
+        baseModelId=service.model_name,
+        displayName=service.model_name,
+        inputTokenLimit=most,
+        outputTokenLimit=most,
+    )
 
 
 async def _run(call: Call[Service]) -> ContentRun:
@@ -277,7 +327,8 @@ async def _run(call: Call[Service]) -> ContentRun:
     body, prompt, salt = reading.body, reading.prompts[0], reading.body.salt
     if body.cachedContent is not None:
         _, mine = await _held(call, body.cachedContent.removeprefix(PREFIX))
-        prompt, salt = await _joined(call, mine, prompt.text), mine.namespace.salt
+        joined, salt = await _joined(call, mine, prompt.text), mine.namespace.salt
+        prompt = replace(joined, form=prompt.form)
     limit = service.rules.max_tokens
     if prompt.num_tokens >= limit:
         reason, allowed = f"they have {prompt.num_tokens} tokens", f"fewer than {limit} tokens"
@@ -298,6 +349,19 @@ class ContentRun(OneAnswer):
     """One answer to contents."""
 
     most = "maxOutputTokens"
+    _is_array = False
+    _num_chunks = 0
+
+    def become_array(self) -> None:
+        """Let its stream be one JSON array, whose items are the chunks."""
+        self._is_array, self.media_type = True, "application/json"
+
+    def _framed(self, chunk: dict[str, Any], *, is_last: bool = False) -> bytes:
+        if not self._is_array:
+            return event(chunk)
+        self._num_chunks += 1
+        begun = b"[" if self._num_chunks == 1 else b",\n"
+        return begun + bytes(Json(chunk).body).rstrip() + (b"]\n" if is_last else b"")
 
     def _answer(self, generation: Generation) -> Response:
         text, calls = self._read_all()
@@ -310,7 +374,7 @@ class ContentRun(OneAnswer):
         self, parts: list[TextAnswerPart | CallAnswerPart], generation: Generation | None
     ) -> GenerateContentReply:
         reason = None if generation is None else "MAX_TOKENS" if self._was_cut(generation) else "STOP"
-        candidate = {"content": AnswerContent(parts=parts), "finishReason": reason}
+        candidate = {"content": AnswerContent(parts=parts), "finishReason": reason, **self._told_logprobs()}
         return GenerateContentReply(
             candidates=[Candidate.model_validate(candidate)],
             usageMetadata=None if generation is None else _usage(self.request_usage(generation)),
@@ -318,19 +382,36 @@ class ContentRun(OneAnswer):
             responseId=self.call.id,
         )
 
+    def _told_logprobs(self) -> dict[str, Any]:
+        """Return the fields of the tokens' log probabilities, of those since the last call."""
+        found, vocabulary = self._new_logprobs(0), self.service.vocabulary
+        if not found:
+            return {}
+
+        def shown(token_id: int, logprob: float) -> LogprobsCandidate:
+            text = text_of(vocabulary, token_id)
+            return LogprobsCandidate(token=text, tokenId=token_id, logProbability=logprob)
+
+        result = LogprobsResult(
+            topCandidates=[TopCandidates(candidates=[shown(*top) for top in each.top]) for each in found],
+            chosenCandidates=[shown(each.token_id, each.logprob) for each in found],
+        )
+        mean = sum(each.logprob for each in found) / len(found)
+        return {"avgLogprobs": mean, "logprobsResult": result}
+
     async def _first_events(self) -> list[bytes]:
         return []
 
     def _chunk(self, choices: list[Choice], timings: Timings | None = None, kind: type[Json] = Json) -> bytes:
         parts = [_part(each) for choice in choices for each in self._read(choice.text, is_last=False)]
-        return event(self._generated(parts, None).model_dump(exclude_none=True)) if parts else b""
+        return self._framed(self._generated(parts, None).model_dump(exclude_none=True)) if parts else b""
 
     def _last_events(self, generation: Generation) -> list[bytes]:
         parts = [_part(each) for each in self._read(self.texts[0].take(), is_last=True)]
-        return [event(self._generated(parts, generation).model_dump())]
+        return [self._framed(self._generated(parts, generation).model_dump(), is_last=True)]
 
     def _error_event(self, error: ApiError) -> bytes:
-        return event(GOOGLE.write(error, self.call.id)[1])
+        return self._framed(GOOGLE.write(error, self.call.id)[1], is_last=True)
 
 
 def _part(part: str | ToolCall) -> TextAnswerPart | CallAnswerPart:
@@ -430,10 +511,45 @@ ENDPOINTS = (
         stream_generate_content,
         "Answer contents as a stream",
         "tenant",
-        {200: {"text/event-stream": "events"}},
+        {200: {"application/json": list[GenerateContentReply], "text/event-stream": "events"}},
         body=GenerateContentRequest,
-        query={"alt": "sse, or left out"},
+        query={"alt": "sse: server-sent events; json, or left out: one JSON array"},
         errors=(404, 409, 429, 503),
+        dialect=GOOGLE,
+    ),
+    Endpoint(
+        "POST",
+        "/v1beta/models/{model}:countTokens",
+        count_contents,
+        "Count the tokens of contents",
+        "tenant",
+        {200: CountContentsReply},
+        body=CountContentsRequest,
+        errors=(404,),
+        dialect=GOOGLE,
+    ),
+    Endpoint(
+        "GET",
+        "/v1beta/models",
+        list_content_models,
+        "List models in Gemini's form",
+        "tenant",
+        {200: ContentModelsReply},
+        query={
+            "pageSize": f"most models in an answer, 1 to {MAX_PAGE}",
+            "pageToken": "left out: there is one page",
+        },
+        errors=(422,),
+        dialect=GOOGLE,
+    ),
+    Endpoint(
+        "GET",
+        "/v1beta/models/{model}",
+        get_content_model,
+        "Get a model in Gemini's form",
+        "tenant",
+        {200: ContentModelReply},
+        errors=(404, 422),
         dialect=GOOGLE,
     ),
 )

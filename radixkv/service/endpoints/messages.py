@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from radixkv.service.dialects import ANTHROPIC
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.endpoints.completions import check, event
+from radixkv.service.endpoints.completions import check, check_model, event
 from radixkv.service.endpoints.one_answer import OneAnswer, computed_ahead
 from radixkv.service.problems import ApiError, Json, refused
 from radixkv.service.prompts import Prompt
@@ -59,6 +59,7 @@ async def messages(call: Call[Service]) -> Response:
 async def count_tokens(call: Call[Service]) -> Response:
     """Count the tokens that a conversation has for this model, up to the opening of the answer."""
     reading = await call.read(CountTokensRequest)
+    check_model(call.host, reading.body.model)
     return reply(CountTokensReply(input_tokens=reading.prompts[0].num_tokens))
 
 
@@ -223,6 +224,7 @@ ENDPOINTS = (
         "tenant",
         {200: CountTokensReply},
         body=CountTokensRequest,
+        errors=(404,),
         dialect=ANTHROPIC,
     ),
 )

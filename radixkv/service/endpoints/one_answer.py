@@ -34,6 +34,9 @@ class OneAnswer(Run):
         self._reader = ToolCallReader() if prompt.has_tools else None
         self.has_calls = False
 
+    def _shown_logprobs(self, row: int) -> None:
+        """A choice has none: events and answers have them in the provider's form."""
+
     def _look(self, namespace: Namespace) -> None:
         if self.progress is not None:
             self.num_found = self.service.cache.match(namespace, self.prompts[0].key).num_tokens

@@ -13,16 +13,19 @@ from starlette.responses import Response
 
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.endpoints.completions import check, default_tokens, event
+from radixkv.service.endpoints.completions import check, check_model, default_tokens, event
 from radixkv.service.endpoints.one_answer import OneAnswer, computed_ahead
 from radixkv.service.problems import ApiError, Json, refused
 from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.completions import Choice, CompletionRequest, Timings
 from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.responses import (
+    IN_NAMESPACE,
     CacheDiagnosis,
     IncompleteDetails,
     InputDetails,
+    InputTokensReply,
+    InputTokensRequest,
     OutputCall,
     OutputMessage,
     OutputText,
@@ -31,6 +34,8 @@ from radixkv.service.schemas.responses import (
     ResponseUsage,
     WriteDetails,
 )
+from radixkv.service.schemas.structured import TokenLogprob
+from radixkv.service.token_logprobs import shown_tokens
 from radixkv.service.tool_calls import ToolCall
 from radixkv.service.usage import TTL_12H, TTL_30M, RequestUsage
 
@@ -55,6 +60,13 @@ async def responses(call: Call[Service]) -> Response:
     run = ResponseRun(call, order, prompt, has_diagnosis=has_diagnosis)
     run.uses_cache = uses_cache(options, len(prompt.asked))
     return await (run.streamed() if body.stream else run.whole())
+
+
+async def count_input_tokens(call: Call[Service]) -> Response:
+    """Count the tokens that a conversation has for this model, up to the opening of the answer."""
+    reading = await call.read(InputTokensRequest)
+    check_model(call.host, reading.body.model)
+    return reply(InputTokensReply(input_tokens=reading.prompts[0].num_tokens))
 
 
 def _room(call: Call[Service], prompt: Prompt) -> int:
@@ -103,13 +115,16 @@ class ResponseRun(OneAnswer):
         self._items: list[OutputMessage | OutputCall] = []
         self._open: str | None = None
         self._pieces_of_text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        """Of the open text."""
 
     def _answer(self, generation: Generation) -> Response:
         text, calls = self._read_all()
         was_cut = self._was_cut(generation)
         output: list[OutputMessage | OutputCall] = [_call_of(each) for each in calls]
         if text is not None:
-            output.insert(0, _message(_new_id("msg"), text, was_cut=was_cut))
+            message = _message(_new_id("msg"), text, self._told_logprobs(), was_cut=was_cut)
+            output.insert(0, message)
         return self._sent(self._response(output, generation))
 
     def _response(
@@ -147,7 +162,14 @@ class ResponseRun(OneAnswer):
             return self._text_ended(was_cut=False) + self._called(_call_of(part))
         begun = self._text_begun()
         self._pieces_of_text.append(part)
-        return begun + self._event("response.output_text.delta", **self._place, delta=part, logprobs=[])
+        new = self._told_logprobs()
+        self._logprobs += new
+        told = [each.model_dump() for each in new]
+        return begun + self._event("response.output_text.delta", **self._place, delta=part, logprobs=told)
+
+    def _told_logprobs(self) -> list[TokenLogprob]:
+        """Return the log probabilities of the tokens since the last call."""
+        return shown_tokens(self.service.vocabulary, self._new_logprobs(0))
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -167,12 +189,11 @@ class ResponseRun(OneAnswer):
         if self._open is None:
             return b""
         text = "".join(self._pieces_of_text)
-        message = _message(self._open, text, was_cut=was_cut)
-        done = self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-        done += self._event(
-            "response.content_part.done", **self._place, part=OutputText(text=text).model_dump()
-        )
-        self._open, self._pieces_of_text = None, []
+        message = _message(self._open, text, self._logprobs, was_cut=was_cut)
+        (part,) = (each.model_dump() for each in message.content)
+        done = self._event("response.output_text.done", **self._place, text=text, logprobs=part["logprobs"])
+        done += self._event("response.content_part.done", **self._place, part=part)
+        self._open, self._pieces_of_text, self._logprobs = None, [], []
         return done + self._done(message)
 
     def _called(self, item: OutputCall) -> bytes:
@@ -215,16 +236,19 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _message(item_id: str, text: str, *, was_cut: bool) -> OutputMessage:
-    status = "incomplete" if was_cut else "completed"
-    return OutputMessage.model_validate({"id": item_id, "status": status, "content": [OutputText(text=text)]})
+def _message(item_id: str, text: str, logprobs: list[TokenLogprob], *, was_cut: bool) -> OutputMessage:
+    content = [OutputText(text=text, logprobs=logprobs)]
+    return OutputMessage(id=item_id, status="incomplete" if was_cut else "completed", content=content)
 
 
 def _call_of(call: ToolCall) -> OutputCall:
+    namespace, _, name = call.name.partition(IN_NAMESPACE)
+    is_inside = bool(namespace and name)
     return OutputCall(
         id=_new_id("fc"),
         call_id=_new_id("call"),
-        name=call.name,
+        namespace=namespace if is_inside else None,
+        name=name if is_inside else call.name,
         arguments=call.arguments,
         status="completed",
     )
@@ -256,6 +280,17 @@ ENDPOINTS = (
         {200: {"application/json": ResponseReply, "text/event-stream": "events"}},
         body=ResponsesRequest,
         errors=(404, 409, 429, 501, 503),
+        dialect=OPENAI,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        "Count the tokens of a response's input",
+        "tenant",
+        {200: InputTokensReply},
+        body=InputTokensRequest,
+        errors=(404,),
         dialect=OPENAI,
     ),
 )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from radixkv.service.endpoint import Call, Endpoint
-from radixkv.service.problems import ApiError, LongJson
+from radixkv.service.endpoints.completions import check_model
+from radixkv.service.problems import LongJson
 from radixkv.service.schemas.tokenizing import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -24,7 +25,7 @@ async def tokenize(call: Call[Service]) -> Response:
     """Return the token ids of a text, or of messages of a chat."""
     reading = await call.read(TokenizeRequest)
     service, prompt = call.host, reading.prompts[0]
-    _check_model(service, reading.body.model)
+    check_model(service, reading.body.model)
     length = service.engine.limits.max_model_len
 
     def written() -> TokenizeReply:
@@ -36,18 +37,13 @@ async def tokenize(call: Call[Service]) -> Response:
 async def detokenize(call: Call[Service]) -> Response:
     """Return the text of token ids, without special ones."""
     reading = await call.read(DetokenizeRequest)
-    _check_model(call.host, reading.body.model)
+    check_model(call.host, reading.body.model)
     text = reading.prompts[0].text
     return await call.host.threads.run(call.tenant, lambda: _json(DetokenizeReply(prompt=text)))
 
 
 def _json(answer: ReplyBody) -> Response:
     return LongJson(answer.model_dump())
-
-
-def _check_model(service: Service, model: str | None) -> None:
-    if model not in (None, service.model_name):
-        raise ApiError(404, "not_found", "no such model", field="model", value=model)
 
 
 ENDPOINTS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,14 +19,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from radixkv.service.schemas.ignored import NOT_SUPPORTED, Drops, without_ignored
+
 MAX_NAME = 256
 
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the one error that reports all unknown fields of an object."""
-
-
-NOT_SUPPORTED = "not_supported"
-"""Type of the error of a field that allows only its neutral values. The context of the error names them."""
 
 TWO_VALUES = "two_values"
 """Type of the error of a field and its other name with different values."""
@@ -46,14 +44,31 @@ class RequestBody(BaseModel):
     other_names: ClassVar[Mapping[str, str]] = {}
     """Fields that are other names of fields. A body may have both if their values are equal."""
 
-    max_values: ClassVar[int | None] = None
-    """Most JSON values of a body, if that is less than all its lists at their longest. None: no further bound."""
+    value_bytes: ClassVar[int | None] = None
+    """A long body may have one JSON value for this many bytes. None: as many as its schema allows.
+
+    With it, the fields in ``without_prompts`` may have lists and maps without a maximum."""
+
+    drops: ClassVar[Drops] = {}
+    """Fields that change nothing and are dropped: see ``schemas.ignored``."""
+
+    types: ClassVar[tuple[str, ...]] = ()
+    """The values that ``type`` may have, if it is given. A body of another type gets an error about that alone."""
+
+    def without_long(self) -> Self:
+        """Return the body without what isn't needed once its prompts were read."""
+        return self.model_copy(update=dict(self.without_prompts)) if self.without_prompts else self
 
     @model_validator(mode="before")
     @classmethod
     def _known_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if cls.types and data.get("type") is not None and data["type"] not in cls.types:
+            allowed = " or ".join(map(json.dumps, cls.types))
+            found = {"name": "type", "value": data["type"], "allowed": allowed}
+            raise PydanticCustomError(TWO_VALUES, "another type", found)
+        data = without_ignored(data, cls.drops)
         known = _names(cls)
         unknown = [name for name in data if name not in known]
         if unknown:
@@ -69,6 +84,19 @@ class RequestBody(BaseModel):
                 }
                 raise PydanticCustomError(TWO_VALUES, "another value than {name}", found)
         return given
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema of the fields, with those that are dropped."""
+        found = handler(schema)
+        own = handler.resolve_ref_schema(found)
+        own["properties"] = {
+            **own.get("properties", {}),
+            **{name: each.schema() for name, each in cls.drops.items()},
+        }
+        return found
 
 
 class Neutral:

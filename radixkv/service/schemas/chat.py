@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas import ignored
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
 from radixkv.service.schemas.completions import (
     MAX_CHOICES,
     CompletionRequest,
     Hints,
+    LogitBias,
+    Penalty,
     PromptTokensDetails,
+    RepetitionPenalty,
     Stop,
     StreamOptions,
     Timings,
@@ -22,41 +25,29 @@ from radixkv.service.schemas.completions import (
     answered,
 )
 from radixkv.service.schemas.conversations import (
-    MAX_CALLS,
-    MAX_PARTS,
     MAX_TOOLS,
-    MAX_TURNS,
-    MAX_VALUES,
     Breakpoint,
+    CalledName,
     CallId,
     ConversationBody,
     JsonObject,
     ToolName,
-    text_of,
+    arguments_of,
+    content_of,
 )
 from radixkv.service.schemas.prompt_caching import (
     CacheOptions,
     MarkedPart,
-    Retention,
     latest,
     marks_of,
     ttl_of,
     whole_prompt,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import MAX_TOP_LOGPROBS, ChoiceLogprobs, ResponseFormat, Wanted
 
 DEFAULT_MAX_TOKENS = 4096
 """Most tokens of an answer if the request doesn't say, within the model's length."""
-
-
-def _is_object(text: str) -> str:
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("value_error", "a JSON object as text")
-    return text
 
 
 def _content_form(value: Any) -> str:
@@ -64,75 +55,101 @@ def _content_form(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[list[MarkedPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[MarkedPart], Field(fail_fast=True), Tag("many")],
     Discriminator(_content_form),
 ]
 """A content as one text or as parts."""
 
 
-ArgumentsText = Annotated[str, AfterValidator(_is_object), WithJsonSchema({"type": "string"})]
-"""Arguments of a call as the text of a JSON object."""
-
-
 class CalledFunction(RequestBody):
     """The function of a call."""
 
-    name: ToolName
-    arguments: ArgumentsText
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALLED
+
+    name: CalledName
+    arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
 
 
 class Call(RequestBody):
     """A call that the assistant made."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALL
+    types: ClassVar[tuple[str, ...]] = ("function",)
+
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    def shown(self) -> dict[str, Any]:
+        """Return the call in the form that chat templates take."""
+        return call_of(self.id, self.function.name, arguments_of(self.function.arguments))
+
+
+def call_of(call_id: str, name: str, arguments: object) -> dict[str, Any]:
+    """Return a call in the form that chat templates take."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatMessage(RequestBody):
     """One message. ``developer`` is another name of ``system``."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="text, or parts that are text")
-    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
-    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        None, description="the name of who speaks, for templates that write it"
+    )
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
-    refusal: Annotated[Any, Neutral()] = None
-    audio: Annotated[Any, Neutral()] = None
-    function_call: Annotated[Any, Neutral()] = None
-    annotations: Annotated[Any, Neutral([])] = None
 
     def turn(self) -> dict[str, Any]:
         """Return the message in the form that chat templates take."""
         role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {"role": role, "content": text_of(self.content)}
+        content = content_of(self.content)
+        turn: dict[str, Any] = {
+            "role": role,
+            "content": "" if content is None and role != "assistant" else content,
+        }
+        if self.name is not None:
+            turn["name"] = self.name
         if self.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": json.loads(call.function.arguments or "{}"),
-                    },
-                }
-                for call in self.tool_calls
-            ]
+            turn["tool_calls"] = [call.shown() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
 class FunctionSpec(RequestBody):
     """A function that the model may call."""
 
+    drops: ClassVar[ignored.Drops] = ignored.CHAT_FUNCTION
+
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
-    strict: Annotated[Any, Neutral(False)] = None
+
+
+class NamedFunction(RequestBody):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(RequestBody):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def choice_form(value: Any) -> str:
+    """Return the tag of a tool choice's form."""
+    return "one" if isinstance(value, dict) else "text"
 
 
 class ToolSpec(RequestBody):
     """A tool. Only functions are served."""
+
+    types: ClassVar[tuple[str, ...]] = ("function",)
 
     type: Literal["function"]
     function: FunctionSpec
@@ -141,13 +158,13 @@ class ToolSpec(RequestBody):
 class ChatRequest(ConversationBody):
     """OpenAI's chat request with OpenAI's defaults, and salt, adapter, hints, top_k and ignore_eos.
 
-    ``model``, ``user``, ``safety_identifier`` and ``name`` change no answer. ``prompt_cache_key`` names a session for
-    the eviction policy: it separates nothing, since the tenant and the salt do.
+    ``prompt_cache_key`` names a session for the eviction policy: it separates nothing, since the tenant and the salt
+    do.
     """
 
     model_config = ConfigDict(json_schema_extra=answered)
-    without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None}
-    max_values: ClassVar[int | None] = MAX_VALUES
+    without_prompts: ClassVar[Mapping[str, object]] = {"messages": [], "tools": None, "response_format": None}
+    drops: ClassVar[ignored.Drops] = ignored.CHAT
     other_names: ClassVar[Mapping[str, str]] = {
         **ConversationBody.other_names,
         "max_completion_tokens": "max_tokens",
@@ -156,12 +173,20 @@ class ChatRequest(ConversationBody):
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
     )
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
         description="the conversation; the model's chat template makes its text"
     )
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="none: the tools aren't shown to the model; no call can be forced"
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedTool, Tag("one")],
+            Discriminator(choice_form),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="none: the tools aren't shown to the model; required: the answer is calls of them; a tool: the "
+        "answer is a call of it",
     )
     adapter: Adapter | None = None
     hints: Hints | None = None
@@ -186,31 +211,34 @@ class ChatRequest(ConversationBody):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of a session, for the eviction policy; separates nothing"
     )
-    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
-    safety_identifier: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
-        None, description="changes nothing"
-    )
-    prompt_cache_retention: Retention | None = None
     prompt_cache_options: CacheOptions | None = None
-    logprobs: Annotated[Any, Neutral(False)] = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
-    logit_bias: Annotated[Any, Neutral({})] = None
-    presence_penalty: Annotated[Any, Neutral(0)] = None
-    frequency_penalty: Annotated[Any, Neutral(0)] = None
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True)] = None
-    modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Annotated[Any, Neutral()] = None
-    prediction: Annotated[Any, Neutral()] = None
-    moderation: Annotated[Any, Neutral()] = None
-    functions: Annotated[Any, Neutral([])] = None
-    function_call: Annotated[Any, Neutral("none")] = None
-    web_search_options: Annotated[Any, Neutral()] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
-    verbosity: Annotated[Any, Neutral("medium")] = None
-    metadata: Annotated[Any, Neutral({})] = None
-    store: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
+    logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with logprobs: of as many of the likeliest tokens at each place",
+    )
+    logit_bias: LogitBias | None = Field(None, description="added to the scores of tokens, by id as text")
+    presence_penalty: Penalty = Field(
+        0.0, description="subtracted from the scores of tokens that the answer has"
+    )
+    frequency_penalty: Penalty = Field(0.0, description="the same, for each time")
+    repetition_penalty: RepetitionPenalty = Field(
+        1.0, description="scores of tokens of prompt and answer are divided by it, negative ones multiplied"
+    )
+    min_tokens: int = Field(
+        0, ge=0, le=2**31 - 1, description="no end-of-sequence token before so many tokens"
+    )
+    response_format: ResponseFormat | None = Field(None, description="JSON, or JSON of a schema")
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced answer has one call")
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            found = {"name": "top_logprobs", "value": self.top_logprobs, "allowed": "logprobs: true with it"}
+            raise PydanticCustomError(TWO_VALUES, "without logprobs", found)
+        return self
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""
@@ -222,13 +250,26 @@ class ChatRequest(ConversationBody):
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        choice, wanted = self.tool_choice, self.response_format
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return Wanted(
+            None if wanted is None else wanted.schema_of_answer,
+            "response_format",
+            choice == "required" or name is not None,
+            None if name is None else (name,),
+            name is not None or self.parallel_tool_calls is False,
+        )
+
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints that are written."""
         options, turns, tools = self.prompt_cache_options, self.turns(), self.tool_specs()
         found: list[Breakpoint] = []
         for index, number, mark in latest(marks_of([each.content for each in self.messages]), options):
             content = (self.messages[index].content or [])[:number]
-            last = {"role": turns[index]["role"], "content": text_of(content)}
+            last = {name: value for name, value in turns[index].items() if name != "tool_calls"}
+            last["content"] = content_of(content)
             found.append(Breakpoint([*turns[:index], last], tools, ttl_of(mark, options)))
         return [*found, *whole_prompt(turns, tools, options)]
 
@@ -241,7 +282,7 @@ class ChatRequest(ConversationBody):
             name: getattr(self, name)
             for name in (
                 "model", "salt", "adapter", "n", "temperature", "top_p", "top_k", "seed", "stop", "stream",
-                "ignore_eos",
+                "ignore_eos", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
             )
         }  # fmt: skip
         return CompletionRequest.model_validate(
@@ -250,7 +291,8 @@ class ChatRequest(ConversationBody):
                 "prompt": "-",
                 "hints": hints,
                 "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
-                "stream_options": self.stream_options,
+                "stream_options": self.stream_options if self.stream else None,
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             }
         )
 
@@ -285,7 +327,7 @@ class ChatChoice(ReplyBody):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 

@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from radixkv.errors import shown
 from radixkv.index.pins import MAX_TTL_S
-from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody, Seconds
+from radixkv.service.schemas.base import (
+    MAX_NAME,
+    Neutral,
+    ReplyBody,
+    RequestBody,
+    Seconds,
+    first_at_most,
+)
+from radixkv.service.schemas.ignored import COMPLETIONS, STREAM, Drops
 from radixkv.service.schemas.prompts import Adapter, Salted, Text, TokenIds, either
+from radixkv.service.schemas.structured import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_TOP_LOGPROBS,
+    CompletionLogprobs,
+    ResponseFormat,
+)
 
 MAX_CHOICES = 32
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""Each costs time for each character of an answer. OpenAI documents 4 as the most, Google 5, Anthropic none."""
 MAX_STOP_CHARS = 256
 MAX_PROMPTS = 64
 MAX_LABELS = 16
@@ -53,11 +70,12 @@ Stop = Annotated[
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
+    drops: ClassVar[Drops] = STREAM
+
     include_usage: bool = Field(default=False, description="one more event at the end, with the usage")
     continuous_usage_stats: bool = Field(
         default=False, description="with include_usage: every event has the usage so far"
     )
-    include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
 _OWN_FIELDS = ("priority", "priority_duration_s")
@@ -148,17 +166,16 @@ def related(schema: dict[str, Any]) -> None:
         for each in _choices({"minimum": 1})
     ]
     answered(schema)
-    schema["allOf"].append({"anyOf": [*drawn, *searched]})
+    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+    schema["allOf"] += [
+        {"anyOf": [*drawn, *searched]},
+        {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, streamed]},
+    ]
 
 
 def answered(schema: dict[str, Any]) -> None:
-    """Add to the JSON schema what holds for every request of an answer: one of two names, options for streams only."""
-    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
-    schema["allOf"] = [
-        either("cache_salt", "salt"),
-        either("max_completion_tokens", "max_tokens"),
-        {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, streamed]},
-    ]
+    """Add to the JSON schema what holds for every request of an answer: one of two names."""
+    schema["allOf"] = [either("cache_salt", "salt"), either("max_completion_tokens", "max_tokens")]
 
 
 def _choices(best_of_one: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,17 +197,55 @@ TopK = Annotated[
 ]
 
 
+def _num_logprobs(value: Any) -> Any:
+    return None if value is False else value
+
+
+NumLogprobs = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+    BeforeValidator(_num_logprobs),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}, {"const": False}]}
+    ),
+]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10.0)]
+
+
+def _bias_ids(biases: dict[str, float]) -> dict[str, float]:
+    for name in biases:
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise ValueError('token ids as text, such as "42", with numbers')
+    return biases
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    first_at_most(MAX_BIASES),
+    AfterValidator(_bias_ids),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"type": "string", "pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        }
+    ),
+]
+
+
 class CompletionRequest(Salted):
     """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
     Fields of other servers that would change the output and aren't supported allow only their neutral values.
-    ``user`` changes nothing. ``prompt_cache_key`` changes no answer: it labels the session.
+    ``prompt_cache_key`` changes no answer: it labels the session.
     """
 
     model_config = ConfigDict(json_schema_extra=related)
     other_names: ClassVar[Mapping[str, str]] = {**Salted.other_names, "max_completion_tokens": "max_tokens"}
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "user": None}
+    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "response_format": None}
+    drops: ClassVar[Drops] = COMPLETIONS
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
@@ -224,21 +279,29 @@ class CompletionRequest(Salted):
     )
     ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
     echo: bool = Field(False, description="begin each completion with its prompt")
-    user: str | None = Field(None, description="changes nothing")
     prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="the session, for the tenant's eviction policy, unless the hints have that label"
     )
     suffix: Annotated[Any, Neutral("")] = None
-    logprobs: Annotated[Any, Neutral(False)] = None
+    logprobs: NumLogprobs | None = Field(
+        None,
+        description="log probabilities of the tokens, and of as many of the likeliest ones at each place",
+    )
     top_logprobs: Annotated[Any, Neutral(0)] = None
     prompt_logprobs: Annotated[Any, Neutral()] = None
-    logit_bias: Annotated[Any, Neutral({})] = None
-    presence_penalty: Annotated[Any, Neutral(0)] = None
-    frequency_penalty: Annotated[Any, Neutral(0)] = None
-    repetition_penalty: Annotated[Any, Neutral(1)] = None
+    logit_bias: LogitBias | None = Field(None, description="added to the scores of tokens, by id as text")
+    presence_penalty: Penalty = Field(
+        0.0, description="subtracted from the scores of tokens that the answer has"
+    )
+    frequency_penalty: Penalty = Field(0.0, description="the same, for each time")
+    repetition_penalty: RepetitionPenalty = Field(
+        1.0, description="scores of tokens of prompt and answer are divided by it, negative ones multiplied"
+    )
     length_penalty: Annotated[Any, Neutral(1)] = None
     min_p: Annotated[Any, Neutral(0)] = None
-    min_tokens: Annotated[Any, Neutral(0)] = None
+    min_tokens: int = Field(
+        0, ge=0, le=2**31 - 1, description="no end-of-sequence token before so many tokens"
+    )
     stop_token_ids: Annotated[Any, Neutral([])] = None
     bad_words: Annotated[Any, Neutral([])] = None
     allowed_token_ids: Annotated[Any, Neutral()] = None
@@ -247,12 +310,9 @@ class CompletionRequest(Salted):
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     truncate_prompt_tokens: Annotated[Any, Neutral()] = None
     return_token_ids: Annotated[Any, Neutral(False)] = None
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
+    response_format: ResponseFormat | None = Field(None, description="JSON, or JSON of a schema")
     early_stopping: Annotated[Any, Neutral(False)] = None
     tools: Annotated[Any, Neutral([])] = None
-    metadata: Annotated[Any, Neutral({})] = None
-    store: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
 
     @property
     def stops(self) -> list[str]:
@@ -267,7 +327,7 @@ class Choice(ReplyBody):
 
     index: int = Field(description="prompt-major: index of the prompt × n + number of the completion")
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = Field(
         description="stop: a stop text or the end-of-sequence token; length: max_tokens; null: not finished yet"
     )

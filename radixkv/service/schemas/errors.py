@@ -61,6 +61,11 @@ class AnthropicErrorDetail(ReplyBody):
 
     type: str = Field(description="invalid_request_error, rate_limit_error, overloaded_error and the like")
     message: str
+    details: dict[str, Any] | None = Field(
+        default=None,
+        description="only for thread, which isn't served: by it clients go on without",
+        exclude_if=lambda details: details is None,
+    )
 
 
 class AnthropicErrorReply(ReplyBody):

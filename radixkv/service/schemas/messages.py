@@ -14,31 +14,33 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, Neutral, ReplyBody, RequestBody
+from radixkv.service.schemas import ignored
+from radixkv.service.schemas.base import MAX_NAME, TWO_VALUES, ReplyBody, RequestBody
+from radixkv.service.schemas.chat import call_of
 from radixkv.service.schemas.completions import CompletionRequest, Hints, Stop, TopK
 from radixkv.service.schemas.conversations import (
-    MAX_TOOLS,
-    MAX_TURNS,
-    MAX_VALUES,
     Breakpoint,
+    CalledName,
     CallId,
     ConversationBody,
     JsonObject,
     TextPart,
     ToolName,
-    text_of,
+    content_of,
+    joined,
 )
 from radixkv.service.schemas.prompts import Adapter
+from radixkv.service.schemas.structured import JsonSchema, Wanted
 from radixkv.service.usage import TTL_1H, TTL_5M
 
-MAX_BLOCKS = 32
 MAX_BREAKPOINTS = 4
-MAX_RESULT_PARTS = 8
 _TTLS: Mapping[str, int] = {"5m": TTL_5M, "1h": TTL_1H}
 
 
 class CacheControl(RequestBody):
     """A breakpoint: the prefix up to here stays resident for the time, within the tenant's budget."""
+
+    drops: ClassVar[ignored.Drops] = ignored.CACHE_CONTROL
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -52,20 +54,27 @@ class CacheControl(RequestBody):
 class TextBlock(TextPart):
     """A text."""
 
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_TEXT
+
     cache_control: CacheControl | None = None
-    citations: Annotated[Any, Neutral()] = None
+
+
+class ContentBlock(TextBlock):
+    """A text of a message, beside calls and results."""
+
+    types: ClassVar[tuple[str, ...]] = ("text", "tool_use", "tool_result")
 
 
 class ToolUseBlock(RequestBody):
     """A call that the assistant made."""
 
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_CALL
+
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
+    name: CalledName
     input: JsonObject
     cache_control: CacheControl | None = None
-    caller: Annotated[Any, Neutral({"type": "direct"})] = None
-    toolset_name: Annotated[Any, Neutral()] = None
 
 
 def _result_form(value: Any) -> str:
@@ -73,21 +82,20 @@ def _result_form(value: Any) -> str:
 
 
 class ToolResultBlock(RequestBody):
-    """The result of a call. ``is_error`` changes nothing: the model reads the content."""
+    """The result of a call."""
+
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_RESULT
 
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: (
         Annotated[
-            Annotated[str, Tag("one")]
-            | Annotated[list[TextBlock], Field(max_length=MAX_RESULT_PARTS, fail_fast=True), Tag("many")],
+            Annotated[str, Tag("one")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("many")],
             Discriminator(_result_form),
         ]
         | None
     ) = None
-    is_error: bool = Field(False, description="changes nothing")
     cache_control: CacheControl | None = None
-    toolset_name: Annotated[Any, Neutral()] = None
 
 
 def _block_form(value: Any) -> str:
@@ -96,7 +104,7 @@ def _block_form(value: Any) -> str:
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
+    Annotated[ContentBlock, Tag("text")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(_block_form),
@@ -112,8 +120,7 @@ class TurnMessage(RequestBody):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Annotated[str, Tag("one")]
-        | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("many")],
+        Annotated[str, Tag("one")] | Annotated[list[Block], Field(fail_fast=True), Tag("many")],
         Discriminator(_content_form),
     ] = Field(description="text, or blocks: texts, calls of tools and their results")
 
@@ -143,44 +150,42 @@ class TurnMessage(RequestBody):
 
     def turns(self, num_blocks: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield the turns of its first blocks, in the form that chat templates take."""
-        blocks = self.blocks[:num_blocks]
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        blocks = self.content[:num_blocks]
         calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-        if calls:
-            texts = (block for block in blocks if isinstance(block, TextBlock))
-            yield {"role": self.role, "content": text_of(texts), "tool_calls": calls}
+        if calls or not blocks:
+            texts = content_of(block for block in blocks if isinstance(block, TextBlock))
+            yield {"role": self.role, "content": texts or None} | ({"tool_calls": calls} if calls else {})
             return
         for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
             if is_result:
                 yield from (_result(block) for block in group if isinstance(block, ToolResultBlock))
             else:
-                yield {
-                    "role": self.role,
-                    "content": text_of(block for block in group if isinstance(block, TextBlock)),
-                }
+                texts = content_of(block for block in group if isinstance(block, TextBlock))
+                yield {"role": self.role, "content": texts}
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}
+    return call_of(block.id, block.name, block.input)
 
 
 def _result(block: ToolResultBlock) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(block.content) or ""}
 
 
 class MessageTool(RequestBody):
     """A tool that the client runs. Tools of the provider's servers aren't served."""
+
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_TOOL
+    types: ClassVar[tuple[str, ...]] = ("custom",)
 
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
     input_schema: JsonObject = Field(description="JSON schema of the input")
     cache_control: CacheControl | None = None
-    allowed_callers: Annotated[Any, Neutral(["direct"])] = None
-    defer_loading: Annotated[Any, Neutral(False)] = None
-    eager_input_streaming: Annotated[Any, Neutral(False)] = None
-    input_examples: Annotated[Any, Neutral([])] = None
-    strict: Annotated[Any, Neutral(False)] = None
 
     def spec(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates take."""
@@ -192,16 +197,37 @@ class MessageTool(RequestBody):
 
 
 class ToolChoice(RequestBody):
-    """Whether the model sees the tools. No call can be forced."""
+    """Whether the model sees the tools, and has to call one: any, or the one of this name."""
 
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: Annotated[Any, Neutral(False)] = None
+    type: Literal["auto", "none", "any", "tool"]
+    name: ToolName | None = Field(None, description="with the type tool")
+    disable_parallel_tool_use: bool = Field(False, description="true: a forced answer has one call")
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            found = {
+                "name": "name",
+                "value": self.name,
+                "allowed": "a name with the type tool, and only with it",
+            }
+            raise PydanticCustomError(TWO_VALUES, "a name without its type", found)
+        return self
 
 
-class Metadata(RequestBody):
-    """Facts about the request."""
+class JsonOutput(RequestBody):
+    """JSON of a schema."""
 
-    user_id: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(None, description="changes nothing")
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(validation_alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer."""
+
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_OUTPUT
+
+    format: JsonOutput | None = None
 
 
 class Diagnostics(RequestBody):
@@ -213,31 +239,35 @@ class Diagnostics(RequestBody):
 class CountTokensRequest(ConversationBody):
     """A chat in Anthropic's form: the system text, messages and tools."""
 
-    without_prompts: ClassVar[Mapping[str, object]] = {"system": None, "messages": [], "tools": None}
-    max_values: ClassVar[int | None] = MAX_VALUES
+    without_prompts: ClassVar[Mapping[str, object]] = {
+        "system": None,
+        "messages": [],
+        "tools": None,
+        "output_config": None,
+        "output_format": None,
+    }
+    drops: ClassVar[ignored.Drops] = ignored.MESSAGES
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         None, description="name of the served model; null: that model"
     )
     system: (
         Annotated[
-            Annotated[str, Tag("one")]
-            | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("many")],
+            Annotated[str, Tag("one")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("many")],
             Discriminator(_content_form),
         ]
         | None
     ) = Field(None, description="the system's text, or its blocks")
-    messages: Annotated[list[TurnMessage], Field(max_length=MAX_TURNS, fail_fast=True)] = Field(
+    messages: Annotated[list[TurnMessage], Field(fail_fast=True)] = Field(
         description="the conversation; the last message is the user's"
     )
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[MessageTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = Field(
         None, description="a breakpoint at the end of the last message"
     )
-    thinking: Annotated[Any, Neutral({"type": "disabled"})] = None
-    output_config: Annotated[Any, Neutral({})] = None
-    speed: Annotated[Any, Neutral("standard")] = None
+    output_config: OutputConfig | None = Field(None, description="the form of the answer: JSON of a schema")
+    output_format: JsonOutput | None = Field(None, description="another name of output_config.format")
 
     @field_validator("messages")
     @classmethod
@@ -263,12 +293,31 @@ class CountTokensRequest(ConversationBody):
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the system text and the messages in the form that chat templates take."""
-        return [*self._system_turns(None), *(turn for message in self.messages for turn in message.turns())]
+        messages = joined(turn for message in self.messages for turn in message.turns())
+        return [*self._system_turns(None), *messages]
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call."""
         is_hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if is_hidden else [tool.spec() for tool in self.tools or ()]
+
+    def wanted(self) -> Wanted:
+        """Return what the answer has to be."""
+        form = (
+            self.output_format
+            if self.output_config is None
+            else self.output_config.format or self.output_format
+        )
+        choice = self.tool_choice
+        must_call = choice is not None and choice.type in ("any", "tool")
+        name = None if choice is None else choice.name
+        return Wanted(
+            None if form is None else form.schema_,
+            "output_config.format",
+            must_call,
+            None if name is None else (name,),
+            choice is not None and (choice.type == "tool" or choice.disable_parallel_tool_use),
+        )
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints: at tools, in the system text, in messages, and at the end."""
@@ -281,7 +330,7 @@ class CountTokensRequest(ConversationBody):
         if self.system is None:
             return []
         blocks = self.system if isinstance(self.system, str) else self.system[:num_blocks]
-        return [{"role": "system", "content": text_of(blocks)}]
+        return [{"role": "system", "content": content_of(blocks)}]
 
     def _marks(self) -> Iterator[tuple[Literal["tools", "system"] | int, int, CacheControl]]:
         """Yield the places of breakpoints: tools, the system or the index of a message, and the number of a block."""
@@ -305,15 +354,12 @@ class CountTokensRequest(ConversationBody):
         if place == "system":
             return Breakpoint(self._system_turns(number), specs, mark.ttl_s)
         before = [turn for message in self.messages[:place] for turn in message.turns()]
-        turns = [*self._system_turns(None), *before, *self.messages[place].turns(number)]
+        turns = [*self._system_turns(None), *joined([*before, *self.messages[place].turns(number)])]
         return Breakpoint(turns, specs, mark.ttl_s)
 
 
 class MessagesRequest(CountTokensRequest):
-    """Anthropic's request for a message, with salt, adapter, hints and ignore_eos.
-
-    ``metadata`` and ``service_tier`` change nothing.
-    """
+    """Anthropic's request for a message, with salt, adapter, hints and ignore_eos."""
 
     max_tokens: int = Field(
         ge=0,
@@ -329,13 +375,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Stop | None = Field(None, description="the answer ends before the first of these texts")
     stream: bool = Field(False, description="answer with server-sent events, while tokens are generated")
     ignore_eos: bool = Field(False, description="go on to max_tokens, also after the end-of-sequence token")
-    metadata: Metadata | None = None
     diagnostics: Diagnostics | None = None
-    service_tier: Annotated[Literal["auto", "standard_only"], Field(description="changes nothing")] | None = (
-        None
-    )
-    container: Annotated[Any, Neutral()] = None
-    inference_geo: Annotated[Any, Neutral()] = None
 
     def order(self) -> CompletionRequest:
         """Return what to generate."""

@@ -19,10 +19,6 @@ MAX_WRITES = 4
 _Ttl = Literal["30m", "12h"]
 _SECONDS: Mapping[str, int] = {"30m": TTL_30M, "12h": TTL_12H}
 
-Retention = Annotated[
-    Literal["in_memory", "24h"], Field(description="a longest time, so it promises nothing: changes nothing")
-]
-
 
 class PartBreakpoint(RequestBody):
     """A breakpoint: the prefix up to the end of the part stays resident, within the tenant's budget."""

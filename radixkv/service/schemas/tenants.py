@@ -31,8 +31,9 @@ class TenantSettings(RequestBody):
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None,
-        description="most blocks that the tenant may pin, fewer than it may use; null: as many as it is guaranteed. An "
-        "eighth of what it can have stays free for its requests",
+        description="most blocks that the tenant may pin, fewer than it may use; null: as many as it is guaranteed, "
+        "and in burst mode at least its part of a quarter of the pool. An eighth of what it can have stays free for "
+        "its requests",
     )
     max_pins: Annotated[int, Field(ge=0, le=65_536)] = Field(
         default=MAX_PINS,
@@ -66,8 +67,10 @@ class TenantSettings(RequestBody):
         default=None, description="most bytes of a body"
     )
 
-    def tenant(self, name: str, granted_blocks: int | None = None) -> Tenant:
+    def tenant(self, name: str, granted_blocks: int | None = None, pin_share: int = 0) -> Tenant:
         """Return the tenant for the cache. If it has a quota over the fleet, its limit is the share granted here.
+
+        ``pin_share``: blocks that it may pin at least, if the settings don't say.
 
         The share is at least one block. Raises ArgumentError for settings that contradict each other, and for a policy
         that isn't loaded: a name from HTTP or a keys file imports nothing.
@@ -80,7 +83,7 @@ class TenantSettings(RequestBody):
             self.guaranteed_blocks,
             self.max_blocks,
             self.mode,
-            self.max_pinned_blocks,
+            self._pinned_blocks(pin_share),
             self.policy,
             self.max_pins,
             self.tier_dtype,
@@ -97,10 +100,17 @@ class TenantSettings(RequestBody):
         guaranteed = min(self.guaranteed_blocks, granted)
         is_strict = self.mode == "strict"
         limit = None if is_strict else min(self.max_blocks or granted, granted)
-        pinned = self.max_pinned_blocks
+        pinned = whole.max_pinned_blocks
         if pinned is not None:
             pinned = min(pinned, guaranteed if is_strict else granted)
         return replace(whole, guaranteed_blocks=guaranteed, max_blocks=limit, max_pinned_blocks=pinned)
+
+    def _pinned_blocks(self, pin_share: int) -> int | None:
+        """Return the most blocks to pin; None for as many as are guaranteed."""
+        if self.max_pinned_blocks is not None or self.mode == "strict":
+            return self.max_pinned_blocks
+        most = pin_share if self.max_blocks is None else min(pin_share, self.max_blocks - 1)
+        return most if most > self.guaranteed_blocks else None
 
 
 class TenantStatsReply(ReplyBody):
