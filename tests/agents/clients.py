@@ -1,7 +1,8 @@
 """The clients that are recorded: how each is run against a server on the loopback, and what the model answers it.
 
 Each client is asked two questions. For the first the model calls a tool, then two tools at once, and answers; for the
-second it calls a tool again. So a conversation has at least five requests that show tools to the model.
+second it calls a tool again. So a conversation has at least five requests that show tools to the model. Agents are then
+asked a third question in a conversation of its own: what they send before it should be what they sent before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tests.agents.recordings import MODEL
 KEY = "sk-recorded-0000000000000000"
 """The key that clients send: it opens nothing."""
 QUESTIONS = ("Which page of notes.txt explains pins?", "And which page explains forks?")
+APART = "How many lines has notes.txt?"
+"""What agents are asked in a second conversation: the model answers at once."""
 NOTES = "Page 12 explains pins.\nPage 40 explains forks.\n"
 """The one file in the folder where agents work."""
 
@@ -94,6 +97,7 @@ def _claude_code(url: str, folders: Folders) -> list[Process]:
     return [
         Process((program, "-p", QUESTIONS[0], *options), environment),
         Process((program, "-p", QUESTIONS[1], "--continue", *options), environment),
+        Process((program, "-p", APART, *options), environment),
     ]
 
 
@@ -132,6 +136,7 @@ wire_api = "responses"
     return [
         Process((program, "exec", *options, QUESTIONS[0]), environment),
         Process((program, "exec", *options, "resume", "--last", QUESTIONS[1]), environment),
+        Process((program, "exec", *options, APART), environment),
     ]
 
 
@@ -155,6 +160,7 @@ def _gemini_cli(url: str, folders: Folders) -> list[Process]:
     return [
         Process((program, "--prompt", QUESTIONS[0], *options), environment),
         Process((program, "--resume", "latest", "--prompt", QUESTIONS[1], *options), environment),
+        Process((program, "--prompt", APART, *options), environment),
     ]
 
 
@@ -185,6 +191,7 @@ def _opencode(url: str, folders: Folders) -> list[Process]:
     return [
         Process((program, *options, QUESTIONS[0]), environment),
         Process((program, *options, "--continue", QUESTIONS[1]), environment),
+        Process((program, *options, APART), environment),
     ]
 
 

@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.agents.answers import WRITERS, Answer, Call, Ids
-from tests.agents.clients import CLIENTS, NOTES, Client, Folders
+from tests.agents.clients import APART, CLIENTS, NOTES, Client, Folders
 from tests.agents.minimise import Places, minimised
-from tests.agents.recordings import MODEL, api_of, is_structured, save
+from tests.agents.recordings import MODEL, api_of, is_structured, num_spoken, save
 from tests.waiting import eventually
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ class Recorder:
         body = json.loads(content) if content else None
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         has_state = isinstance(body, dict) and bool(body.get("thread"))
-        answer = None if has_state else self._answer(path, body)
+        answer = None if has_state else self._answer(path, body, content.decode())
         self.requests.append(
             {
                 "method": request.method,
@@ -107,7 +107,7 @@ class Recorder:
         kind, text = WRITERS[api](answer, body, ids, **more)
         return Response(text, media_type=kind)
 
-    def _answer(self, path: str, body: Any) -> Answer | None:
+    def _answer(self, path: str, body: Any, content: str) -> Answer | None:
         """Return what the model says, or None if the request doesn't ask the model."""
         api = api_of(path)
         if api == "other":
@@ -119,17 +119,10 @@ class Recorder:
             return Answer("", (forced,))
         if not body.get("tools"):
             return Answer("Pins and forks")
-        number = _num_spoken(api, body)
+        if APART in content:
+            return Answer("It has two lines.")
+        number = num_spoken(api, body)
         return self._answers[number] if number < len(self._answers) else Answer("That is all.")
-
-
-def _num_spoken(api: str, body: Mapping[str, Any]) -> int:
-    """Return how often the model has spoken: its messages and calls in a row are one answer."""
-    name = {"chat": "messages", "messages": "messages", "responses": "input", "contents": "contents"}[api]
-    turns = body[name] if isinstance(body[name], list) else []
-    called = ("function_call", "item_reference")
-    spoke = [each.get("role") in ("assistant", "model") or each.get("type") in called for each in turns]
-    return sum(now and not before for before, now in zip([False, *spoke], spoke, strict=False))
 
 
 def _schema(body: Mapping[str, Any]) -> Any:

@@ -130,6 +130,15 @@ def has_tools(request: Request) -> bool:
     return bool((request.body or {}).get("tools"))
 
 
+def num_spoken(api: str, body: Json) -> int:
+    """Return how often the model has spoken in a conversation: its messages and calls in a row are one answer."""
+    name = {"chat": "messages", "messages": "messages", "responses": "input", "contents": "contents"}[api]
+    turns = body[name] if isinstance(body[name], list) else []
+    called = ("function_call", "item_reference")
+    spoke = [each.get("role") in ("assistant", "model") or each.get("type") in called for each in turns]
+    return sum(now and not before for before, now in zip([False, *spoke], spoke, strict=False))
+
+
 def objects(value: Any) -> Iterator[Json]:
     """Yield every JSON object in a value, outer ones first."""
     if isinstance(value, Mapping):
