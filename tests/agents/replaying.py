@@ -21,6 +21,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import InputTokenCountResponse, Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.tokenizer.templates import to_json
 from tests.agents.answers import Answer, Call
 from tests.agents.recordings import KEY, Recording, Request
@@ -40,6 +41,7 @@ def scripted_service(folder: Path) -> Iterator[Running]:
     sys.path.insert(0, str(folder))
     try:
         with service_in_thread(engine="scripted", **{"num-blocks": NUM_BLOCKS}) as live:
+            live.service.answer_tokens = DEFAULT_MAX_TOKENS  # the demo model's answers are cut sooner
             yield live
     finally:
         sys.path.remove(str(folder))
@@ -124,8 +126,10 @@ def read_other(request: Request, response: httpx.Response) -> None:
 def _read_models(headers: Mapping[str, str], found: Any, *, is_list: bool) -> None:
     """Read a model or a list of models, in the form of the provider whose client asked, as its headers tell."""
     if "x-goog-api-key" in headers:
-        models = [google.Model.model_validate(each) for each in (found["models"] if is_list else [found])]
-        assert models and all(each.name for each in models)
+        models = found["models"] if is_list else [found]
+        assert models and all(each["name"].startswith("models/") for each in models)
+        assert all("generateContent" in each["supportedGenerationMethods"] for each in models)
+        assert all(each["inputTokenLimit"] > 0 and each["outputTokenLimit"] > 0 for each in models)
     else:
         kind = ModelInfo if "anthropic-version" in headers else Model
         known = [kind.model_validate(each) for each in (found["data"] if is_list else [found])]
