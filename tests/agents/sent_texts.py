@@ -70,7 +70,8 @@ def _responses(body: Json) -> Iterator[str]:
         yield from _parts(item.get("output"))
         if item.get("type") == "function_call":
             yield from _called(item["name"], item["arguments"])
-    for tool in body.get("tools") or ():
+    tools = [each for tool in body.get("tools") or () for each in (tool, *tool.get("tools", ()))]
+    for tool in tools:
         if tool["type"] == "function":
             yield from _tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
