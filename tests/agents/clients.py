@@ -301,6 +301,8 @@ CLIENTS: Mapping[str, Client] = {
             ("llamaindex-openai", "LlamaIndex, OpenAI's chat", "llama-index-llms-openai-like"),
             ("llamaindex-anthropic", "LlamaIndex, Anthropic", "llama-index-llms-anthropic"),
             ("llamaindex-google", "LlamaIndex, Google", "llama-index-llms-google-genai"),
+            ("goose-openai", "goose's SDK, OpenAI", "goose-sdk"),
+            ("goose-anthropic", "goose's SDK, Anthropic", "goose-sdk"),
             ("litellm-openai", "LiteLLM, OpenAI's chat", "litellm"),
             ("litellm-anthropic", "LiteLLM, Anthropic", "litellm"),
             ("litellm-gemini", "LiteLLM, Google", "litellm"),

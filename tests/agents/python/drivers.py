@@ -357,5 +357,73 @@ def litellm_gemini(url: str, *rest: str) -> None:
     _litellm("gemini", f"{url}/v1beta", *rest)
 
 
+# --- goose: how the agent speaks to a provider, without the agent
+
+
+def _goose(provider: Any, model: str, *questions: str) -> None:
+    import goose
+
+    config = goose.ProviderModelConfig(model_name=model, max_tokens=MOST)
+    schemas = {"find_page": {"topic": {"type": "string"}}, "read_page": {"page": {"type": "integer"}}}
+    tools = [
+        goose.ProviderTool(
+            name=name,
+            description=(TOOLS[name].__doc__ or "").partition("\n")[0],
+            input_schema_json=json.dumps({"type": "object", "properties": fields, "required": list(fields)}),
+        )
+        for name, fields in schemas.items()
+    ]
+
+    async def answer(messages: list[Any], *, is_stream: bool) -> list[Any]:
+        """Return the contents of the next answer."""
+        if not is_stream:
+            return list((await provider.complete(config, RULES, messages, tools)).content)
+        stream, text, calls = await provider.stream(config, RULES, messages, tools), "", []
+        while (chunk := await stream.next_chunk()) is not None:
+            if chunk.is_error_chunk():
+                raise RuntimeError(str(chunk.error))
+            if chunk.is_text_chunk():
+                text += chunk.text
+            elif chunk.is_tool_chunk():
+                calls.append(goose.MessageContent.TOOL_REQUEST(chunk.id, chunk.name, chunk.arguments_json))
+        return [*([goose.MessageContent.TEXT(text)] if text else []), *calls]
+
+    async def converse() -> None:
+        messages: list[Any] = []
+        for number, question in enumerate(questions):
+            asked = [goose.MessageContent.TEXT(question)]
+            messages.append(goose.ProviderMessage(role=goose.MessageRole.USER, content=asked))
+            while True:
+                content = await answer(messages, is_stream=bool(number))
+                messages.append(goose.ProviderMessage(role=goose.MessageRole.ASSISTANT, content=content))
+                calls = [each for each in content if each.is_tool_request()]
+                if not calls:
+                    break
+                results = [
+                    goose.MessageContent.TOOL_RESULT(
+                        call.id,
+                        True,
+                        json.dumps([{"type": "text", "text": run_tool(call.name, call.arguments_json)}]),
+                    )
+                    for call in calls
+                ]
+                messages.append(goose.ProviderMessage(role=goose.MessageRole.TOOL, content=results))
+
+    asyncio.run(converse())
+    os._exit(0)  # the library's threads crash the interpreter's end
+
+
+def goose_openai(url: str, key: str, model: str, *questions: str) -> None:
+    import goose
+
+    _goose(goose.openai_provider(key, f"{url}/v1/"), model, *questions)
+
+
+def goose_anthropic(url: str, key: str, model: str, *questions: str) -> None:
+    import goose
+
+    _goose(goose.anthropic_provider(key, url, []), model, *questions)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1].replace("-", "_")](*sys.argv[2:])
