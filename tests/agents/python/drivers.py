@@ -416,7 +416,17 @@ def _goose(provider: Any, model: str, *questions: str) -> None:
 def goose_openai(url: str, key: str, model: str, *questions: str) -> None:
     import goose
 
-    _goose(goose.openai_provider(key, f"{url}/v1/"), model, *questions)
+    os.environ["RADIXKV_KEY"] = key
+    declared = {
+        "name": "radixkv",
+        "engine": "openai",
+        "display_name": "radixkv",
+        "api_key_env": "RADIXKV_KEY",
+        "base_url": f"{url}/v1/chat/completions",
+        "models": [{"name": model, "context_limit": 32_768}],
+        "supports_streaming": True,
+    }
+    _goose(goose.declarative_provider_from_json(json.dumps(declared)), model, *questions)
 
 
 def goose_anthropic(url: str, key: str, model: str, *questions: str) -> None:
