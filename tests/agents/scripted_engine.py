@@ -6,6 +6,7 @@ are committed as an engine does it, so the next request of a conversation finds 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ class Asked(NamedTuple):
     """One call of ``generate``.
 
     ``prompt``, ``answer``: token ids. ``cached``: how many of the prompt's were found. ``options``: how to choose.
+    ``form``: the forms that the answer may have, None for any.
     """
 
     prompt: list[int]
@@ -35,6 +37,7 @@ class Asked(NamedTuple):
     cached: int
     max_new_tokens: int
     options: dict[str, Any]
+    form: Any
 
 
 def load_engine(settings: EngineSettings) -> ScriptedModel:
@@ -57,13 +60,17 @@ class ScriptedModel(ToyModel):
 class ScriptedEngine(ToyEngine):
     """See ``radixkv.engines.Engine``. ``says``: the token ids of the next answer. ``asked``: all calls so far."""
 
-    abilities: Collection[Ability] = frozenset(("as_of", "pins", "prefill"))
+    abilities: Collection[Ability] = frozenset(("as_of", "forms", "pins", "prefill"))
 
     def __init__(self, cache: PrefixCache, fingerprint: str, vocab_size: int) -> None:
         super().__init__(cache, fingerprint, vocab_size)
         self.limits = replace(self.limits, max_model_len=MAX_MODEL_LEN)
         self.says: Sequence[int] = ()
         self.asked: list[Asked] = []
+
+    def form(self, tenant: str, alternatives: str, field: str) -> Any:
+        """Return the forms that an answer may have. What it says has one of them, since the recorder's answers do."""
+        return json.loads(alternatives)
 
     def generate(
         self,
@@ -75,6 +82,7 @@ class ScriptedEngine(ToyEngine):
         stop: Callable[[], bool] | None = None,
         hints: Any = None,
         as_of: int | None = None,
+        form: Any = None,
         **options: Any,
     ) -> Generation:
         """Say what was given, a token a step."""
@@ -93,7 +101,7 @@ class ScriptedEngine(ToyEngine):
                     break
             sequence.commit(sequence.num_tokens)
         chosen = {name: value for name, value in options.items() if name in CHOOSING}
-        self.asked.append(Asked([*map(int, decode(key))], told, cached, max_new_tokens, chosen))
+        self.asked.append(Asked([*map(int, decode(key))], told, cached, max_new_tokens, chosen, form))
         seconds = monotonic() - began
         reason: Any = "length" if len(self.says) > max_new_tokens else "stop"
         return Generation([told], [len(key) // 4], [cached], [reason], seconds, seconds)

@@ -6,6 +6,7 @@ Written from the APIs' documentation, and not from the service's schemas, so tha
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,6 +114,35 @@ def _declared(tool: Json) -> list[Json]:
 
 
 _TEXTS = {"chat": _chat, "responses": _responses, "messages": _messages, "contents": _contents}
+
+
+def bound_names(request: Request) -> Iterator[str]:
+    """Yield the names of the fields that an answer must have: those of its schema, or of the calls that it must make."""
+    body = request.body
+    config = body.get("generationConfig") or {}
+    formats = [(body.get("response_format") or {}).get("json_schema"), (body.get("text") or {}).get("format")]
+    formats.append((body.get("output_config") or {}).get("format"))
+    schemas = [each.get("schema") for each in formats if each]
+    schemas += [config.get("responseSchema"), config.get("responseJsonSchema")]
+    for schema in schemas:
+        yield from (schema or {}).get("properties", {})
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping):
+        names = (tool["name"] for tool in body.get("tools") or () if tool.get("name") == choice.get("name"))
+        yield from names
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Yield every name in a JSON value, and the names of tools that its texts begin with."""
+    if isinstance(value, str):
+        yield from re.findall(r'"name": "([^"]+)"', value)
+    elif isinstance(value, Mapping):
+        yield from value
+        for each in value.values():
+            yield from names_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from names_in(each)
 
 
 def choosing(request: Request) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 from tests.agents import recordings
 from tests.agents.recordings import FEATURES, Request, features, load, num_spoken
 from tests.agents.replaying import Replayed, read, read_other, read_refusal, replayed, scripted_service, sent
-from tests.agents.sent_texts import choosing, texts
+from tests.agents.sent_texts import bound_names, choosing, names_in, texts
 from tests.service.running import Running
 
 BLOCK = 16
@@ -167,6 +167,9 @@ def test_the_model_reads_every_text_and_chooses_as_asked(
     prompt = live.service.tokenizer.decode(each.asked.prompt)
     missing = [text for text in texts(each.request) if text not in prompt]
     assert missing == []
+    bound = features(each.request) & {"structured output", "forced calls"}
+    assert (each.asked.form is not None) == bool(bound)
+    assert not {*bound_names(each.request)} - {*names_in(each.asked.form)}
     wanted, options = choosing(each.request), each.asked.options
     assert each.asked.max_new_tokens == wanted.pop("most", each.asked.max_new_tokens)
     if wanted.get("temperature") == 0:
