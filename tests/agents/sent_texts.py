@@ -117,7 +117,7 @@ _TEXTS = {"chat": _chat, "responses": _responses, "messages": _messages, "conten
 
 
 def bound_names(request: Request) -> Iterator[str]:
-    """Yield the names of the fields that an answer must have: those of its schema, or of the calls that it must make."""
+    """Yield names that an answer must have: those of its schema's fields, or of the tool that it must call."""
     body = request.body
     config = body.get("generationConfig") or {}
     formats = [(body.get("response_format") or {}).get("json_schema"), (body.get("text") or {}).get("format")]

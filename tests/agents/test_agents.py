@@ -58,6 +58,8 @@ CHOSEN = {
     "messages": ("model", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences"),
     "contents": (),
 }
+TYPES = ("ARRAY", "BOOLEAN", "INTEGER", "NUMBER", "OBJECT", "STRING")
+"""Google's names of types in schemas. The model may read them as JSON schemas have them."""
 FORM = ("stream", "stream_options", "cache_control", "model")
 """Fields of how an answer is sent, and of what stays in the cache."""
 
@@ -165,8 +167,8 @@ def test_the_model_reads_every_text_and_chooses_as_asked(
     each = answered(replays(name)[index])
     assert each.asked is not None
     prompt = live.service.tokenizer.decode(each.asked.prompt)
-    missing = [text for text in texts(each.request) if text not in prompt]
-    assert missing == []
+    missing = {text for text in texts(each.request) if text not in prompt}
+    assert not {text for text in missing if text not in TYPES or text.lower() not in prompt}
     bound = features(each.request) & {"structured output", "forced calls"}
     assert (each.asked.form is not None) == bool(bound)
     assert not {*bound_names(each.request)} - {*names_in(each.asked.form)}
