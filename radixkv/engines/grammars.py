@@ -125,7 +125,11 @@ class Grammars:
         forms = json.loads(key.alternatives)
         if problem := tried(llguidance_grammar(forms, {})):
             raise _refused(field, problem)
-        tokenizer, added = self._loaded()
+        try:
+            tokenizer, added = self._loaded()
+        except ValueError as error:
+            problem = f"is refused, because the tokens of this model aren't known: {error}; allowed: left out"
+            raise ArgumentError(field, None, "left out", problem=problem) from None
         text = llguidance_grammar(forms, added)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():

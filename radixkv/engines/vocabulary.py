@@ -25,7 +25,8 @@ class Pieces(NamedTuple):
 class Vocabulary:
     """Reads a vocabulary when it is needed. Thread-safe.
 
-    ``source``: returns the JSON of a tokenizer, or pieces.
+    ``source``: returns the JSON of a tokenizer, or pieces. It may raise ValueError, and so do the methods then. They
+    also raise it for JSON of which llguidance doesn't know the bytes of tokens.
     """
 
     def __init__(self, source: Callable[[], str | Pieces]) -> None:

@@ -19,11 +19,12 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def _source(tokenizer: Any) -> str | Pieces:
-    """Return the JSON of a fast tokenizer, or the pieces of a SentencePiece model."""
-    backend = getattr(tokenizer, "_backend", None)
+    """Return the JSON of a fast tokenizer, or the pieces of a SentencePiece model. Raises ValueError for others."""
+    backend, processor = (getattr(tokenizer, name, None) for name in ("_backend", "_processor"))
     if backend is not None:
         return str(backend.to_str())
-    processor = tokenizer._processor
+    if processor is None:
+        raise ValueError(f"{type(tokenizer).__name__} is neither a fast tokenizer nor a SentencePiece model")
     tokens, special = [], []
     for token_id in range(processor.vocab_size()):
         piece = processor.id_to_piece(token_id)

@@ -10,6 +10,8 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 import pytest
+import tokenizers
+import torch
 from pydantic import BaseModel, Field
 from transformers import PreTrainedModel
 
@@ -19,6 +21,7 @@ from radixkv.engines import grammars
 from radixkv.engines.engine_protocol import AnswerForm, Part, Penalties
 from radixkv.engines.grammars import MAX_TENANT_GRAMMARS, Grammars
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.engines.hf_forms import FormRows, fill_masks
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
@@ -27,6 +30,7 @@ from radixkv.service.vocabulary import vocabulary_of
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 from tests.engines.support import engine_over, model_of
 from tests.engines.test_batch import Call, together
+from tests.tokenizer.kinds import GPT2, fast_of, tokenizer_of, train_byte_level
 
 pytestmark = pytest.mark.slow
 
@@ -408,7 +412,69 @@ def test_a_request_leaves_nothing_in_a_kept_grammar(engine: HFEngine) -> None:
 # --- vocabularies
 
 
+def walked(vocabulary: Vocabulary, tokenizer: Tokenizer, form: str, seed: int) -> list[int]:
+    """Tokens of an answer that follows a form, each drawn from those that may follow."""
+    grammars_ = Grammars(vocabulary, 0, tokenizer.vocab_size)
+    rows = FormRows(grammars_.grammar("acme", 0, form, FIELD), 1, 0, [0], grammars_.num_ids)
+    generator, answer = torch.Generator().manual_seed(seed), list[int]()
+    for _ in range(600):
+        fill_masks([(rows, {0: answer})])
+        scores = rows(None, torch.zeros(1, tokenizer.vocab_size))
+        token_id = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+        if token_id == 0:
+            return answer
+        answer.append(token_id)
+    raise AssertionError("the answer doesn't end")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "shipped",
+        "sentencepiece, library defaults",
+        "sentencepiece, identity",
+        "sentencepiece, unigram",
+        "byte-level, as GPT-2",
+        "byte-level, as Llama 3",
+    ],
+)
+def test_answers_of_tokenizers_of_many_kinds(kind: str) -> None:
+    """The text of the tokens follows the schema, and its bytes are told."""
+    found, form = tokenizer_of(kind), text_of(VERDICT)
+    vocabulary = vocabulary_of(found)
+    for seed in range(3):
+        answer = walked(vocabulary, found, form, seed)
+        Verdict.model_validate_json(found.decode(answer))
+        content = b"".join(map(vocabulary.bytes_of, answer))
+        assert Verdict.model_validate_json(content) == Verdict.model_validate_json(found.decode(answer))
+
+
+def test_a_call_begins_with_the_token_that_stands_for_its_tag() -> None:
+    """Models have learned it there. Its name inside a text stays text."""
+    backend = train_byte_level(GPT2, ("<|end|>",))
+    tags = [
+        tokenizers.AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")
+    ]
+    backend.add_tokens(tags)
+    found = fast_of(backend)
+    begin, end = (backend.token_to_id(tag.content) for tag in tags)
+    schema = {**PAGE, "$defs": {"page": {"enum": ["<tool_call>", "</tool_call>"]}}}
+    for seed in range(3):
+        answer = walked(vocabulary_of(found), found, text_of(calls(("find_page", schema))), seed)
+        assert (answer[0], answer[-1]) == (begin, end)
+        assert answer.count(begin) == answer.count(end) == 1
+        assert found.decode(answer).startswith('<tool_call>\n{"name": "find_page", "arguments": {')
+
+
+def test_a_tokenizer_whose_tokens_are_unknown_is_refused_by_name() -> None:
+    found = Grammars(vocabulary_of(tokenizer_of("word pieces")), 0, 1_500)
+    with pytest.raises(ArgumentError, match="the tokens of this model aren't known") as caught:
+        found.grammar("acme", 0, text_of(VERDICT), FIELD)
+    assert caught.value.argument == FIELD
+
+
 def test_a_vocabulary_tells_the_bytes_of_tokens() -> None:
-    vocabulary: Vocabulary = vocabulary_of(tokenizer())
+    vocabulary = vocabulary_of(tokenizer())
     text = 'Größe 日本 😀, {"a": 1}\n'
     assert b"".join(map(vocabulary.bytes_of, tokenizer().encode(text))) == text.encode()
+    assert vocabulary.bytes_of(2) == b"</s>", "special tokens have names"

@@ -270,7 +270,11 @@ class Run:
             compiled = partial(engine.form, self.call.tenant, form.alternatives, form.field)
             self.form = await self._in_thread(compiled)
         if self.logprobs is not None:
-            await self._in_thread(lambda: self.service.vocabulary.bytes_of(0))
+            try:
+                await self._in_thread(lambda: self.service.vocabulary.bytes_of(0))
+            except ValueError as error:
+                reason = f"the tokens of this model aren't known: {error}"
+                raise refused("logprobs", self.body.logprobs, reason, "left out") from None
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await until_disconnect(self.call.request, self.service.threads.run(self.call.tenant, call))
