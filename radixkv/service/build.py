@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
 from radixkv.engines.engine_protocol import Tiered
-from radixkv.errors import ConfigError, shown
+from radixkv.errors import ArgumentError, ConfigError, shown
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet.peers import Fleet
@@ -70,6 +70,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     )
     events = None if settings.events is None else _events(settings.events, settings.fleet_secret)
     engine = loaded.start(_journal(events, coordinator.journal))
+    _check_vocabulary(tokenizer, engine.limits.vocab_size, settings)
     cache = engine.cache
     cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     _attach(coordinator, cache)
@@ -103,6 +104,23 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         cors_origins=settings.cors_origins,
         answer_tokens=DEMO_ANSWER_TOKENS if settings.model is None else DEFAULT_MAX_TOKENS,
     )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, num_ids: int, settings: ServeSettings) -> None:
+    """Raise ConfigError if texts or chats get ids that the model lacks. Log what else users should know."""
+    ids = list(tokenizer.encode("x"))
+    with suppress(ArgumentError):
+        ids += tokenizer.encode_chat([{"role": "user", "content": "x"}], ())
+    largest = max([*ids, tokenizer.num_plain_ids - 1])
+    if largest >= num_ids:
+        known = f"a folder whose tokenizer has the model's ids, 0 to {num_ids - 1}"
+        allowed = f"{known}; its texts or chats have ids up to {largest}"
+        raise ConfigError("model", str(settings.model), allowed)
+    if tokenizer.vocab_size > num_ids:
+        log.warning("the tokenizer has ids up to %d, the model up to %d: prompts with others are refused",
+                    tokenizer.vocab_size - 1, num_ids - 1)  # fmt: skip
+    if tokenizer.forgeable is not None:
+        log.warning("a message can look like several messages to this model: %s", tokenizer.forgeable)
 
 
 def _meter(settings: UsageSettings, model: str, keys: KeyStore, tenant_sync: TenantSync) -> Meter:

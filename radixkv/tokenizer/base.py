@@ -35,6 +35,11 @@ class BaseTokenizer(ABC):
         self.leading, self._chat = list(leading), chat
 
     @property
+    def num_plain_ids(self) -> int:
+        """See ``Tokenizer.num_plain_ids``."""
+        return self.vocab_size
+
+    @property
     def roles(self) -> tuple[str, ...] | None:
         """See ``Tokenizer.roles``."""
         return self._chat.roles

@@ -107,6 +107,11 @@ class FastTokenizer(BaseTokenizer):
         self._added_pairs = frozenset(left + right for content in added for left, right in pairwise(content))
         self._boundaries = self._held_boundaries()
 
+    @property
+    def num_plain_ids(self) -> int:
+        """See ``Tokenizer.num_plain_ids``."""
+        return int(self._backend.get_vocab_size(with_added_tokens=False))
+
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer.encode``."""
         return list(self._backend.encode(check_text(text), add_special_tokens=True).ids)

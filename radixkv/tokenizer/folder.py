@@ -56,6 +56,11 @@ class OneAtATime(BaseTokenizer):
         num_ids = 1 + max(theirs.get_vocab().values())
         super().__init__(digest, num_ids, theirs.bos_token_id, theirs.eos_token_id, whole[:start], chat)
 
+    @property
+    def num_plain_ids(self) -> int:
+        """See ``Tokenizer.num_plain_ids``."""
+        return int(self._theirs.vocab_size)
+
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer.encode``."""
         return self._encoded(check_text(text), special=True)

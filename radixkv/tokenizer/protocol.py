@@ -52,6 +52,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def num_plain_ids(self) -> int:
+        """Ids of the vocabulary without added tokens: texts may get any of them."""
+        ...
+
+    @property
     def bos_token_id(self) -> int | None:
         """The id that begins a text, if there is one."""
         ...

@@ -64,6 +64,7 @@ def _model(service: Service) -> ModelReply:
         created_at=datetime.fromtimestamp(_STARTED_AT, UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=length,
         max_tokens=length,
+        forgeable_roles=service.tokenizer.forgeable,
     )
 
 

@@ -23,6 +23,9 @@ class ModelReply(ReplyBody):
     lifecycle: Literal["active"] = "active"
     max_input_tokens: int = Field(description="the same as max_model_len")
     max_tokens: int = Field(description="the same as max_model_len")
+    forgeable_roles: str | None = Field(
+        description="why a message can look like several messages to this model; null if none can"
+    )
 
 
 class ModelsReply(ReplyBody):
