@@ -253,14 +253,14 @@ class TemplateChat:
         return rendered
 
     def _tried(self, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None) -> Rendered:
-        """Render. If the template fails on an answer without content, that content is empty."""
+        """Render. If the template fails on parts, or on an answer without content, each content is one text."""
         try:
             return templates.render(self._template, self._guard, turns, tools, opens, now)
         except templates.Failed:
-            filled = [{**turn, "content": ""} if turn.get("content") is None else turn for turn in turns]
-            if filled == list(turns):
+            if self._wants_parts or all(isinstance(turn.get("content"), str) for turn in turns):
                 raise
-            return templates.render(self._template, self._guard, filled, tools, opens, now)
+            texts = [{**turn, "content": text_of(turn.get("content"))} for turn in turns]
+            return templates.render(self._template, self._guard, texts, tools, opens, now)
 
     def _shaped(self, turn: Turn) -> Turn:
         """Return a turn with its content as the template wants it."""

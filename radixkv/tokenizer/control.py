@@ -28,7 +28,7 @@ class Control:
     """The control tokens of a tokenizer, for one template.
 
     - encode: from a text to its ids, without what a tokenizer adds to a text.
-    - unknown: the token for what isn't in the vocabulary, if it has no other use. Any text may become it.
+    - unknown: ids of what isn't in the vocabulary. Any text may become these.
     """
 
     def __init__(
@@ -36,19 +36,24 @@ class Control:
         ids: Mapping[str, int],
         strings: Strings,
         encode: Callable[[str], Sequence[int]],
-        unknown: str | None = None,
+        unknown: Iterable[int] = (),
     ) -> None:
-        self._encode, self._unknown = encode, unknown
+        self._encode, self._unknown = encode, frozenset(unknown)
         self._ids_of = dict(ids)
         self.strings = sorted(self._ids_of, key=lambda each: (-len(each), each))
         self.ids = frozenset(self._ids_of.values())
-        self._unknown_id = None if unknown is None else self._ids_of.get(unknown)
         self.find = re.compile("|".join(map(re.escape, self.strings)) or "(?!)")
-        first = "".join(sorted({each[0] for each in self.strings}))
-        self.begins = re.compile(f"[{re.escape(first)}]") if first else re.compile("(?!)")
-        searched = [each for each in strings.searched if self.begins.search(each) and self._may_stay(each)]
+        places = {each: _place(each) for each in self.strings}
+        begins = "".join(sorted({each[place] for each, place in places.items() if not each[place].isalnum()}))
+        self._begins = re.compile(f"[{re.escape(begins)}]") if begins else re.compile("(?!)")
+        searched = [each for each in strings.searched if self._begins.search(each) and self._may_stay(each)]
         replaced = [each for each in self.strings if any(each in other for other in searched)]
-        self.guard = Guard(self.strings, first, sorted(searched), replaced)
+        whole = [
+            each
+            for each, place in places.items()
+            if each[place].isalnum() or any(each.startswith(other) and each != other for other in searched)
+        ]
+        self.guard = Guard(begins, {each: places[each] for each in whole}, sorted(searched), replaced)
         self._written = "\0".join(strings.written)
         self.as_text = lru_cache(_MAX_KEPT)(self._as_text)
 
@@ -86,11 +91,11 @@ class Control:
 
     def is_spelt(self, token_id: int, text: str) -> bool:
         """Whether a text became this control token because it spells one."""
-        return token_id != self._unknown_id or text.strip() == self._unknown
+        return token_id not in self._unknown or self._ids_of.get(text.strip()) == token_id
 
     def _may_stay(self, searched: str) -> bool:
         """Whether a string can be left in contents: no control string can be completed from its end."""
-        tails = [searched[each.start() :] for each in self.begins.finditer(searched)]
+        tails = [searched[each.start() :] for each in self._begins.finditer(searched)]
         return not any(each.startswith(tail) and each != tail for tail in tails for each in self.strings)
 
     def _as_text(self, text: str) -> tuple[int, ...]:
@@ -98,7 +103,7 @@ class Control:
 
         Raises ArgumentError if there are none.
         """
-        for allowed in (frozenset[int | None](), frozenset({self._unknown_id})):
+        for allowed in (frozenset[int](), self._unknown):
             for cut in range(1, len(text)):
                 ids = (*self._inner(text[:cut]), *self._inner(text[cut:]))
                 if self.ids.intersection(ids) <= allowed:
@@ -109,6 +114,11 @@ class Control:
         """Return the ids of a text that isn't at a beginning, where some tokenizers put a space."""
         before, both = list(self._encode("\n")), list(self._encode("\n" + text))
         return both[len(before) :] if before and both[: len(before)] == before else self._encode(text)
+
+
+def _place(control: str) -> int:
+    """Return the position of the character that is marked: the first that is no letter or digit, if there is one."""
+    return next((at for at, each in enumerate(control) if not each.isalnum()), 0)
 
 
 def control_ids(

@@ -40,6 +40,8 @@ _PROBES = (
     "12345 and 3.14",
     "UPPER lower ΑΒΓ",
 )
+_NOWHERE = "\u0378"
+"""A code point that stands for no character, so that no vocabulary has it."""
 _ASKS = ({"role": "user", "content": "Qx7 asks"},)
 _TALKS = (*_ASKS, {"role": "assistant", "content": "Zk4 answers"}, {"role": "user", "content": "Vj9 asks"})
 _RULES = {"role": "system", "content": "Wn2 rules"}
@@ -100,18 +102,24 @@ def load_folder(place: Path, digest: str) -> BaseTokenizer:
     name = str(place)
     try:
         theirs = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-        template = _template(theirs, place)
+        if not theirs.get_vocab():
+            raise ValueError("it has no vocabulary")
+        return _loaded(theirs, place, digest)
+    except ConfigError:
+        raise
     except Exception as error:
         said = f"{type(error).__name__}: {error}".strip()[:1000]
         raise ConfigError(
             "tokenizer", name, f"a folder that transformers can load; it says {said}"
         ) from error
-    if not theirs.get_vocab():
-        raise ConfigError("tokenizer", name, "a tokenizer with a vocabulary; this one has none")
+
+
+def _loaded(theirs: Any, place: Path, digest: str) -> BaseTokenizer:
+    template = _template(theirs, place)
     strings = Strings((), ()) if template is None else templates.analysed(template)
     control = _control(theirs, template, strings)
     chat: Chat = PlainChat() if template is None else TemplateChat(template, control)
-    backend = _backend(theirs, name)
+    backend = _backend(theirs, str(place))
     if backend is None:
         return OneAtATime(theirs, digest, chat, control)
     return FastTokenizer(backend, digest, chat, control, theirs.bos_token_id, theirs.eos_token_id)
@@ -167,11 +175,7 @@ def _control(theirs: Any, template: Template | None, strings: Strings) -> Contro
         return ids[-1] if [each for each in spelt if each] == [text] else None
 
     rendered = [] if template is None else list(_rendered(template))
-    named = [each for name, each in theirs.special_tokens_map.items() if name != "unk_token"]
-    model = getattr(getattr(theirs, "backend_tokenizer", None), "model", None)
-    unknown = theirs.unk_token or getattr(model, "unk_token", None)
-    if unknown is None or unknown in named or any(unknown in each for each in rendered):
-        unknown = None
+    unknown = set(encode(_NOWHERE))
     return Control(control_ids(special, others, strings, rendered, one_token), strings, encode, unknown)
 
 

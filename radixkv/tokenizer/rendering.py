@@ -6,8 +6,9 @@
 **Who wrote a control string?** A template is a program, so its output doesn't say which parts a caller typed. Therefore
 a conversation whose values could hold a control string is rendered a second time, with these differences:
 
-- In the callers' strings, each character that begins a control string is *disarmed*: written as a mark and a number.
-  The mark is a run of digits that occurs nowhere else; digits pass through JSON, changes of case and trimming.
+- In the callers' strings, one character of each control string is *disarmed*: written as a mark and a number,
+  wherever it stands, since a control string may also be joined from parts. (Of one that is a word, only where the word
+  stands.) The mark is a run of digits that occurs nowhere else; digits pass through JSON, changes of case and trimming.
 - Strings that the template itself looks for in contents (``content.split('</think>')``) stay as they are, or it would
   do something else. Instead, those of them that the *template* writes are written as a mark and a number.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from hashlib import sha256
@@ -159,35 +160,42 @@ class _Disarm:
     """Writes what may begin a control string in a JSON value as a mark and a number. ``left``: stays as it is."""
 
     def __init__(self, guard: Mapping[str, Any], left: list[str], mark: str) -> None:
-        self._first, self._mark = guard["first"], mark
-        longest_first = sorted(left, key=len, reverse=True)
-        longer = [
-            each
-            for each in guard["control"]
-            if any(each.startswith(other) and each != other for other in left)
-        ]
-        whole = "|".join(f"(?={re.escape(each)})" for each in longer) or "(?!)"
-        stay = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._find = re.compile(f"(?:{whole}).|(?P<stay>{stay})|[{re.escape(self._first)}]", re.DOTALL)
+        self._marked, self._places, self._mark = _marked(guard), guard["whole"], mark
+        whole, stay = (_either(each) for each in (guard["whole"], left))
+        begins = f"[{re.escape(guard['begins'])}]" if guard["begins"] else "(?!)"
+        self._find = re.compile(f"(?P<whole>{whole})|(?P<stay>{stay})|{begins}", re.DOTALL)
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._find.sub(self._written, value)
         if isinstance(value, dict):
-            return {self(name): self(each) for name, each in value.items()}
+            return {self(name): each if name == "role" else self(each) for name, each in value.items()}
         return [self(each) for each in value] if isinstance(value, list) else value
 
     def _written(self, found: re.Match[str]) -> str:
         if found["stay"] is not None:
             return found[0]
-        return f"{self._mark}0{self._first.index(found[0]):03d}"
+        at = self._places[found[0]] if found["whole"] is not None else 0
+        number = f"{self._mark}0{self._marked.index(found[0][at]):03d}"
+        return f"{found[0][:at]}{number}{found[0][at + 1 :]}"
+
+
+def _marked(guard: Mapping[str, Any]) -> str:
+    """Return the characters that may be marked."""
+    letters = {each[place] for each, place in guard["whole"].items()}
+    return str(guard["begins"]) + "".join(sorted(letters))
+
+
+def _either(strings: Iterable[str]) -> str:
+    """Return a pattern of any of some strings, longest first."""
+    return "|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)"
 
 
 def _restored(
     rendered: str, mark: str, guard: Mapping[str, Any], replaced: list[str]
 ) -> tuple[str, list[int]]:
     """Replace marks by what they stand for. Also return the positions of what a caller typed."""
-    either = "|".join(map(re.escape, sorted(replaced, key=len, reverse=True))) or "(?!)"
+    either, marked = _either(replaced), _marked(guard)
     parts: list[str] = []
     typed: list[int] = []
     size = end = 0
@@ -199,7 +207,7 @@ def _restored(
             part = found[0]
             typed.append(size)
         elif found[1] == "0":
-            part = guard["first"][int(found[2])]
+            part = marked[int(found[2])]
             typed.append(size)
         else:
             part = replaced[int(found[2])]
@@ -233,7 +241,7 @@ def _compiled_guarded(source: str, replaced: tuple[str, ...]) -> jinja2.Template
     environment = _environment(source)
     tree = environment.parse(source)
     if replaced:
-        pattern = re.compile("|".join(map(re.escape, sorted(replaced, key=len, reverse=True))))
+        pattern = re.compile(_either(replaced))
         numbers = {each: at for at, each in enumerate(replaced)}
         _replace(tree, pattern, numbers)
     return environment.from_string(tree)

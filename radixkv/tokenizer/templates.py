@@ -69,25 +69,26 @@ class Strings:
 class Guard:
     """What must not be taken for the template's when a caller typed it.
 
-    - ``control``: the control strings; ``first``: the characters that they begin with.
+    - ``begins``: characters, one of each control string.
+    - ``whole``: control strings that are looked for as a whole, and the position of their character that is marked.
     - ``searched``: strings that the template looks for in contents; ``replaced``: control strings in these.
     """
 
-    control: Sequence[str]
-    first: str
+    begins: str
+    whole: Mapping[str, int]
     searched: Sequence[str]
     replaced: Sequence[str]
 
     def concerns(self, value: Any) -> bool:
-        """Whether a string in a JSON value has a character that begins a control string."""
+        """Whether a string in a JSON value could hold a control string, or a part of one."""
         if isinstance(value, str):
-            return any(each in value for each in self.first)
+            return any(each in value for each in self.begins) or any(each in value for each in self.whole)
         if isinstance(value, Mapping):
             return any(self.concerns(each) for pair in value.items() for each in pair)
         return isinstance(value, list | tuple) and any(map(self.concerns, value))
 
 
-NO_GUARD: Final = Guard((), "", (), ())
+NO_GUARD: Final = Guard("", {}, (), ())
 
 
 @dataclass(frozen=True, slots=True)

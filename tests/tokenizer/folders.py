@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -351,6 +352,106 @@ def _folders() -> Iterator[tuple[str, Callable[[Path], None]]]:
         functools.partial(write_spm, kind="bpe", template=CHATML, added_tokens_decoder=_DECODER),
     )
     yield "model beside a tokenizer.json", _both
+    for name, kind in _CLASSES.items():
+        template = (
+            CHATML
+            if kind in ("gpt2", "llama3", "first", "always", "never")
+            else CUTS.replace("bos_token", "''")
+        )
+        yield name, functools.partial(write, kind=kind, template=template, config={"tokenizer_class": name})
+    for name in ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"):
+        yield f"{name}, no vocabulary", functools.partial(write_config, template=CHATML, tokenizer_class=name)
+    for name, kind in (
+        ("SiglipTokenizer", "unigram"),
+        ("BertGenerationTokenizer", "bpe"),
+        ("GPTSw3Tokenizer", "bpe"),
+    ):
+        yield (
+            f"{name}, spiece.model",
+            functools.partial(
+                write_spm,
+                kind=kind,
+                template=CUTS,
+                name="spiece.model",
+                tokenizer_class=name,
+                eos_token="</s>",
+                bos_token="<s>",
+            ),
+        )
+    for name in (
+        "T5Tokenizer",
+        "GemmaTokenizer",
+        "XLMRobertaTokenizer",
+        "AlbertTokenizer",
+        "CamembertTokenizer",
+        "MBartTokenizer",
+        "TokenizersBackend",
+    ):
+        yield f"{name}, a model", functools.partial(
+            write_spm, kind="unigram", template=CHATML, tokenizer_class=name,
+            name={"XLMRobertaTokenizer": "sentencepiece.bpe.model", "MBartTokenizer": "sentencepiece.bpe.model", "CamembertTokenizer": "sentencepiece.bpe.model"}.get(name, "spiece.model"),
+        )  # fmt: skip
+    for name in ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer"):
+        yield (
+            f"{name}, vocab.json",
+            functools.partial(write_parts, kind="gpt2", template=CHATML, tokenizer_class=name),
+        )
+    yield (
+        "BertTokenizer, vocab.txt",
+        functools.partial(write_parts, kind="wordpiece", template=CHATML, tokenizer_class="BertTokenizer"),
+    )
+    yield "tiktoken", _tiktoken
+    yield "llama's config", functools.partial(_with_model, model_type="llama")
+    yield "qwen2's config", functools.partial(_with_model, model_type="qwen2")
+    yield "gemma's config", functools.partial(_with_model, model_type="gemma")
+    yield (
+        "code of its own",
+        functools.partial(
+            write, kind="gpt2", template=CHATML, config={"auto_map": {"AutoTokenizer": ["code.Mine", None]}}
+        ),
+    )
+
+
+_CLASSES = {
+    "XLMRobertaTokenizer": "unigram", "AlbertTokenizer": "unigram", "CamembertTokenizer": "unigram", "MBartTokenizer": "unigram",
+    "NllbTokenizer": "first", "DebertaV2Tokenizer": "unigram", "XLNetTokenizer": "unigram", "RobertaTokenizer": "gpt2",
+    "WhisperTokenizer": "gpt2", "CLIPTokenizer": "gpt2", "DebertaTokenizer": "gpt2", "CodeGenTokenizer": "gpt2", "BigBirdTokenizer": "unigram",
+    "PegasusTokenizer": "unigram", "FunnelTokenizer": "wordpiece", "MPNetTokenizer": "wordpiece", "DistilBertTokenizer": "wordpiece",
+    "OpenAIGPTTokenizer": "gpt2", "Qwen3_5Tokenizer": "gpt2", "BlenderbotTokenizer": "gpt2", "HerbertTokenizer": "gpt2", "LasrTokenizer": "unigram",
+    "XGLMTokenizer": "unigram", "ReformerTokenizer": "always", "SeamlessM4TTokenizer": "first", "RemBertTokenizer": "unigram",
+}  # fmt: skip
+"""Classes of transformers, and what their ``tokenizer.json`` is made of here."""
+
+
+def write_config(place: Path, template: str, **config: Any) -> None:
+    """Write a folder with nothing but a configuration."""
+    (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **config}))
+
+
+def write_parts(place: Path, kind: str, template: str, **config: Any) -> None:
+    """Write a folder with a vocabulary in files of its own."""
+    backend = backend_of(kind)
+    if kind == "wordpiece":
+        vocab = sorted(backend.get_vocab().items(), key=lambda each: each[1])
+        (place / "vocab.txt").write_text("".join(f"{token}\n" for token, _ in vocab))
+    else:
+        backend.model.save(str(place))
+    write_config(place, template, additional_special_tokens=list(MARKS), **config)
+
+
+def _tiktoken(place: Path) -> None:
+    ranks = [bytes([each]) for each in range(256)] + [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor"]
+    lines = [f"{b64encode(each).decode()} {rank}\n" for rank, each in enumerate(ranks)]
+    (place / "tiktoken.model").write_text("".join(lines))
+    write_config(place, CHATML, tokenizer_class="TokenizersBackend", vocab_file="tiktoken.model")
+
+
+def _with_model(place: Path, model_type: str) -> None:
+    write(place, "first", CUTS)
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    del config["tokenizer_class"]
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    (place / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 2000}))
 
 
 def _both(place: Path) -> None:
