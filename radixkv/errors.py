@@ -389,7 +389,8 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "audit": ("httpx", "hypothesis", "scipy"),
     "bench": ("matplotlib", "plotly"),
 }
-"""Modules that each extra of ``pyproject.toml`` installs. Triton is left out, because only Linux has it, and protobuf, which transformers asks for."""
+"""Modules that each extra of ``pyproject.toml`` installs. Triton is left out, because only Linux has it, and
+protobuf, which transformers asks for."""
 
 
 class MissingExtra(ModuleNotFoundError):
