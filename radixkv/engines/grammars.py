@@ -20,7 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -51,6 +51,8 @@ _LIMITS: Final[Mapping[str, Any]] = {
 """About 15 ms of work for the mask of a row, and some tens of MB for a grammar, at most."""
 _OPTIONS: Final[Mapping[str, Any]] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 """A model that goes on with spaces for ever would never end its answer."""
+_trials: Final = BoundedSemaphore(4)
+"""Processes at the same time. Each tenant's threads wait in turn, so hostile schemas of one delay others by seconds."""
 _TRIAL: Final = Path(__file__).with_name("grammar_trial.py")
 
 
@@ -168,15 +170,16 @@ def tried(grammar: str) -> str:
         "stack_bytes": _STACK_BYTES,
     }
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(_TRIAL)],
-            input=json.dumps(order).encode("ascii"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            timeout=_WAIT_S,
-            check=False,
-        )
+        with _trials:
+            done = subprocess.run(
+                [sys.executable, "-P", str(_TRIAL)],
+                input=json.dumps(order).encode("ascii"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                timeout=_WAIT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode:
