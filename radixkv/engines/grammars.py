@@ -63,10 +63,16 @@ class _Key(NamedTuple):
 
 
 class Grammar:
-    """A compiled grammar. ``field``: what errors name."""
+    """A compiled grammar. ``field``: what errors name.
 
-    def __init__(self, template: LLMatcher, field: str, discard: Callable[[], None]) -> None:
-        self._template, self.field, self._discard = template, field, discard
+    A mask has ``num_ids`` ids. ``eos_token_id`` is in it where an answer may end.
+    """
+
+    def __init__(
+        self, template: LLMatcher, eos_token_id: int, num_ids: int, field: str, discard: Callable[[], None]
+    ) -> None:
+        self.eos_token_id, self.num_ids, self.field = eos_token_id, num_ids, field
+        self._template, self._discard = template, discard
 
     def matcher(self) -> LLMatcher:
         """Return a matcher at the beginning of an answer. All of a grammar share the states of its lexer."""
@@ -92,7 +98,7 @@ class Grammars:
     """
 
     def __init__(self, vocabulary: Vocabulary, eos_token_id: int, num_ids: int) -> None:
-        self._vocabulary, self.eos_token_id, self._model_ids = vocabulary, eos_token_id, num_ids
+        self._vocabulary, self._eos_token_id, self._model_ids = vocabulary, eos_token_id, num_ids
         self._tokenizer: tuple[LLTokenizer, Mapping[str, int]] | None = None
         self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._lock, self._loading = Lock(), Lock()
@@ -108,12 +114,9 @@ class Grammars:
             known = self._kept.get(key)
             if known is not None:
                 self._kept.move_to_end(key)
-        return Grammar(known or self._compiled(key, field), field, lambda: self._discard(key))
-
-    @property
-    def num_ids(self) -> int:
-        """Ids that a mask has."""
-        return self._loaded()[0].vocab_size
+        template = known or self._compiled(key, field)
+        num_ids = self._loaded()[0].vocab_size
+        return Grammar(template, self._eos_token_id, num_ids, field, lambda: self._discard(key))
 
     def _discard(self, key: _Key) -> None:
         with self._lock:
@@ -152,7 +155,7 @@ class Grammars:
     def _loaded(self) -> tuple[LLTokenizer, Mapping[str, int]]:
         with self._loading:
             if self._tokenizer is None:
-                tokenizer = self._vocabulary.tokenizer(self.eos_token_id, self._model_ids)
+                tokenizer = self._vocabulary.tokenizer(self._eos_token_id, self._model_ids)
                 self._tokenizer = tokenizer, self._vocabulary.added()
             return self._tokenizer
 
