@@ -371,7 +371,7 @@ class IntegrityError(RadixKVError):
     )
 
 
-_TOKENIZER = ("jinja2", "sentencepiece", "tokenizers")
+_TOKENIZER = ("jinja2", "sentencepiece", "tiktoken", "tokenizers", "transformers")
 _STORAGE = ("torch",)
 _HF = (*_STORAGE, "llguidance", "transformers", "safetensors")
 _HTTP = (*_TOKENIZER, "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
@@ -389,7 +389,7 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "audit": ("httpx", "hypothesis", "scipy"),
     "bench": ("matplotlib", "plotly"),
 }
-"""Modules that each extra of ``pyproject.toml`` installs. Triton is left out, because only Linux has it."""
+"""Modules that each extra of ``pyproject.toml`` installs. Triton is left out, because only Linux has it, and protobuf, which transformers asks for."""
 
 
 class MissingExtra(ModuleNotFoundError):

@@ -29,7 +29,7 @@ from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.answer_forms import Form, form_of
 from radixkv.service.problems import invalid
 from radixkv.service.schemas.completions import CompletionRequest
-from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, TurnContent, num_chars
+from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, num_chars
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
 from radixkv.service.schemas.structured import Wanted
 from radixkv.service.schemas.tokenizing import DetokenizeRequest, TokenizeRequest
@@ -223,20 +223,10 @@ def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRul
     if body.is_beginning:
         ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer))
         return Prompt(rules.key_of(ids, field), 0, chat_document(turns, tools))
-    ids = _tokenized(field, lambda: _encoded(turns, tools, tokenizer))
+    ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools))
     key = rules.key_of(ids, field)
     asked = [Promise(_num_before(each, ids, tokenizer), each.ttl_s) for each in body.breakpoints()]
     return Prompt(key, 0, asked=tuple(asked), has_tools=bool(tools), form=form)
-
-
-def _encoded(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a chat. Parts of a content follow each other, and a turn without content has an empty one."""
-    joined = [{**turn, "content": _joined(turn["content"])} for turn in turns]
-    return tokenizer.encode_chat(joined, tools)
-
-
-def _joined(content: TurnContent) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def chat_document(turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
@@ -249,10 +239,10 @@ def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenize
 
     Raises ArgumentError if the chat can't be rendered with any continuation.
     """
-    ids = _encoded([*turns, *_AFTER_BREAKPOINT[1]], tools, tokenizer)
+    ids = tokenizer.encode_chat([*turns, *_AFTER_BREAKPOINT[1]], tools)
     for more in (_AFTER_BREAKPOINT[0], _AFTER_BREAKPOINT[2]):
         try:
-            other = _encoded([*turns, *more], tools, tokenizer)
+            other = tokenizer.encode_chat([*turns, *more], tools)
         except RenderingTooLong:
             raise
         except ArgumentError:
@@ -268,7 +258,7 @@ def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer
     """
     for more in _AFTER_BREAKPOINT:
         try:
-            before = _encoded([*breakpoint.turns, *more], breakpoint.tools, tokenizer)
+            before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools)
         except RenderingTooLong:
             raise
         except ArgumentError:

@@ -236,9 +236,7 @@ class TemplateChat:
             turns = [self._shaped(turn) for turn in turns]
         roles = [turn["role"] for turn in turns]
         try:
-            rendered = templates.render(self._template, self._guard, turns, tools, opens, now)
-            check_text(rendered.text)
-            return rendered
+            rendered = self._tried(turns, tools, opens, now)
         except templates.Refused as error:
             raise ArgumentError(
                 "messages", roles, f"a chat that the model's template allows: {error}"
@@ -251,6 +249,18 @@ class TemplateChat:
             raise RenderingTooLong(
                 "messages", len(turns), f"a conversation that can be rendered: {error}"
             ) from None
+        check_text(rendered.text)
+        return rendered
+
+    def _tried(self, turns: Sequence[Turn], tools: Sequence[Tool], opens: bool, now: str | None) -> Rendered:
+        """Render. If the template fails on an answer without content, that content is empty."""
+        try:
+            return templates.render(self._template, self._guard, turns, tools, opens, now)
+        except templates.Failed:
+            filled = [{**turn, "content": ""} if turn.get("content") is None else turn for turn in turns]
+            if filled == list(turns):
+                raise
+            return templates.render(self._template, self._guard, filled, tools, opens, now)
 
     def _shaped(self, turn: Turn) -> Turn:
         """Return a turn with its content as the template wants it."""

@@ -161,7 +161,7 @@ def check_messages(
 ) -> None:
     """Raise ArgumentError unless each message has a role (one of ``roles``, if given) and a content.
 
-    has_parts: a content may also be a list of ``{"type": "text", "text": …}``, and is optional beside ``tool_calls``.
+    has_parts: a content may also be a list of ``{"type": "text", "text": …}``, and an assistant may have none.
     """
     if not messages:
         raise ArgumentError("messages", list(messages), "at least one message")
@@ -170,14 +170,15 @@ def check_messages(
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
             raise ArgumentError(f"messages[{index}].role", role, "a string")
-        if content is None and has_parts and message.get("tool_calls"):
+        if content is None and has_parts and role == "assistant":
             content = ""
         parts = content if has_parts and isinstance(content, list | tuple) else [{"text": content}]
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-        if not all(isinstance(text, str) for text in texts) or any(isinstance(part, str) for part in parts):
-            allowed = 'a string, or a list of {"type": "text", "text": …}' if has_parts else "a string"
-            raise ArgumentError(f"messages[{index}].content", content, allowed)
-        for text in (role, *texts):
+        check_text(role)
+        for part in parts:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if not isinstance(text, str):
+                allowed = 'a string, or a list of {"type": "text", "text": …}' if has_parts else "a string"
+                raise ArgumentError(f"messages[{index}].content", content, allowed)
             check_text(text)
         if known is not None and message["role"] not in known:
             raise ArgumentError(f"messages[{index}].role", message["role"], f"one of {', '.join(known)}")

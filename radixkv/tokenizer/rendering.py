@@ -140,7 +140,8 @@ def _render_guarded(
     original = chat_template_utils._compile_jinja_template
     compiled = _compiled_guarded(source, tuple(replaced))
     written = {f"{_WRITTEN}{at}": f"{mark}1{at:03d}" for at in range(len(replaced))}
-    chat_template_utils._compile_jinja_template = lambda _: compiled
+    module: Any = chat_template_utils
+    module._compile_jinja_template = lambda _: compiled
     try:
         rendered: str = folder.apply_chat_template(
             disarm(question["messages"]),
@@ -151,7 +152,7 @@ def _render_guarded(
         )
         return rendered
     finally:
-        chat_template_utils._compile_jinja_template = original
+        module._compile_jinja_template = original
 
 
 class _Disarm:
@@ -265,10 +266,11 @@ def _replace(tree: nodes.Node, pattern: re.Pattern[str], numbers: Mapping[str, i
 def _strings(tree: nodes.Node) -> Iterator[tuple[str, bool]]:
     """Yield the strings of a template, and whether it writes them or looks for them."""
     written = {id(node) for _, _, _, node in _places(tree)}
-    for node in (*tree.find_all(nodes.TemplateData), *tree.find_all(nodes.Const)):
-        text = node.data if isinstance(node, nodes.TemplateData) else node.value
-        if isinstance(text, str):
-            yield text, id(node) in written
+    for data in tree.find_all(nodes.TemplateData):
+        yield data.data, id(data) in written
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value, id(constant) in written
 
 
 def _places(node: nodes.Node) -> Iterator[tuple[nodes.Node, str, int | None, Any]]:

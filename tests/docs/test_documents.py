@@ -16,6 +16,7 @@ GENERATED = {
     "docs/reference/metrics.md",
     "docs/reference/errors.md",
     "docs/reference/ignored.md",
+    "docs/reference/clients.md",
     f"docs/{generate.EXAMPLES}",
     *(f"docs/reference/api/{name}.md" for name in generate.API),
 }
