@@ -20,7 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -51,6 +51,8 @@ _LIMITS: Final[Mapping[str, Any]] = {
 """About 15 ms of work for the mask of a row, and some tens of MB for a grammar, at most."""
 _OPTIONS: Final[Mapping[str, Any]] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 """A model that goes on with spaces for ever would never end its answer."""
+_trials: Final = BoundedSemaphore(4)
+"""Processes at the same time. Each tenant's threads wait in turn, so hostile schemas of one delay others by seconds."""
 _TRIAL: Final = Path(__file__).with_name("grammar_trial.py")
 
 
@@ -61,10 +63,16 @@ class _Key(NamedTuple):
 
 
 class Grammar:
-    """A compiled grammar. ``field``: what errors name."""
+    """A compiled grammar. ``field``: what errors name.
 
-    def __init__(self, template: LLMatcher, field: str, discard: Callable[[], None]) -> None:
-        self._template, self.field, self._discard = template, field, discard
+    A mask has ``num_ids`` ids. ``eos_token_id`` is in it where an answer may end.
+    """
+
+    def __init__(
+        self, template: LLMatcher, eos_token_id: int, num_ids: int, field: str, discard: Callable[[], None]
+    ) -> None:
+        self.eos_token_id, self.num_ids, self.field = eos_token_id, num_ids, field
+        self._template, self._discard = template, discard
 
     def matcher(self) -> LLMatcher:
         """Return a matcher at the beginning of an answer. All of a grammar share the states of its lexer."""
@@ -90,7 +98,7 @@ class Grammars:
     """
 
     def __init__(self, vocabulary: Vocabulary, eos_token_id: int, num_ids: int) -> None:
-        self._vocabulary, self.eos_token_id, self._model_ids = vocabulary, eos_token_id, num_ids
+        self._vocabulary, self._eos_token_id, self._model_ids = vocabulary, eos_token_id, num_ids
         self._tokenizer: tuple[LLTokenizer, Mapping[str, int]] | None = None
         self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._lock, self._loading = Lock(), Lock()
@@ -106,12 +114,9 @@ class Grammars:
             known = self._kept.get(key)
             if known is not None:
                 self._kept.move_to_end(key)
-        return Grammar(known or self._compiled(key, field), field, lambda: self._discard(key))
-
-    @property
-    def num_ids(self) -> int:
-        """Ids that a mask has."""
-        return self._loaded()[0].vocab_size
+        template = known or self._compiled(key, field)
+        num_ids = self._loaded()[0].vocab_size
+        return Grammar(template, self._eos_token_id, num_ids, field, lambda: self._discard(key))
 
     def _discard(self, key: _Key) -> None:
         with self._lock:
@@ -150,7 +155,7 @@ class Grammars:
     def _loaded(self) -> tuple[LLTokenizer, Mapping[str, int]]:
         with self._loading:
             if self._tokenizer is None:
-                tokenizer = self._vocabulary.tokenizer(self.eos_token_id, self._model_ids)
+                tokenizer = self._vocabulary.tokenizer(self._eos_token_id, self._model_ids)
                 self._tokenizer = tokenizer, self._vocabulary.added()
             return self._tokenizer
 
@@ -168,15 +173,16 @@ def tried(grammar: str) -> str:
         "stack_bytes": _STACK_BYTES,
     }
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(_TRIAL)],
-            input=json.dumps(order).encode("ascii"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            timeout=_WAIT_S,
-            check=False,
-        )
+        with _trials:
+            done = subprocess.run(
+                [sys.executable, "-P", str(_TRIAL)],
+                input=json.dumps(order).encode("ascii"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                timeout=_WAIT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode:

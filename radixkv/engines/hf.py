@@ -107,7 +107,7 @@ class HFEngine(StockLoop):
     - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then. Evicted KV comes back from
       there. ``close`` gives the disk's folder back.
     - ``vocabulary``: the texts of the model's tokens. Without them it lacks the ability ``forms``. So does a model
-      without an end-of-sequence token, or one with an attention of its own, which has no ``logprobs`` either.
+      without an end-of-sequence token. A model with an attention of its own lacks ``logprobs``.
 
     Raises ConfigError if the cache has no storage or another layout or device, if the model can't be served (see
     ``layout_of``), and for tiers that can't be had (see ``LowerTiers``).
@@ -156,12 +156,12 @@ class HFEngine(StockLoop):
                 model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}
             )
         self._grammars: Grammars | None = None
-        if self._batch is None:
-            self.abilities = ABILITIES - {"forms", "logprobs"}
-        elif vocabulary is None or not self.eos_token_ids:
-            self.abilities = ABILITIES - {"forms"}
+        if vocabulary is None or not self.eos_token_ids:
+            self.abilities = frozenset(self.abilities) - {"forms"}
         else:
             self._grammars = Grammars(vocabulary, min(self.eos_token_ids), self.vocab_size)
+        if self._batch is None:
+            self.abilities = frozenset(self.abilities) - {"logprobs"}
 
     def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers | TiersByDtype:
         """Make the tiers below the cache."""
@@ -617,7 +617,9 @@ class HFEngine(StockLoop):
         )
         prompts = [prompt.ids for prompt in request.prompts for _ in range(request.fanout)]
         settings, own = self.settings_of(request), self.processors_of(request)
-        form = self._form_rows(request)
+        form = None
+        if request.form is not None:
+            form = FormRows(request.form, request.num_rows, request.eos_token_ids)
         chooser = Chooser(
             self.model,
             sampling,
@@ -640,17 +642,6 @@ class HFEngine(StockLoop):
             hints=request.hints,
             as_of=request.as_of,
             tally=request.tally,
-        )
-
-    def _form_rows(self, request: Request) -> FormRows | None:
-        if request.form is None or self._grammars is None:
-            return None
-        return FormRows(
-            request.form,
-            request.num_rows,
-            self._grammars.eos_token_id,
-            request.eos_token_ids,
-            self._grammars.num_ids,
         )
 
     def _open_row(self, request: BatchRequest, row: Row) -> Sequence:

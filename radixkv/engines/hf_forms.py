@@ -27,13 +27,11 @@ class FormRows(LogitsProcessor):
     ``eos_token_ids``: any of them ends an answer where the grammar lets it end.
     """
 
-    def __init__(
-        self, grammar: Grammar, num_rows: int, eos_token_id: int, eos_token_ids: Collection[int], num_ids: int
-    ) -> None:
-        self._grammar, self._eos_token_id, self._eos_token_ids = grammar, eos_token_id, sorted(eos_token_ids)
+    def __init__(self, grammar: Grammar, num_rows: int, eos_token_ids: Collection[int]) -> None:
+        self._grammar, self._eos_token_ids = grammar, sorted(eos_token_ids)
         self._matchers = [grammar.matcher() for _ in range(num_rows)]
         self._num_followed = [0] * num_rows
-        self.num_words = -(-num_ids // 32)
+        self.num_words = -(-grammar.num_ids // 32)
         self._masks = np.zeros((0, self.num_words), np.int32)
         self._rows: list[int] = []
 
@@ -57,8 +55,8 @@ class FormRows(LogitsProcessor):
         for row in self._rows:
             self._grammar.require_sound(self._matchers[row])
         bits = np.unpackbits(self._masks.view(np.uint8), axis=1, bitorder="little")
-        may_end = bits[:, self._eos_token_id].copy()
-        bits[:, self._eos_token_id] = 0
+        may_end = bits[:, self._grammar.eos_token_id].copy()
+        bits[:, self._grammar.eos_token_id] = 0
         bits[:, self._eos_token_ids] = may_end[:, None]
         blocked = torch.from_numpy(bits[:, : scores.shape[1]]).to(scores.device) == 0
         if len(self._rows) < len(scores):  # other rows are over, and choose anything
@@ -69,6 +67,23 @@ class FormRows(LogitsProcessor):
         if bool(found.amax(-1).isneginf().any()):
             raise self._grammar.error("no token of the model may follow")
         return found
+
+
+class FormInLoop(LogitsProcessor):
+    """A form in transformers' own loop. ``width``: tokens of the padded prompts."""
+
+    def __init__(self, form: FormRows, num_rows: int, eos_token_ids: Collection[int], width: int) -> None:
+        self._form, self._eos_token_ids, self._width = form, frozenset(eos_token_ids), width
+        self._going = list(range(num_rows))
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Return the scores ``[rows, vocab_size]`` after the ids ``[rows, tokens]``: see ``FormRows``."""
+        answers = input_ids[:, self._width :].tolist()
+        self._going = [
+            row for row in self._going if not answers[row] or answers[row][-1] not in self._eos_token_ids
+        ]
+        fill_masks([(self._form, {row: answers[row] for row in self._going})])
+        return self._form(input_ids, scores)
 
 
 def fill_masks(asked: Sequence[tuple[FormRows, Mapping[int, Sequence[int]]]]) -> None:

@@ -41,6 +41,7 @@ from radixkv.engines.engine_protocol import Logprobs, Penalties, Prefill, Tally,
 from radixkv.engines.grammars import Grammar
 from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
 from radixkv.engines.hf_choose import OpenAIPenalties, penalty_settings
+from radixkv.engines.hf_forms import FormInLoop, FormRows
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
@@ -238,7 +239,7 @@ class StockLoop:
                 input_ids,
                 attention_mask=attention_mask,
                 stopping_criteria=StoppingCriteriaList([watcher]),
-                logits_processor=LogitsProcessorList(self.processors_of(request)),
+                logits_processor=LogitsProcessorList([*self.processors_of(request), *_bound(request)]),
                 **{CACHE_ARGUMENT: paged},
                 **self.settings_of(request),
             )
@@ -385,6 +386,19 @@ class Random:
         torch.set_rng_state(states[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(states[1], self._device)
+
+
+def _bound(request: Request) -> list[LogitsProcessor]:
+    """Return what binds the rows of a request to its form, in the loop."""
+    if request.form is None:
+        return []
+    rows, eos_token_ids = (
+        FormRows(request.form, request.num_rows, request.eos_token_ids),
+        request.eos_token_ids,
+    )
+    return [
+        FormInLoop(rows, request.num_rows, eos_token_ids, max(len(prompt.ids) for prompt in request.prompts))
+    ]
 
 
 def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:

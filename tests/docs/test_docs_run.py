@@ -89,7 +89,7 @@ def run_python(document: str) -> None:
         for block in blocks_of(document):
             if block.language == "python" and block.not_run is None:
                 code = "\n" * (block.line - 1) + block.text  # a traceback has the document's line numbers
-                exec(compile(code, document, "exec"), namespace)
+                exec(compile(code, document, "exec", dont_inherit=True), namespace)
 
 
 def problem(block: Block) -> str | None:

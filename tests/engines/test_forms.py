@@ -13,12 +13,12 @@ import pytest
 import tokenizers
 import torch
 from pydantic import BaseModel, Field
-from transformers import PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
 from radixkv import audit
 from radixkv.config import CacheConfig
 from radixkv.engines import grammars
-from radixkv.engines.engine_protocol import AnswerForm, Part, Penalties
+from radixkv.engines.engine_protocol import AnswerForm, Logprobs, Part, Penalties
 from radixkv.engines.grammars import MAX_TENANT_GRAMMARS, Grammars
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.hf_forms import FormRows, fill_masks
@@ -252,9 +252,26 @@ def test_an_engine_without_a_vocabulary_has_no_forms() -> None:
             engine.form("acme", text_of(VERDICT), FIELD)
 
 
-def test_a_model_with_an_attention_of_its_own_has_neither_forms_nor_logprobs() -> None:
-    with engine_over(model_of("falcon")) as engine:
-        assert not {"forms", "logprobs"} & {*engine.abilities}
+def test_a_model_with_an_attention_of_its_own_follows_forms() -> None:
+    """In transformers' own loop, for one row and several, of which some end before others."""
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = FalconConfig(
+        vocab_size=tokenizer().vocab_size, bos_token_id=1, eos_token_id=2, pad_token_id=0, **small
+    )
+    with torch.random.fork_rng(devices=[]):
+        falcon = FalconForCausalLM(config).eval()
+    own = PrefixCache(CacheConfig(512, 4, layout_of(falcon), "cpu"))
+    engine = HFEngine(falcon, own, vocabulary=vocabulary_of(tokenizer()))
+    assert "forms" in engine.abilities and "logprobs" not in engine.abilities
+    for mode in MODES:
+        found = answers(engine, text_of(VERDICT), **mode)
+        for each in found:
+            Verdict.model_validate_json(each, strict=True)
+        assert found == answers(engine, text_of(VERDICT), **mode)
+    assert own.stats().num_sequences == 0
+    with pytest.raises(ArgumentError, match="logprobs"):
+        engine.generate(engine.namespace("acme"), [5, 6], 3, logprobs=Logprobs())
+    audit.check(own)
 
 
 # --- hostile schemas
@@ -415,7 +432,7 @@ def test_a_request_leaves_nothing_in_a_kept_grammar(engine: HFEngine) -> None:
 def walked(vocabulary: Vocabulary, tokenizer: Tokenizer, form: str, seed: int) -> list[int]:
     """Tokens of an answer that follows a form, each drawn from those that may follow."""
     grammars_ = Grammars(vocabulary, 0, tokenizer.vocab_size)
-    rows = FormRows(grammars_.grammar("acme", 0, form, FIELD), 1, 0, [0], grammars_.num_ids)
+    rows = FormRows(grammars_.grammar("acme", 0, form, FIELD), 1, [0])
     generator, answer = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(600):
         fill_masks([(rows, {0: answer})])

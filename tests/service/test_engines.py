@@ -153,6 +153,32 @@ def test_completions_that_it_cannot_make_name_their_field(
     assert "the engine of this service" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {"5": 1.0}),
+        ("min_tokens", 1),
+        ("logprobs", 0),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_scores_and_forms_that_it_cannot_change_are_named(toy: Running, field: str, value: Any) -> None:
+    """Neutral values are served: clients often send them."""
+    neutral = {
+        "repetition_penalty": 1.0,
+        "logprobs": None,
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+    }
+    body = {"prompt": "x", "max_tokens": 2, "temperature": 0}
+    error = toy.acme.post("/v1/completions", json={**body, field: value}).json()["error"]
+    assert error["field"] == field and "the engine of this service" in error["message"], error
+    assert toy.acme.post("/v1/completions", json={**body, field: neutral.get(field, 0)}).status_code == 200
+
+
 def test_greedy_copies_need_no_ability(toy: Running) -> None:
     body = {"prompt": [5, 6], "max_tokens": 2, "n": 3, "temperature": 0}
     choices = toy.acme.post("/v1/completions", json=body).json()["choices"]

@@ -196,6 +196,20 @@ def test_an_odd_answer_can_be_sent_back(live: Running, path: str, ask: Asks, tex
     assert ("<tool_call>" in found) == (bool(text) and not calls), "what is no call stays text"
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_no_character_of_a_text_ends_a_line_of_a_stream(live: Running, path: str) -> None:
+    """Clients in Python split lines at more characters than a newline, as ``events`` does here."""
+    text = "one\x85two\u2028three\u2029four"
+    kept = goes_on(live, path, streamed, text)
+    assert json.dumps(text)[1:-1] in json.dumps(joined(kept))
+
+
+def joined(kept: list[Any]) -> list[Any]:
+    """What a client kept, with the texts of Google's parts as one."""
+    parts = kept[0].get("parts", ())
+    return ["".join(part["text"] for part in parts)] if parts else kept
+
+
 def test_parameters_are_arguments(live: Running) -> None:
     with saying(live, written("find_page", {"topic": "pins"}, "parameters")):
         (message,) = whole(live, CHAT, BODIES[CHAT])

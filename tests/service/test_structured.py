@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from radixkv.service.answer_forms import form_of
 from radixkv.service.schemas.contents import json_schema_of
+from radixkv.service.schemas.structured import Wanted
 from tests.service.loop_watch import loop_watched
 from tests.service.running import KEYS, Running
 
@@ -232,6 +234,40 @@ def test_contents_have_to_call_a_function(gemini: Any) -> None:
     for each in reply.function_calls:
         check_place(each.name, each.args)
         assert list(each.args) == ["page", "is_next"]
+
+
+@pytest.mark.slow
+def test_a_long_body_is_bound_too(live: Running) -> None:
+    """It is read in another process, with its schema or its tools."""
+    long = [{"role": "user", "content": "Which page explains pins? " * 600}]
+    body: dict[str, Any] = {"messages": long, "max_tokens": 500, "temperature": 0}
+    schema = {"name": "v", "schema": Verdict.model_json_schema()}
+    fields = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    choice = live.acme.post("/v1/chat/completions", json={**body, **fields}).json()["choices"][0]
+    Verdict.model_validate_json(choice["message"]["content"])
+    named = {"type": "function", "function": {"name": "turn_to"}}
+    fields = {"tools": CHAT_TOOLS, "tool_choice": named}
+    choice = live.acme.post("/v1/chat/completions", json={**body, **fields}).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    check_place(call["function"]["name"], call["function"]["arguments"])
+
+
+def test_the_forms_of_what_is_wanted() -> None:
+    """A schema, or calls of tools in the form that is read; with both and no force, one or the other."""
+
+    def parts(wanted: Wanted) -> list[tuple[list[str], Any]]:
+        form = form_of(wanted, CHAT_TOOLS)
+        found = [] if form is None else json.loads(form.alternatives)
+        return [([each["before"] for each in one["parts"]], one["separator"]) for one in found]
+
+    begun = [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name, _ in TOOLS]
+    assert parts(Wanted()) == []
+    assert parts(Wanted(must_call=True)) == [(begun, "\n")]
+    assert parts(Wanted(must_call=True, names=("turn_to",), one_call=True)) == [(begun[1:], None)]
+    assert parts(Wanted({"type": "object"}, "text.format")) == [([""], None), (begun, "\n")]
+    assert parts(Wanted({"type": "object"}, "text.format", must_call=True)) == [(begun, "\n")]
+    alone = form_of(Wanted({}, "text.format"), [])
+    assert alone is not None and alone.field == "text.format" and len(json.loads(alone.alternatives)) == 1
 
 
 # --- refusals

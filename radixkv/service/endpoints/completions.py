@@ -77,6 +77,7 @@ millisecond or two; longer ones in a thread."""
 _LOGPROB_CHARS = 16
 """The cost of a token's log probability in an answer, as a number of characters."""
 _GREEDY_BELOW = 1e-3
+_LINE_ENDS: Final = tuple((each.encode(), f"\\u{ord(each):04x}".encode()) for each in "\x85\u2028\u2029")
 _READING_S = 5.0
 """Time for a stream's reader to read the end of the stream, beyond the time of the answer."""
 _CALLS_A_TOOL: Final = RequestHints({"tool_pending": True})
@@ -651,8 +652,15 @@ class Run:
 
 
 def event(document: dict[str, Any], kind: type[Json] = Json) -> bytes:
-    """Return a server-sent event. JSON has no newline, so no text can begin another event."""
-    return b"data: " + bytes(kind(document).body) + b"\n"
+    """Return a server-sent event. JSON has no newline, so no text can begin another event.
+
+    Other characters at which Unicode ends a line are escaped: clients in Python split lines there too.
+    """
+    content = bytes(kind(document).body)
+    for character, escape in _LINE_ENDS:
+        if character in content:
+            content = content.replace(character, escape)
+    return b"data: " + content + b"\n"
 
 
 def _is_greedy(body: CompletionRequest) -> bool:
