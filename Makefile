@@ -10,6 +10,7 @@
 #   make fuzz SECONDS=600              time for each fuzz driver
 #   make docs-serve ADDRESS=0.0.0.0:8000   the address of the server of the docs
 #   make faults MINUTES=60 SEED=7      time for faults in a fleet, and their first seed
+#   make recordings CLIENTS="codex opencode"   the clients to record; default: all
 #   make busy LOOPS=8 BUSY="make quick"   the number of busy loops, and what runs beside them
 #   make test-pure INTERRUPT_ALL=1     interrupt each call at every step instead of some, under each policy: minutes
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) for .venv
@@ -34,11 +35,12 @@ SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
 ADDRESS ?= 127.0.0.1:8000
+CLIENTS ?=
 ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/radixkv-engines
 SPREAD = -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run quick test test-all test-release test-vary test-latest test-lowest test-pure test-browser test-gpu timing busy upgrade lives compile fuzz faults engines docs docs-serve lint format clean
+.PHONY: help run quick test test-all test-release test-vary test-latest test-lowest test-pure test-browser test-gpu timing busy upgrade lives compile fuzz faults engines recordings docs docs-serve lint format clean
 MAKEFLAGS += --no-print-directory
 # Many tests start processes, which would compile all modules again each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,6 +61,7 @@ help:
   'make busy          make test beside LOOPS=4 busy loops' \
   'make upgrade       renew requirements/lock.txt, with uv' \
   'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
+	  'make recordings    record again what CLIENTS= (all) send, for tests/agents: needs Node.js, installs 2 GB' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
@@ -150,6 +153,10 @@ $(ENGINES)/sglang/.installed: tests/engines/sglang_requirements.txt
 $(ENGINES)/clients/.installed $(ENGINES)/guidellm/.installed: $(ENGINES)/%/.installed: tests/engines/%_requirements.txt
 	@$(call install_engine,$*)
 	@touch $@
+
+# Agents and SDKs come from npm and PyPI, into ~/.cache/radixkv-agents. Needs Node.js.
+recordings: $(VENV)/.installed-dev
+	@$(VENV)/bin/python -m tests.agents.record $(CLIENTS)
 
 fuzz: $(VENV)/.installed-dev
 	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done

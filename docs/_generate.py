@@ -9,6 +9,7 @@ git, so they can't differ from the code.
     reference/settings.md    the settings of `radixkv serve` and `radixkv route`
     reference/metrics.md     the registries that ``/metrics`` exports
     reference/errors.md      ``radixkv/errors.py``, and the types of errors over HTTP
+    reference/clients.md     the recorded conversations of ``tests/agents``
     recipes/examples.md      the files of ``examples/``
     INCLUDED                 documents in the root, and those of policies and kernels
 
@@ -52,6 +53,7 @@ def pages() -> dict[str, str]:
         "reference/settings.md": settings(),
         "reference/metrics.md": metrics(),
         "reference/errors.md": errors(),
+        "reference/clients.md": clients(),
         EXAMPLES: examples(),
     }
 
@@ -638,6 +640,49 @@ def _needed(error: type[BaseException]) -> list[str]:
     _, *parameters = inspect.signature(error.__init__).parameters.values()
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [each.name for each in parameters if each.kind is positional and each.default is each.empty]
+
+
+# --- clients
+
+
+def clients() -> str:
+    """Return the table of clients: which features their recorded conversations use, and which are served."""
+    from tests.agents import recordings
+
+    refused = recordings.refused()
+    lines = [
+        "# Clients reference\n",
+        "Each client below has had a conversation with tools, as its user would have it: two questions, for which the "
+        "model calls tools, also several at once. What the client sent was recorded, and the tests replay it against "
+        "the service: each request must be answered in the form that the client reads, and each turn must read from "
+        "the cache what the turns before it wrote. This page is made of these recordings (`tests/agents/README.md`).\n",
+        "`yes`: the client uses it, and is served. `no`: the client uses it, and is refused; the reason is below the "
+        "table. `–`: the recorded conversation doesn't use it. The whole conversation is served if all its turns are; "
+        "counts, lists and answers that must fit a schema are asked beside it.\n",
+    ]
+    rows, reasons = [], []
+    for name in recordings.names():
+        recording, missing = recordings.load(name), refused.get(name, [])
+        failing = {index for each in missing for index in each["requests"]}
+        used = [recordings.features(each) for each in recording.requests]
+        cells = [
+            _served({index for index, found in enumerate(used) if feature in found}, failing)
+            for feature in recordings.FEATURES
+        ]
+        whole = "no" if failing.intersection(recording.turns) else "yes"
+        rows.append((_escaped(recording.client), _escaped(recording.version), whole, *cells))
+        reasons += [
+            (_escaped(recording.client), f"`{each['field']}`", _escaped(each["reason"])) for each in missing
+        ]
+    lines.append(_table(("client", "version", "whole conversation", *recordings.FEATURES), rows))
+    if reasons:
+        lines += ["## What is refused\n", _table(("client", "field", "why"), reasons)]
+    return "\n".join(lines)
+
+
+def _served(using: set[int], failing: set[int]) -> str:
+    """Return what a cell says of a feature: ``using`` are the requests that use it, ``failing`` the refused ones."""
+    return "–" if not using else "yes" if using - failing else "no"
 
 
 # --- examples

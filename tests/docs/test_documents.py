@@ -15,6 +15,7 @@ GENERATED = {
     "docs/reference/settings.md",
     "docs/reference/metrics.md",
     "docs/reference/errors.md",
+    "docs/reference/clients.md",
     f"docs/{generate.EXAMPLES}",
     *(f"docs/reference/api/{name}.md" for name in generate.API),
 }
