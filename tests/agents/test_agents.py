@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agents import recordings
+from tests.agents.answers import Answer
 from tests.agents.recordings import FEATURES, Request, features, load, num_spoken
 from tests.agents.replaying import Replayed, read, read_other, read_refusal, replayed, scripted_service, sent
 from tests.agents.sent_texts import bound_names, choosing, names_in, texts
@@ -179,6 +180,25 @@ def test_the_model_reads_every_text_and_chooses_as_asked(
     else:
         for field, value in wanted.items():
             assert options[field] == (None if (field, value) == ("top_p", 1) else value)
+
+
+COUNTS = {"/count_tokens": "", "/input_tokens": "", ":countTokens": ":generateContent"}
+"""How the paths that count tokens end, and those that answer the same body."""
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    _each([each for each in ALL if "counting tokens" in features(load(each[0]).requests[each[1]])]),
+)
+def test_a_count_is_the_length_of_the_prompt(replays: Any, live: Running, name: str, index: int) -> None:
+    each = answered(replays(name)[index])
+    counted, path = each.response.json(), each.request.path
+    for ending, other in COUNTS.items():
+        path = path.replace(ending, other)
+    body = {**each.request.body, **({"max_tokens": 8} if path == "/v1/messages" else {})}
+    asked = answered(sent(live, Request("POST", path, each.request.headers, body, Answer("x")))).asked
+    assert asked is not None
+    assert counted.get("input_tokens", counted.get("totalTokens")) == len(asked.prompt)
 
 
 @pytest.mark.parametrize("name", _conversations(1))
