@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agents import recordings
+from tests.agents.answers import Answer
 from tests.agents.recordings import FEATURES, Request, features, load, num_spoken
 from tests.agents.replaying import Replayed, read, read_other, read_refusal, replayed, scripted_service, sent
 from tests.agents.sent_texts import bound_names, choosing, names_in, texts
@@ -177,9 +178,27 @@ def test_the_model_reads_every_text_and_chooses_as_asked(
     if wanted.get("temperature") == 0:
         assert not options.get("do_sample")
     else:
-        neutral = {"temperature": 1.0, "top_p": None, "top_k": None}
         for field, value in wanted.items():
-            assert options[field] == (neutral["top_p"] if (field, value) == ("top_p", 1) else value)
+            assert options[field] == (None if (field, value) == ("top_p", 1) else value)
+
+
+COUNTS = {"/count_tokens": "", "/input_tokens": "", ":countTokens": ":generateContent"}
+"""How the paths that count tokens end, and those that answer the same body."""
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    _each([each for each in ALL if "counting tokens" in features(load(each[0]).requests[each[1]])]),
+)
+def test_a_count_is_the_length_of_the_prompt(replays: Any, live: Running, name: str, index: int) -> None:
+    each = answered(replays(name)[index])
+    counted, path = each.response.json(), each.request.path
+    for ending, other in COUNTS.items():
+        path = path.replace(ending, other)
+    body = {**each.request.body, **({"max_tokens": 8} if path == "/v1/messages" else {})}
+    asked = answered(sent(live, Request("POST", path, each.request.headers, body, Answer("x")))).asked
+    assert asked is not None
+    assert counted.get("input_tokens", counted.get("totalTokens")) == len(asked.prompt)
 
 
 @pytest.mark.parametrize("name", _conversations(1))
@@ -212,7 +231,7 @@ def test_a_recording_has_turns_with_tools_and_nothing_of_its_machine(name: str) 
     recording = load(name)
     assert len(recording.turns) >= 5
     text = json.dumps([(each.path, each.headers, each.body) for each in recording.requests])
-    assert ".cache/radixkv-agents" not in text and "sk-recorded" not in text
+    assert "radixkv-agents" not in text and "sk-recorded" not in text
 
 
 def test_what_is_refused_is_in_a_recording() -> None:
