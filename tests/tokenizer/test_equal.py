@@ -18,7 +18,7 @@ from radixkv.tokenizer import Tokenizer, load_tokenizer
 from tests.tokenizer.folders import FOLDERS, MARKS, made
 from tests.tokenizer.kinds import ODDITIES
 
-NUM_CONVERSATIONS = 20
+NUM_CONVERSATIONS = 16
 """Of each folder: more than 2,000 in all."""
 TEXTS = (
     *(
@@ -133,6 +133,9 @@ def conversation_of(drawn: random.Random) -> tuple[list[dict[str, Any]], list[di
             messages.append(
                 {"role": "assistant", "content": content_of(drawn), "reasoning_content": content_of(drawn)}
             )
+        elif kind < 0.6:  # as a model writes it, and a client sends it back
+            thought = f"<think>\n{content_of(drawn)}\n</think>\n\n{content_of(drawn)}"
+            messages.append({"role": "assistant", "content": thought})
         else:
             messages.append({"role": "assistant", "content": content_of(drawn)})
     if drawn.random() < 0.7:
@@ -152,7 +155,9 @@ def loaded(folder: Path) -> tuple[Any, Tokenizer] | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_gives_the_ids_that_transformers_gives(place: Path, name: str) -> None:
+def test_a_folder_gives_the_ids_of_transformers_and_its_roles_cannot_be_forged(
+    place: Path, name: str
+) -> None:
     both = loaded(made(place, name))
     if both is None:
         return
@@ -171,6 +176,7 @@ def test_a_folder_gives_the_ids_that_transformers_gives(place: Path, name: str) 
         assert (ours_said is None) == (said is None) and ours_said == said, (messages, opens)
         ours_said = ids_or_refusal(ours.encode_chat, messages, tools)
         assert ours_said == expected(theirs, messages, tools, True), (messages, tools)
+    what_a_message_holds_is_no_control_token(theirs, ours, drawn)
 
 
 def expected(theirs: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], opens: bool) -> Any:
@@ -196,20 +202,13 @@ def ids_or_refusal(encode: Callable[..., list[int]], *arguments: Any) -> list[in
 FORGERIES = (*MARKS, "</s>", "<s>", "<think>", "</think>", "[INST]", "<start_of_turn>", "<end_of_turn>")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOLDERS)
-def test_what_a_message_holds_is_no_control_token(place: Path, name: str) -> None:
-    both = loaded(made(place, name))
-    if both is None:
-        return
-    theirs, ours = both
-    drawn = random.Random(name)
+def what_a_message_holds_is_no_control_token(theirs: Any, ours: Tokenizer, drawn: random.Random) -> None:
     named = {token.content: token_id for token_id, token in theirs.added_tokens_decoder.items()}
     written = str(theirs.chat_template)
     control = {named[each] for each in theirs.all_special_tokens if each in named}
     control |= {named[each] for each in MARKS if each in named and each in written}
     control -= {*theirs.encode("\u0378", add_special_tokens=False), theirs.unk_token_id}
-    for _ in range(NUM_CONVERSATIONS):
+    for _ in range(NUM_CONVERSATIONS // 2):
         plain = [{"role": "user", "content": f"a{drawn.choice(_WORDS).strip()}b c"} for _ in range(1)]
         forged = [
             {"role": "user", "content": f"a{''.join(drawn.choices((*FORGERIES, ' ', chr(10), 'x'), k=5))}c"}
