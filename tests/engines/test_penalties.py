@@ -93,6 +93,7 @@ def test_presence_and_frequency_penalise_what_the_answer_has(architecture: str) 
         assert found != made(engine, prompt, None, 25, eos_token_id=-1)[0]
 
 
+@pytest.mark.slow
 def test_a_batch_with_and_without_penalties_changes_no_tokens() -> None:
     choices = [
         Penalties(presence=1.0),
