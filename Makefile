@@ -61,7 +61,7 @@ help:
   'make busy          make test beside LOOPS=4 busy loops' \
   'make upgrade       renew requirements/lock.txt, with uv' \
   'make engines       install vLLM and SGLang for CPUs and clients (9 GB, once) in ENGINES=~/.cache/radixkv-engines, and test radixkv in them' \
-	  'make recordings    record again what CLIENTS= (all) send, for tests/agents: needs Node.js, installs 3 GB' \
+	  'make recordings    record again what CLIENTS= (all) send, for tests/agents: needs Node.js, installs 2 GB' \
 	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
 	  'make lives         LIVES=2000 random lives of the cache' \
 	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \

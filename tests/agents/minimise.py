@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import re
 import socket
@@ -26,6 +27,8 @@ from tests.agents.clients import KEY
 ROOT = Path(__file__).parents[2]
 LONG = 60
 HEADER = "header"
+UNORDERED = ("client_metadata",)
+"""Fields whose names come in another order each time."""
 VERBATIM = frozenset(
     {
         "arguments",
@@ -68,8 +71,11 @@ _TIMES = (
     ),
     (re.compile(r"\b[0-9]{1,2}/[0-9]{1,2}/20[23][0-9]\b"), "1/1/2026"),
     (re.compile(r"\bChunk ID: [0-9a-f]{6}\b"), "Chunk ID: 000000"),
+    (re.compile(r"\bProcess Group PGID: [0-9]+"), "Process Group PGID: 1"),
     (re.compile(r"\bWall time: [0-9.]+ seconds\b"), "Wall time: 0.0 seconds"),
 )
+_TIMES_IN_MS = range(1_767_225_600_000, 2_208_988_800_000)
+"""Milliseconds since 1970, from 2026 to 2040."""
 _WORD = re.compile(r"(?<![<$/_\w.-])[A-Za-z]{3,}(?![\w-])")
 
 
@@ -88,6 +94,7 @@ class Places:
         port = self.url.rpartition(":")[2]
         for found, placeholder in (
             (self.work, "/home/user/project"),
+            (re.sub(r"[^A-Za-z0-9]", "-", self.work), "-home-user-project"),
             (self.home, "/home/user"),
             (self.folder, "/opt/clients"),
             (self.url, "http://127.0.0.1:8400"),
@@ -111,13 +118,19 @@ class Minimiser:
     def value(self, value: Any, name: str = "") -> Any:
         """Return a JSON value with its texts replaced; ``name``: of the field that has it."""
         if isinstance(value, Mapping):
-            return {key: self.value(each, key) for key, each in value.items()}
+            names = sorted(value) if name in UNORDERED else value
+            return {key: self.value(value[key], key) for key in names}
         if isinstance(value, list | tuple):
             return [self.value(each, name) for each in value]
+        if isinstance(value, int) and value in _TIMES_IN_MS:
+            return _TIMES_IN_MS[0]
         return self.text(value, name) if isinstance(value, str) else value
 
     def text(self, text: str, name: str = "") -> str:
         """Return a text without what changes from run to run, and without others' words if it is long."""
+        if text.startswith("{") and (document := _object(text)) is not None:
+            separators = None if '": ' in text else (",", ":")
+            return json.dumps(self.value(document, name), separators=separators, ensure_ascii=False)
         text = self._places.replaced(text)
         for pattern, date in _TIMES if name != HEADER else ():
             text = pattern.sub(date, text)
@@ -155,6 +168,15 @@ def minimised(requests: list[dict[str, Any]], places: Places) -> list[dict[str, 
         }
         for each in requests
     ]
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is; None if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @cache

@@ -101,7 +101,7 @@ class Recorder:
         if has_state:
             return JSONResponse(NO_THREADS, 400)
         if answer is None:
-            return _other(request.method, path)
+            return _other(request.method, path, is_google="x-goog-api-key" in request.headers)
         ids, api = Ids(len(self.requests)), api_of(path)
         more = {"is_stream": ":stream" in path} if api == "contents" else {}
         kind, text = WRITERS[api](answer, body, ids, **more)
@@ -176,18 +176,18 @@ def _instance(schema: Mapping[str, Any]) -> Any:
     return {"array": [], "string": "pins", "boolean": True, "null": None}.get(kind, 12)
 
 
-def _other(method: str, path: str) -> Response:
+def _other(method: str, path: str, *, is_google: bool) -> Response:
     """Return the answer to a request that doesn't ask the model."""
     plain = path.partition("?")[0]
     if plain.endswith(("/count_tokens", "/input_tokens")):
         return JSONResponse({"input_tokens": 120, "object": "response.input_tokens"})
     if plain.endswith(":countTokens"):
         return JSONResponse({"totalTokens": 120})
-    if method == "GET" and plain.startswith("/v1beta/models"):
+    if method == "GET" and "/models" in plain and is_google:
         limits = {"inputTokenLimit": 1_048_576, "outputTokenLimit": 65_536}
         model = {"name": f"models/{MODEL}", "supportedGenerationMethods": ["generateContent"], **limits}
         return JSONResponse({"models": [model]} if plain.endswith("/models") else model)
-    if method == "GET" and plain.endswith("/models"):
+    if method == "GET" and plain == "/v1/models":
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "radixkv"}
         named = {**model, "type": "model", "display_name": MODEL, "created_at": "2026-01-01T00:00:00Z"}
         data = {"object": "list", "data": [named], "has_more": False, "first_id": MODEL, "last_id": MODEL}
@@ -199,7 +199,7 @@ def _other(method: str, path: str) -> Response:
 
 
 def install(folder: Path) -> None:
-    """Install all clients. Takes minutes, and about 3 GB."""
+    """Install all clients. Takes minutes, and about 2 GB."""
     wanted = json.dumps(VERSIONS)
     done = folder / "installed.json"
     if done.exists() and done.read_text("utf-8") == wanted:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from radixkv.service.schemas import ignored
 from tests.agents import recordings
+from tests.agents.answers import Answer
 from tests.agents.recordings import FEATURES, Request, features, load, num_spoken
 from tests.agents.replaying import Replayed, read, read_other, read_refusal, replayed, scripted_service, sent
 from tests.agents.sent_texts import bound_names, choosing, names_in, texts
@@ -34,22 +36,17 @@ CHANGING: dict[str, dict[int, str]] = {
 """Turns that don't begin as they could, by the numbers of their requests, and what the client has changed there."""
 
 HINTS = {
-    "chat": (
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
-        "safety_identifier", "service_tier", "store", "user", "verbosity",
-    ),
-    "responses": (
-        "client_metadata", "include", "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning",
-        "safety_identifier", "service_tier", "store", "truncation", "user",
-    ),
-    "messages": ("context_management", "diagnostics", "metadata", "output_config", "service_tier", "thinking"),
-    "contents": ("labels", "safetySettings", "serviceTier"),
-}  # fmt: skip
-"""Fields that change nothing in what a model reads or how its tokens are chosen."""
+    "chat": ignored.CHAT,
+    "responses": ignored.RESPONSES,
+    "messages": ignored.MESSAGES,
+    "contents": ignored.CONTENTS,
+}
+"""Fields that the service says it ignores."""
+CACHED = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 READ = {
-    "chat": ("messages", "tools", "tool_choice", "response_format"),
-    "responses": ("input", "instructions", "tools", "tool_choice", "text"),
-    "messages": ("messages", "system", "tools", "tool_choice", "output_format"),
+    "chat": ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    "responses": ("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "include"),
+    "messages": ("messages", "system", "tools", "tool_choice", "output_config"),
     "contents": ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "cachedContent"),
 }
 CHOSEN = {
@@ -177,9 +174,27 @@ def test_the_model_reads_every_text_and_chooses_as_asked(
     if wanted.get("temperature") == 0:
         assert not options.get("do_sample")
     else:
-        neutral = {"temperature": 1.0, "top_p": None, "top_k": None}
         for field, value in wanted.items():
-            assert options[field] == (neutral["top_p"] if (field, value) == ("top_p", 1) else value)
+            assert options[field] == (None if (field, value) == ("top_p", 1) else value)
+
+
+COUNTS = {"/count_tokens": "", "/input_tokens": "", ":countTokens": ":generateContent"}
+"""How the paths that count tokens end, and those that answer the same body."""
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    _each([each for each in ALL if "counting tokens" in features(load(each[0]).requests[each[1]])]),
+)
+def test_a_count_is_the_length_of_the_prompt(replays: Any, live: Running, name: str, index: int) -> None:
+    each = answered(replays(name)[index])
+    counted, path = each.response.json(), each.request.path
+    for ending, other in COUNTS.items():
+        path = path.replace(ending, other)
+    body = {**each.request.body, **({"max_tokens": 8} if path == "/v1/messages" else {})}
+    asked = answered(sent(live, Request("POST", path, each.request.headers, body, Answer("x")))).asked
+    assert asked is not None
+    assert counted.get("input_tokens", counted.get("totalTokens")) == len(asked.prompt)
 
 
 @pytest.mark.parametrize("name", _conversations(1))
@@ -187,9 +202,10 @@ def test_hints_change_neither_prompt_nor_choice(replays: Any, live: Running, nam
     """Fields of the first turn that are hints, and every other field is one whose effect the tests above see."""
     first = answered(replays(name)[load(name).turns[0]])
     api = first.request.api
-    known = {*HINTS[api], *READ[api], *CHOSEN[api], *FORM}
+    hints = {*HINTS[api], *CACHED}
+    known = {*hints, *READ[api], *CHOSEN[api], *FORM}
     assert {*first.request.body} - known == set()
-    without = {field: value for field, value in first.request.body.items() if field not in HINTS[api]}
+    without = {field: value for field, value in first.request.body.items() if field not in hints}
     headers = {
         field: value
         for field, value in first.request.headers.items()
@@ -212,7 +228,7 @@ def test_a_recording_has_turns_with_tools_and_nothing_of_its_machine(name: str) 
     recording = load(name)
     assert len(recording.turns) >= 5
     text = json.dumps([(each.path, each.headers, each.body) for each in recording.requests])
-    assert ".cache/radixkv-agents" not in text and "sk-recorded" not in text
+    assert "radixkv-agents" not in text and "sk-recorded" not in text
 
 
 def test_what_is_refused_is_in_a_recording() -> None:
