@@ -22,7 +22,6 @@ from openai.types.responses import InputTokenCountResponse, Response, ResponseSt
 from pydantic import TypeAdapter
 
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
-from radixkv.tokenizer.templates import to_json
 from tests.agents.answers import Answer, Call
 from tests.agents.recordings import KEY, Recording, Request
 from tests.agents.scripted_engine import ENTRY, Asked, ScriptedEngine
@@ -77,10 +76,8 @@ def sent(live: Running, request: Request) -> Replayed:
 
 def said(answer: Answer) -> str:
     """Return the text in which the model says an answer: calls between tags, as the service finds them."""
-    calls = [
-        f"<tool_call>\n{to_json({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
-        for call in answer.calls
-    ]
+    named = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+    calls = [f"<tool_call>\n{json.dumps(each, ensure_ascii=False)}\n</tool_call>" for each in named]
     return "\n".join([*([answer.text] if answer.text or not calls else []), *calls])
 
 

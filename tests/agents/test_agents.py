@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from radixkv.service.schemas import ignored
 from tests.agents import recordings
 from tests.agents.answers import Answer
 from tests.agents.recordings import FEATURES, Request, features, load, num_spoken
@@ -35,22 +36,17 @@ CHANGING: dict[str, dict[int, str]] = {
 """Turns that don't begin as they could, by the numbers of their requests, and what the client has changed there."""
 
 HINTS = {
-    "chat": (
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
-        "safety_identifier", "service_tier", "store", "user", "verbosity",
-    ),
-    "responses": (
-        "client_metadata", "include", "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning",
-        "safety_identifier", "service_tier", "store", "truncation", "user",
-    ),
-    "messages": ("context_management", "diagnostics", "metadata", "output_config", "service_tier", "thinking"),
-    "contents": ("labels", "safetySettings", "serviceTier"),
-}  # fmt: skip
-"""Fields that change nothing in what a model reads or how its tokens are chosen."""
+    "chat": ignored.CHAT,
+    "responses": ignored.RESPONSES,
+    "messages": ignored.MESSAGES,
+    "contents": ignored.CONTENTS,
+}
+"""Fields that the service says it ignores."""
+CACHED = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 READ = {
-    "chat": ("messages", "tools", "tool_choice", "response_format"),
-    "responses": ("input", "instructions", "tools", "tool_choice", "text"),
-    "messages": ("messages", "system", "tools", "tool_choice", "output_format"),
+    "chat": ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    "responses": ("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "include"),
+    "messages": ("messages", "system", "tools", "tool_choice", "output_config"),
     "contents": ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "cachedContent"),
 }
 CHOSEN = {
@@ -206,9 +202,10 @@ def test_hints_change_neither_prompt_nor_choice(replays: Any, live: Running, nam
     """Fields of the first turn that are hints, and every other field is one whose effect the tests above see."""
     first = answered(replays(name)[load(name).turns[0]])
     api = first.request.api
-    known = {*HINTS[api], *READ[api], *CHOSEN[api], *FORM}
+    hints = {*HINTS[api], *CACHED}
+    known = {*hints, *READ[api], *CHOSEN[api], *FORM}
     assert {*first.request.body} - known == set()
-    without = {field: value for field, value in first.request.body.items() if field not in HINTS[api]}
+    without = {field: value for field, value in first.request.body.items() if field not in hints}
     headers = {
         field: value
         for field, value in first.request.headers.items()
