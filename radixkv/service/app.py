@@ -79,7 +79,14 @@ class _Segment(StringConvertor):
     regex = "[^/]*"
 
 
+class _Model(StringConvertor):
+    """A model's name at the end of one of Gemini's paths. With a method behind it, it is another path."""
+
+    regex = f"[^/]+(?<!{')(?<!'.join(_GEMINI_METHODS)})"
+
+
 register_url_convertor("segment", _Segment())
+register_url_convertor("model", _Model())
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -240,6 +247,8 @@ def _route(host: H, endpoint: Endpoint[H]) -> Route:
         return await serve(host, endpoint, request)
 
     path = endpoint.path.replace("{tenant}", "{tenant:segment}")
+    if path.endswith("/v1beta/models/{model}"):
+        path = path.replace("{model}", "{model:model}")
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 
