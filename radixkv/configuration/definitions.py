@@ -122,6 +122,13 @@ _TIME_ZONE: Final = Setting(
     unset="the machine's",
 )
 
+_PROMPT_RULES: Final = Setting(
+    "prompt-rules",
+    "JSON file of rules for lines of prompts that change; the same at all replicas and routers.",
+    "file",
+    unset="one rule, claude-code-billing",
+)
+
 HTTP: Final = (
     Setting(
         "tls-cert",
@@ -312,6 +319,7 @@ SERVE: Final = (
     ),
     _integer("usage-file-bytes", "Bytes after which a file of usage records is full.", 2**24, 2**16, 2**40),
     _TIME_ZONE,
+    _PROMPT_RULES,
     Setting(
         "events",
         "Publish KV events of vLLM's format at this ZMQ endpoint: tcp://127.0.0.1:5557 or ipc:///path.",
@@ -355,6 +363,7 @@ ROUTE: Final = (
         unset="the demo model's",
     ),
     _TIME_ZONE,
+    _PROMPT_RULES,
     Setting(
         "cost",
         "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.",

@@ -38,6 +38,7 @@ from radixkv.service.metrics import Metrics
 from radixkv.service.owner import Owner
 from radixkv.service.problems import generation_unconfirmed, not_supported
 from radixkv.service.promises import Promises
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule
 from radixkv.service.prompt_times import WallClock, wall_clock
 from radixkv.service.prompts import Prompt, PromptRules
 from radixkv.service.recording import Recorder
@@ -84,11 +85,13 @@ class Service:
         cors_origins: Sequence[str] = (),
         answer_tokens: int = DEFAULT_MAX_TOKENS,
         time_zone: str | None = None,
+        lines: tuple[LineRule, ...] = DEFAULT_RULES,
         wall: WallClock = wall_clock,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer.
 
         ``time_zone``, ``wall``: the zone and the clock of the time that chat templates show; None: the machine's zone.
+        ``lines``: rules for lines of conversations that change.
 
         ``answer_tokens``: most tokens of an answer if the request doesn't say.
         """
@@ -99,7 +102,7 @@ class Service:
         self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
-        self.rules = self._rules(time_zone)
+        self.rules = self._rules(time_zone, lines)
         self.intake = Intake(tokenizer, self.rules, tokenizer_path, wall=wall)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
@@ -155,6 +158,7 @@ class Service:
             clock,
         )
         self.metrics = Metrics(engine, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
+        self.metrics.show_rules(lambda: self.intake.rule_uses)
 
     @property
     def cache(self) -> EngineCache:
@@ -431,11 +435,11 @@ class Service:
             ),
         ]
 
-    def _rules(self, time_zone: str | None) -> PromptRules:
+    def _rules(self, time_zone: str | None, lines: tuple[LineRule, ...]) -> PromptRules:
         limits = self.engine.limits
         pool_tokens = limits.num_cache_tokens
         vocab_size = min(limits.vocab_size, self.tokenizer.vocab_size)
         max_tokens = min(limits.max_model_len, pool_tokens)
         return PromptRules(
-            vocab_size, max_tokens, limits.block_size, pool_tokens, self.tokenizer.roles, time_zone
+            vocab_size, max_tokens, limits.block_size, pool_tokens, self.tokenizer.roles, time_zone, lines
         )

@@ -71,6 +71,8 @@ class Intake:
         ``wall``: the clock whose time templates show.
         """
         self.wall, self._uses_clock = wall, tokenizer.uses_clock
+        self.rule_uses = {each.name: 0 for each in rules.lines}
+        """How many prompts each rule for lines has changed, by its name."""
         unblocked = tokenizer.without_blocking() if isinstance(tokenizer, BaseTokenizer) else tokenizer
         self._reader = Reader(unblocked, rules)
         specification = Specification(path, tokenizer.digest, rules)
@@ -121,7 +123,7 @@ class Intake:
             return None
         began_at = time.thread_time()
         try:
-            return self._reader.read(raw, model, times)
+            return self._counted(self._reader.read(raw, model, times))
         except NotRendered:
             return None
         finally:
@@ -133,7 +135,13 @@ class Intake:
         parts = [name_of(model), raw]
         if times.now is not None:
             parts.append(json.dumps({"now": times.now, "earlier": times.earlier}).encode())
-        return unpacked(await pool.ask(lane, parts), model)
+        return self._counted(unpacked(await pool.ask(lane, parts), model))
+
+    def _counted(self, reading: Reading[B]) -> Reading[B]:
+        for prompt in reading.prompts:
+            for name in prompt.rules:
+                self.rule_uses[name] += 1
+        return reading
 
     @asynccontextmanager
     async def admit(self, lane: str, num_bytes: int) -> AsyncIterator[None]:

@@ -34,6 +34,7 @@ from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, r
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
@@ -97,6 +98,7 @@ class ServeSettings:
     - ``log_level``: a level name of ``logging``.
     - ``cors_origins``: origins of web pages that may call; ``*`` for all.
     - ``time_zone``: of the date that chat templates show; None: the machine's.
+    - ``prompt_rules``: rules for lines of prompts that change.
     """
 
     host: str
@@ -125,6 +127,7 @@ class ServeSettings:
     log_level: str
     cors_origins: tuple[str, ...]
     time_zone: str | None
+    prompt_rules: tuple[LineRule, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
@@ -161,6 +164,7 @@ class ServeSettings:
             log_level=reader.choice("log-level"),
             cors_origins=reader.origins(),
             time_zone=reader.time_zone(),
+            prompt_rules=reader.prompt_rules(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -184,6 +188,7 @@ class RouteSettings:
     log_level: str
     cors_origins: tuple[str, ...]
     time_zone: str | None
+    prompt_rules: tuple[LineRule, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
@@ -207,6 +212,7 @@ class RouteSettings:
             log_level=reader.choice("log-level"),
             cors_origins=reader.origins(),
             time_zone=reader.time_zone(),
+            prompt_rules=reader.prompt_rules(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -305,6 +311,10 @@ class _Reader:
             raise self.refuse(
                 "time-zone", "a name of the IANA database, such as Europe/Berlin or UTC"
             ) from None
+
+    def prompt_rules(self) -> tuple[LineRule, ...]:
+        path = self.path("prompt-rules", directory=False)
+        return DEFAULT_RULES if path is None else load(self.name("prompt-rules"), path)
 
     def path(self, setting: str, *, directory: bool) -> Path | None:
         text = self.text(setting)

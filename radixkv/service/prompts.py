@@ -17,7 +17,7 @@ Nothing here uses an event loop: ``prompts_of`` runs on it for short bodies, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ from radixkv.errors import ArgumentError
 from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.answer_forms import Form, form_of
 from radixkv.service.problems import ApiError, invalid
+from radixkv.service.prompt_lines import LineRule, applied, of_documents
 from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, num_chars
@@ -74,6 +75,7 @@ class Prompt:
     - ``date``: that of the time with which it was rendered; empty if its template doesn't ask for the time.
     - ``others``: the same conversation, rendered with earlier dates.
     - ``is_earlier``: whether it is one of these.
+    - ``rules``: the names of the rules that changed its lines.
     """
 
     key: bytes
@@ -85,6 +87,7 @@ class Prompt:
     date: str = ""
     others: tuple[Prompt, ...] = ()
     is_earlier: bool = False
+    rules: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +110,7 @@ class PromptRules:
     - ``max_total_tokens``: the most tokens of all prompts of one body; None means ``max_tokens``.
     - ``roles``: allowed roles of messages, for the description; None if only the chat template knows them.
     - ``time_zone``: in which templates show the time, by its IANA name; None: the machine's.
+    - ``lines``: rules for lines of conversations that change.
     """
 
     vocab_size: int
@@ -115,6 +119,12 @@ class PromptRules:
     max_total_tokens: int | None = None
     roles: tuple[str, ...] | None = None
     time_zone: str | None = None
+    lines: tuple[LineRule, ...] = ()
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> PromptRules:
+        """Return rules from their fields, as ``dataclasses.asdict`` and JSON write them."""
+        return cls(**{**document, "lines": of_documents(document["lines"])})
 
     @property
     def max_ids(self) -> int:
@@ -211,14 +221,15 @@ def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules, time
 
     if body.prompt is not None:
         return cut(lambda: _stable_prefix(str(body.prompt), tokenizer, rules))
-    given = body.messages or []
+    rules.check_text(sum(len(each.content) for each in body.messages or ()), "messages")
+    given, used = applied(rules.lines, _turns_of(body.messages), is_beginning=True)
+
+    def render(now: str | None) -> Prompt:
+        return replace(cut(lambda: tokenizer.stable_messages(given, now)), rules=used)
+
     if not body.is_dated:
-        return cut(lambda: _stable_messages(given, tokenizer, rules, None))
-    return _rendered(
-        times.of(body.day_of_prompt),
-        lambda now: cut(lambda: _stable_messages(given, tokenizer, rules, now)),
-        follows=body.follows_promises,
-    )
+        return render(None)
+    return _rendered(times.of(body.day_of_prompt), render, follows=body.follows_promises)
 
 
 def _rendered(times: Times, render: Callable[[str | None], Prompt], *, follows: bool) -> Prompt:
@@ -243,13 +254,6 @@ def _stable_prefix(text: str, tokenizer: Tokenizer, rules: PromptRules) -> tuple
     return tokenizer.stable_prefix(text)
 
 
-def _stable_messages(
-    given: Sequence[Message], tokenizer: Tokenizer, rules: PromptRules, now: str | None
-) -> tuple[list[int], int]:
-    rules.check_text(sum(len(each.content) for each in given), "messages")
-    return tokenizer.stable_messages([{"role": each.role, "content": each.content} for each in given], now)
-
-
 def _the_one_field(body: PromptForms) -> str:
     forms = ("prompt", "messages", "token_ids")
     given = [form for form in forms if getattr(body, form) is not None]
@@ -262,20 +266,25 @@ def _the_one_field(body: PromptForms) -> str:
 
 def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRules, times: Times) -> Prompt:
     """Return the prompt of a chat with its tools, uncut, up to the opening of the assistant's answer."""
-    turns, tools, field = body.turns(), body.tool_specs(), body.prompt_field
-    rules.check_text(sum(map(num_chars, (*turns, *tools))), field)
+    asked, tools, field = body.turns(), body.tool_specs(), body.prompt_field
+    rules.check_text(sum(map(num_chars, (*asked, *tools))), field)
+    turns, used = applied(rules.lines, asked, is_beginning=body.is_beginning)
     form = form_of(body.wanted(), tools)
     if body.continues is not None:
-        return Prompt(b"", 0, chat_document(turns, tools), has_tools=bool(tools), form=form)
+        return Prompt(b"", 0, chat_document(asked, tools), has_tools=bool(tools), form=form)
     if body.is_beginning:
         ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer, times.now))
-        return Prompt(rules.key_of(ids, field), 0, chat_document(turns, tools, times.now))
+        return Prompt(rules.key_of(ids, field), 0, chat_document(asked, tools, times.now), rules=used)
+    breakpoints = [
+        replace(each, turns=applied(rules.lines, each.turns, is_beginning=True)[0])
+        for each in body.breakpoints()
+    ]
 
     def render(now: str | None) -> Prompt:
         ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools, now))
         key = rules.key_of(ids, field)
-        asked = _asked(body.breakpoints(), turns, tools, ids, tokenizer, now)
-        return Prompt(key, 0, asked=asked, has_tools=bool(tools), form=form)
+        promises = _asked(breakpoints, turns, tools, ids, tokenizer, now)
+        return Prompt(key, 0, asked=promises, has_tools=bool(tools), form=form, rules=used)
 
     if body.rendered_at is not None and times.now is not None:
         return render(body.rendered_at)
@@ -379,12 +388,16 @@ def _tokens_of(body: TokenizeRequest, tokenizer: Tokenizer, rules: PromptRules, 
         raise invalid(f"prompt, messages: {found} given", "prompt, messages", found, "exactly one of them")
     if body.prompt is not None:
         return _whole(body.prompt, "prompt", tokenizer, rules, echo=False)
-    messages = [{"role": each.role, "content": each.content} for each in body.messages or ()]
-    rules.check_text(sum(len(each["content"]) for each in messages), "messages")
+    rules.check_text(sum(len(each.content) for each in body.messages or ()), "messages")
+    messages, used = applied(rules.lines, _turns_of(body.messages))
     ids = _tokenized(
         "messages", lambda: tokenizer.encode_messages(messages, body.add_generation_prompt, times.now)
     )
-    return Prompt(rules.key_of(ids, "messages"), 0)
+    return Prompt(rules.key_of(ids, "messages"), 0, rules=used)
+
+
+def _turns_of(messages: Sequence[Message] | None) -> list[dict[str, str]]:
+    return [{"role": each.role, "content": each.content} for each in messages or ()]
 
 
 def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:

@@ -97,6 +97,7 @@ def packed(reading: Reading[Any]) -> list[bytes]:
         "has_tools": [each.has_tools for each in prompts],
         "forms": [each.form and (each.form.field, each.form.alternatives) for each in prompts],
         "dates": [(each.date, each.is_earlier) for each in prompts],
+        "rules": [each.rules for each in prompts],
     }
     parts = [json.dumps(header).encode()]
     for each in prompts:
@@ -116,10 +117,10 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
         del header["docs_url"]  # follows from the type
         raise ApiError(status, kind, message, **header)
-    names = ("left_out", "asked", "has_tools", "forms", "dates")
+    names = ("left_out", "asked", "has_tools", "forms", "dates", "rules")
     facts = zip(*(header[name] for name in names), strict=True)
     prompts: list[Prompt] = []
-    for (left_out, asked, has_tools, form, (date, is_earlier)), key, text in zip(
+    for (left_out, asked, has_tools, form, (date, is_earlier), rules), key, text in zip(
         facts, parts[1::2], parts[2::2], strict=True
     ):
         found = Prompt(
@@ -131,6 +132,7 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
             form and Form(*form),
             date,
             is_earlier=is_earlier,
+            rules=tuple(rules),
         )
         if is_earlier:
             prompts[-1] = replace(prompts[-1], others=(*prompts[-1].others, found))

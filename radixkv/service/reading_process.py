@@ -34,7 +34,7 @@ def main(descriptor: int, specification: str) -> None:
     tokenizer = load_tokenizer(wanted["tokenizer"])
     if tokenizer.digest != wanted["digest"]:
         sys.exit("the tokenizer's files have changed since the service started: restart it")
-    reader = Reader(tokenizer, PromptRules(**wanted["rules"]))
+    reader = Reader(tokenizer, PromptRules.of_document(wanted["rules"]))
     with socket.socket(fileno=descriptor) as connection:
         while (parts := receive(connection)) is not None:
             send(connection, answer(reader, parts))

@@ -26,6 +26,7 @@ from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import Level, RequestMetrics
 from radixkv.service.options import RouteSettings
 from radixkv.service.problems import invalid, no_replica
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule
 from radixkv.service.prompts import Prompt, PromptRules
 from radixkv.service.reload_counts import ReloadCounts, reload_levels
 from radixkv.service.reloading import Reloader
@@ -56,6 +57,7 @@ class RouterHost:
         tokenizer_path: str | None = None,
         cors_origins: Sequence[str] = (),
         time_zone: str | None = None,
+        lines: tuple[LineRule, ...] = DEFAULT_RULES,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         source = router.source
@@ -65,9 +67,13 @@ class RouterHost:
         self.cors_origins = tuple(cors_origins)
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.failures, self.fleet = Failures(), None
-        self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles, time_zone=time_zone)
+        self.drain, self.rules = (
+            Drain(),
+            replace(_RULES, roles=tokenizer.roles, time_zone=time_zone, lines=lines),
+        )
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
         self.metrics = RequestMetrics(self._levels())
+        self.metrics.show_rules(lambda: self.intake.rule_uses)
 
     @property
     def keyring(self) -> Keyring:
@@ -215,6 +221,7 @@ def make_host(settings: RouteSettings) -> RouterHost:
         tokenizer_path=tokenizer_path,
         cors_origins=settings.cors_origins,
         time_zone=settings.time_zone,
+        lines=settings.prompt_rules,
     )
 
 
