@@ -22,7 +22,7 @@ from openai.types.responses import InputTokenCountResponse, Response, ResponseSt
 from pydantic import TypeAdapter
 
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
-from radixkv.tokenizer.templates import to_json
+from radixkv.tokenizer.protocol import to_json
 from tests.agents.answers import Answer, Call
 from tests.agents.recordings import KEY, Recording, Request
 from tests.agents.scripted_engine import ENTRY, Asked, ScriptedEngine

@@ -26,6 +26,7 @@ IN_QUICK = ("openai-chat", "openai-responses", "anthropic", "google-genai")
 """Short conversations, one of each API, that also run in `make quick`."""
 
 CHANGING: dict[str, dict[int, str]] = {
+    "claude-code": {5: "a text of the system follows the first question, so it isn't shared"},
     "gemini-cli": {3: "a session that goes on in another process repeats the responses of its functions"},
 }
 """Turns that don't begin as they could, by the numbers of their requests, and what the client has changed there."""
@@ -152,6 +153,20 @@ def test_a_turn_reads_from_the_cache_what_the_turns_before_it_wrote(replays: Any
         before.append([*prompt, *turn.asked.answer])
     changed = {number for number, is_kept in kept.items() if not is_kept}
     assert changed == {*CHANGING.get(name, ())}
+
+
+@pytest.mark.slow
+def test_two_conversations_of_claude_code_share_all_before_their_questions(
+    replays: Any, live: Running
+) -> None:
+    """Without the rule for its first line they would share 27 of 17,000 tokens."""
+    first, again = (answered(replays("claude-code")[number]).asked for number in (0, 5))
+    assert first is not None and again is not None
+    assert live.service.intake.rule_uses["claude-code-billing"] > 0
+    shared = num_common(first.prompt, again.prompt)
+    rest = live.service.tokenizer.decode(first.prompt[shared:])
+    assert rest.startswith("Which page of notes.txt") and shared > 0.8 * len(first.prompt)
+    assert again.cached == shared // BLOCK * BLOCK
 
 
 def num_common(left: Sequence[int], right: Sequence[int]) -> int:
