@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from radixkv.cli.main import main
 from radixkv.errors import ConfigError
 from radixkv.service.intake import Intake
 from radixkv.service.options import RouteSettings, ServeSettings
@@ -25,8 +27,10 @@ from radixkv.service.schemas.contents import ChatDocument, JoinedChat
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.tokenizer import load_tokenizer
 from tests.agents.scripted_engine import ENTRY, ScriptedEngine
-from tests.service.running import Running, service_in_thread
+from tests.redis_server import RedisServer
+from tests.service.running import KEYS, Running, service_in_thread
 from tests.tokenizer.folders import made
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow]
 RULES = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
@@ -36,6 +40,10 @@ NOON = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 
 class Dated(Running):
     """A service whose date is set. ``shown()``: the date in the last prompt."""
+
+    @property
+    def name(self) -> str:
+        return self.service.fleet.coordinator.replica_id
 
     def at(self, moment: datetime) -> None:
         self.service.intake.wall = moment.timestamp
@@ -52,7 +60,8 @@ class Dated(Running):
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dated]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Settings of a service with such a template, while its engine's package can be found."""
     folder = tmp_path_factory.mktemp("site")
     info = folder / "scripted_engine-1.0.dist-info"
     info.mkdir()
@@ -61,14 +70,25 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dated]:
     model = made(tmp_path_factory.mktemp("model"), "gpt2, dated")
     sys.path.insert(0, str(folder))
     try:
-        settings = {"model": str(model), "time-zone": "UTC", "num-blocks": "4096"}
-        with service_in_thread(engine="scripted", **settings) as running:
-            dated = Dated(running.service, running.url)
-            dated.engine.says = dated.service.tokenizer.encode("Yes.")
-            yield dated
-            dated.close()
+        yield {"engine": "scripted", "model": str(model), "time-zone": "UTC", "num-blocks": "4096"}
     finally:
         sys.path.remove(str(folder))
+
+
+@contextmanager
+def dated(settings: dict[str, str], **more: str) -> Iterator[Dated]:
+    with service_in_thread(**settings, **more) as running:
+        found = Dated(running.service, running.url)
+        found.engine.says = found.service.tokenizer.encode("Yes.")
+        found.at(EVENING)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def service(settings: dict[str, str]) -> Iterator[Dated]:
+    with dated(settings) as found:
+        yield found
 
 
 @pytest.fixture
@@ -245,6 +265,61 @@ def test_a_prompt_is_warmed_for_tomorrow(live: Dated) -> None:
     assert right(live.acme.post("/v1/lookup", json=prompt))["matched_tokens"] == warmed
     refused = live.acme.post("/v1/warm", json={**prompt, "day": "yesterday"})
     assert (refused.status_code, refused.json()["error"]["field"]) == (422, "day")
+
+
+def test_a_pin_of_the_fleet_keeps_its_date_on_each_replica_that_holds_it(
+    settings: dict[str, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Also on a replica that joins after midnight, and gets the pin from a holder."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret of this test's fleet")
+    shared = {"redis": redis_server.url, "fleet-secret": str(secret)}
+    pinned = {"messages": [{"role": "system", "content": RULES}]}
+
+    def chats(live: Dated) -> str:
+        chat = {
+            "model": live.service.model_name,
+            "max_tokens": 4,
+            "messages": [*pinned["messages"], {"role": "user", "content": "Which page?"}],
+        }
+        right(live.acme.post("/v1/chat/completions", json=chat))
+        return live.shown()
+
+    def holds(live: Dated) -> bool:
+        (pin,) = right(live.acme.get("/v1/pins"))["pins"]
+        return {each["state"] for each in pin["replicas"] if each["replica"] == live.name} == {"done"}
+
+    with ExitStack() as stack:
+        one = stack.enter_context(dated(settings, replica="a", **shared))
+        pin = right(one.acme.post("/v1/pins", json={**pinned, "ttl_s": 3600, "replicas": "all"}))
+        one.at(NIGHT)
+        assert chats(one) == "01 March 2026"
+        other = stack.enter_context(dated(settings, replica="b", **shared))
+        other.at(NIGHT)
+        eventually(lambda: holds(other), "the replica that joined holds the pin")
+        assert chats(other) == "01 March 2026" and other.engine.asked[-1].cached >= pin["tokens"]
+        right(one.acme.delete(f"/v1/pins/{pin['id']}"))
+        eventually(lambda: not right(other.acme.get("/v1/stats"))["num_pins"], "the pin has ended there")
+        assert chats(other) == "02 March 2026"
+
+
+@pytest.mark.parametrize("day", ["today", "tomorrow"])
+def test_the_command_line_warms_and_pins_for_a_day(
+    live: Dated, tmp_path: Path, day: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "system", "content": RULES}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    command = ["warm", str(file), "--url", live.url, "--key", KEYS["acme"], "--pin", "60", "--day", day]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert not ended.value.code and row["pin"]
+    live.at(NIGHT if day == "tomorrow" else EVENING)
+    right(live.acme.post("/v1/chat/completions", json={"model": live.service.model_name, "max_tokens": 4,
+                         "messages": [*messages, {"role": "user", "content": "?"}]}))  # fmt: skip
+    assert live.engine.asked[-1].cached >= row["tokens"] > 100
+    assert live.shown() == ("02 March 2026" if day == "tomorrow" else "01 March 2026")
 
 
 # ---- hostile
