@@ -51,6 +51,13 @@ _LOOK_AGAIN_S = 0.2
     metavar="SECONDS",
     help="Keep the prefixes resident there for this time.",
 )
+@click.option(
+    "--day",
+    type=click.Choice(("today", "tomorrow")),
+    default="today",
+    show_default=True,
+    help="The date that the model's chat template shows: tomorrow prepares messages before midnight.",
+)
 @json_option
 @needs_extra("http")
 def warm(
@@ -61,6 +68,7 @@ def warm(
     adapter: str | None,
     replicas: str,
     pin_s: float | None,
+    day: str,
     as_json: bool,
 ) -> None:
     """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one prompt in each line."""
@@ -68,6 +76,8 @@ def warm(
 
     found, where = sources(files), _where(replicas)
     given = {name: value for name, value in (("salt", salt), ("adapter", adapter)) if value is not None}
+    if day != "today":
+        given["day"] = day
     rows = []
     with Client(url, key) as client, progress_bar(1000 * len(found), "warming") as advance:
         for index, source in enumerate(found):

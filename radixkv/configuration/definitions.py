@@ -115,6 +115,20 @@ def _choice(name: str, text: str, default: str, *choices: str, reloads: bool = F
     return Setting(name, text, "choice", default, choices=choices, reloads=reloads)
 
 
+_TIME_ZONE: Final = Setting(
+    "time-zone",
+    "Zone of the date that chat templates show, such as Europe/Berlin; the same at all replicas and routers.",
+    "text",
+    unset="the machine's",
+)
+
+_PROMPT_RULES: Final = Setting(
+    "prompt-rules",
+    "JSON file of rules for lines of prompts that change; the same at all replicas and routers.",
+    "file",
+    unset="one rule, claude-code-billing",
+)
+
 HTTP: Final = (
     Setting(
         "tls-cert",
@@ -304,6 +318,8 @@ SERVE: Final = (
         unset="no",
     ),
     _integer("usage-file-bytes", "Bytes after which a file of usage records is full.", 2**24, 2**16, 2**40),
+    _TIME_ZONE,
+    _PROMPT_RULES,
     Setting(
         "events",
         "Publish KV events of vLLM's format at this ZMQ endpoint: tcp://127.0.0.1:5557 or ipc:///path.",
@@ -346,6 +362,8 @@ ROUTE: Final = (
         "folder",
         unset="the demo model's",
     ),
+    _TIME_ZONE,
+    _PROMPT_RULES,
     Setting(
         "cost",
         "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.",

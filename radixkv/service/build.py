@@ -102,6 +102,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         tokenizer_path=tokenizer_path,
         meter=meter,
         cors_origins=settings.cors_origins,
+        time_zone=settings.time_zone,
+        lines=settings.prompt_rules,
         answer_tokens=DEMO_ANSWER_TOKENS if settings.model is None else DEFAULT_MAX_TOKENS,
     )
 

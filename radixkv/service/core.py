@@ -38,9 +38,12 @@ from radixkv.service.metrics import Metrics
 from radixkv.service.owner import Owner
 from radixkv.service.problems import generation_unconfirmed, not_supported
 from radixkv.service.promises import Promises
-from radixkv.service.prompts import PromptRules
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule
+from radixkv.service.prompt_times import WallClock, wall_clock
+from radixkv.service.prompts import Prompt, PromptRules
 from radixkv.service.recording import Recorder
 from radixkv.service.reload_counts import ReloadCounts, reload_levels
+from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenant_sync import TenantSync
@@ -81,8 +84,14 @@ class Service:
         meter: Meter | None = None,
         cors_origins: Sequence[str] = (),
         answer_tokens: int = DEFAULT_MAX_TOKENS,
+        time_zone: str | None = None,
+        lines: tuple[LineRule, ...] = DEFAULT_RULES,
+        wall: WallClock = wall_clock,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer.
+
+        ``time_zone``, ``wall``: the zone and the clock of the time that chat templates show; None: the machine's zone.
+        ``lines``: rules for lines of conversations that change.
 
         ``answer_tokens``: most tokens of an answer if the request doesn't say.
         """
@@ -93,8 +102,8 @@ class Service:
         self.failures, self.threads, self.drain = Failures(), Threads(engine.limits.cache_waits), Drain()
         self.quotas = Quotas(engine.limits.num_blocks, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
-        self.rules = self._rules()
-        self.intake = Intake(tokenizer, self.rules, tokenizer_path)
+        self.rules = self._rules(time_zone, lines)
+        self.intake = Intake(tokenizer, self.rules, tokenizer_path, wall=wall)
         self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
         self.recorder, self.events = recorder, events
         self.vocabulary = vocabulary_of(tokenizer)
@@ -149,6 +158,7 @@ class Service:
             clock,
         )
         self.metrics = Metrics(engine, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
+        self.metrics.show_rules(lambda: self.intake.rule_uses)
 
     @property
     def cache(self) -> EngineCache:
@@ -219,6 +229,24 @@ class Service:
     def current(self, namespace: Namespace) -> Namespace:
         """Return the namespace with the present version of the weights, for work that waited for the model."""
         return namespace._replace(weights=self.engine.weights_version)
+
+    def promised_dates(self, tenant: str, today: str) -> tuple[str, ...]:
+        """Return dates before today on which something was promised to a tenant that still holds; two at most."""
+        return self.promises.dates.before(tenant, today)
+
+    def as_promised(self, tenant: str, body: RequestBody, prompt: Prompt) -> Prompt:
+        """Return the prompt or one of its ``others``: the one of which promises that hold cover most.
+
+        If several are covered alike, it is the one with the newest date.
+        """
+        salt, adapter = getattr(body, "salt", ""), getattr(body, "adapter", None)
+        namespace, cover = (
+            self.engine.namespace(tenant, adapter=adapter, salt=salt),
+            self.promises.dates.cover,
+        )
+        prompts = (prompt, *prompt.others)
+        found = max(prompts, key=lambda each: cover(namespace, each.date, each.key).num_bytes)
+        return replace(found, others=())
 
     def replicas(self) -> list[ReplicaInfo]:
         """Return this replica, and all other known ones."""
@@ -407,9 +435,11 @@ class Service:
             ),
         ]
 
-    def _rules(self) -> PromptRules:
+    def _rules(self, time_zone: str | None, lines: tuple[LineRule, ...]) -> PromptRules:
         limits = self.engine.limits
         pool_tokens = limits.num_cache_tokens
         vocab_size = min(limits.vocab_size, self.tokenizer.vocab_size)
         max_tokens = min(limits.max_model_len, pool_tokens)
-        return PromptRules(vocab_size, max_tokens, limits.block_size, pool_tokens, self.tokenizer.roles)
+        return PromptRules(
+            vocab_size, max_tokens, limits.block_size, pool_tokens, self.tokenizer.roles, time_zone, lines
+        )

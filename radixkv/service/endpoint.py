@@ -20,7 +20,8 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.metrics import RequestMetrics
     from radixkv.service.owner import Owner
-    from radixkv.service.prompts import PromptRules
+    from radixkv.service.prompts import Prompt, PromptRules
     from radixkv.service.reading import Reading
     from radixkv.service.reload_counts import ReloadCounts
     from radixkv.service.schemas.replicas import RouteRequest
@@ -169,6 +170,12 @@ class Host(Protocol):
 
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
         """Return the namespace of a prompt for routing. Raises ApiError."""
+
+    def promised_dates(self, tenant: str, today: str) -> tuple[str, ...]:
+        """Return dates before today on which something was promised to a tenant that still holds; two at most."""
+
+    def as_promised(self, tenant: str, body: RequestBody, prompt: Prompt) -> Prompt:
+        """Return the prompt or one of its ``others``: the one of which promises that hold cover most."""
 
     def coordination(self) -> str:
         """Return ``ok``, or the problem between this process and the fleet's store."""
@@ -302,11 +309,18 @@ class Call(Generic[H_co]):
             await self.receiving.aclose()
 
     async def read_bytes(self, raw: bytes, model: type[B]) -> Reading[B]:
-        """Return a body that was made here, and its prompts, as ``read`` does."""
-        intake = self.host.intake
-        found = intake.read_now(self.lane, raw, model)
+        """Return a body that was made here, and its prompts, as ``read`` does.
+
+        Each prompt is the one with the date that it keeps.
+        """
+        intake, lane = self.host.intake, self.lane
+        times = intake.times(partial(self.host.promised_dates, lane))
+        found = intake.read_now(lane, raw, model, times)
         if found is None:
-            found = await until_disconnect(self.request, intake.read(self.lane, raw, model))
+            found = await until_disconnect(self.request, intake.read(lane, raw, model, times))
+        if any(each.others for each in found.prompts):
+            prompts = tuple(self.host.as_promised(lane, found.body, each) for each in found.prompts)
+            found = replace(found, prompts=prompts)
         return found
 
     def _require_json(self) -> None:

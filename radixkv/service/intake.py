@@ -19,15 +19,17 @@ the loop's time too.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from radixkv.clock import Clock, monotonic
 from radixkv.service.budgets import budget_of
+from radixkv.service.prompt_times import NO_TIMES, Times, WallClock, date_of, local_time, wall_clock
 from radixkv.service.prompts import PromptRules
 from radixkv.service.reading import Reader, Reading, name_of, unpacked
 from radixkv.service.reading_pool import ReadingPool, Specification
@@ -57,9 +59,20 @@ class Intake:
     """Reads bodies. To be used from one event loop; ``close`` it when done."""
 
     def __init__(
-        self, tokenizer: Tokenizer, rules: PromptRules, path: str | None, clock: Clock = monotonic
+        self,
+        tokenizer: Tokenizer,
+        rules: PromptRules,
+        path: str | None,
+        clock: Clock = monotonic,
+        wall: WallClock = wall_clock,
     ) -> None:
-        """``path``: the path from which processes load the same tokenizer, as ``load_tokenizer`` takes it."""
+        """``path``: the path from which processes load the same tokenizer, as ``load_tokenizer`` takes it.
+
+        ``wall``: the clock whose time templates show.
+        """
+        self.wall, self._uses_clock = wall, tokenizer.uses_clock
+        self.rule_uses = {each.name: 0 for each in rules.lines}
+        """How many prompts each rule for lines has changed, by its name."""
         unblocked = tokenizer.without_blocking() if isinstance(tokenizer, BaseTokenizer) else tokenizer
         self._reader = Reader(unblocked, rules)
         specification = Specification(path, tokenizer.digest, rules)
@@ -94,22 +107,41 @@ class Intake:
         self._short.close()
         self._long.close()
 
-    def read_now(self, lane: str, raw: bytes, model: type[B]) -> Reading[B] | None:
+    def times(self, earlier: Callable[[str], tuple[str, ...]]) -> Times:
+        """Return the times for one request, once. ``earlier``: returns the dates before a date to render with too.
+
+        A tokenizer that doesn't ask for the time gets none.
+        """
+        if not self._uses_clock:
+            return NO_TIMES
+        now = local_time(self._reader.rules.time_zone, self.wall)
+        return Times(now, earlier(date_of(now)))
+
+    def read_now(self, lane: str, raw: bytes, model: type[B], times: Times = NO_TIMES) -> Reading[B] | None:
         """Read the body if it may be read on the loop; otherwise return None. Raises ApiError."""
         if cost_of(raw) > INLINE_COST or self._loop_time.wait_s(lane):
             return None
         began_at = time.thread_time()
         try:
-            return self._reader.read(raw, model)
+            return self._counted(self._reader.read(raw, model, times))
         except NotRendered:
             return None
         finally:
             self._loop_time.spend(lane, time.thread_time() - began_at)
 
-    async def read(self, lane: str, raw: bytes, model: type[B]) -> Reading[B]:
+    async def read(self, lane: str, raw: bytes, model: type[B], times: Times = NO_TIMES) -> Reading[B]:
         """Read the body in a process. Raises ApiError, Busy or Closed."""
         pool = self._short if cost_of(raw) <= SHORT_COST else self._long
-        return unpacked(await pool.ask(lane, [name_of(model), raw]), model)
+        parts = [name_of(model), raw]
+        if times.now is not None:
+            parts.append(json.dumps({"now": times.now, "earlier": times.earlier}).encode())
+        return self._counted(unpacked(await pool.ask(lane, parts), model))
+
+    def _counted(self, reading: Reading[B]) -> Reading[B]:
+        for prompt in reading.prompts:
+            for name in prompt.rules:
+                self.rule_uses[name] += 1
+        return reading
 
     @asynccontextmanager
     async def admit(self, lane: str, num_bytes: int) -> AsyncIterator[None]:

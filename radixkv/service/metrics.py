@@ -12,7 +12,7 @@ from radixkv.errors import ControlError, require_extra
 
 require_extra("radixkv.service.metrics", "http")
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,10 @@ class RequestMetrics:
             buckets=_SECONDS,
         )
 
+    def show_rules(self, uses: Callable[[], Mapping[str, int]]) -> None:
+        """Show the uses of rules for lines of prompts, by name, at each scrape."""
+        self.registry.register(_RuleCollector(uses))
+
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count an answered request; ``path`` is the endpoint's, never the client's text."""
         self._requests.labels(method, path, str(status)).inc()
@@ -177,6 +181,18 @@ class Metrics(RequestMetrics):
             self._first_token.labels(tenant).observe(first_token_s)
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
             self._tokens.labels(tenant, kind).inc(max(count, 0))
+
+
+class _RuleCollector(Collector):
+    def __init__(self, uses: Callable[[], Mapping[str, int]]) -> None:
+        self._uses = uses
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Conversations that a rule for lines of prompts has changed"
+        family = CounterMetricFamily("radixkv_prompt_rule_uses", text, labels=["rule"])
+        for name, count in self._uses().items():
+            family.add_metric([name], count)
+        yield family
 
 
 class _CacheCollector(Collector):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from radixkv.config import Scrub, resolve
 from radixkv.configuration.definitions import COMMANDS, defaults, displayed, without_password
@@ -33,6 +34,7 @@ from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, r
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
@@ -95,6 +97,8 @@ class ServeSettings:
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
     - ``cors_origins``: origins of web pages that may call; ``*`` for all.
+    - ``time_zone``: of the date that chat templates show; None: the machine's.
+    - ``prompt_rules``: rules for lines of prompts that change.
     """
 
     host: str
@@ -122,6 +126,8 @@ class ServeSettings:
     limits: Limits
     log_level: str
     cors_origins: tuple[str, ...]
+    time_zone: str | None
+    prompt_rules: tuple[LineRule, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
@@ -157,6 +163,8 @@ class ServeSettings:
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
             cors_origins=reader.origins(),
+            time_zone=reader.time_zone(),
+            prompt_rules=reader.prompt_rules(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -179,6 +187,8 @@ class RouteSettings:
     limits: Limits
     log_level: str
     cors_origins: tuple[str, ...]
+    time_zone: str | None
+    prompt_rules: tuple[LineRule, ...]
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
@@ -201,6 +211,8 @@ class RouteSettings:
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
             cors_origins=reader.origins(),
+            time_zone=reader.time_zone(),
+            prompt_rules=reader.prompt_rules(),
         )
         _require_keys(settings.keys, settings.host, reader)
         return settings
@@ -287,6 +299,22 @@ class _Reader:
         if not all(each == "*" or _ORIGIN.fullmatch(each) for each in found):
             raise self.refuse("cors-origin", "an origin such as https://chat.example.org, or * for all")
         return found
+
+    def time_zone(self) -> str | None:
+        """Return the name of a zone that this machine's database, or the package tzdata, has."""
+        text = self.text("time-zone")
+        if text is None:
+            return None
+        try:
+            return ZoneInfo(text).key
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            raise self.refuse(
+                "time-zone", "a name of the IANA database, such as Europe/Berlin or UTC"
+            ) from None
+
+    def prompt_rules(self) -> tuple[LineRule, ...]:
+        path = self.path("prompt-rules", directory=False)
+        return DEFAULT_RULES if path is None else load(self.name("prompt-rules"), path)
 
     def path(self, setting: str, *, directory: bool) -> Path | None:
         text = self.text(setting)

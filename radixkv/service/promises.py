@@ -13,12 +13,15 @@ The cache has one pin for a prefix, with one end. Several *holders* may want it:
 the fleet. ``hold`` keeps the pin until the last of their ends, and ``release`` leaves it to the others. The ends of
 others count only while the cache has the same pin as before: a pin that was deleted or cleared ended for all.
 
+A prefix whose template shows the date is promised with its date (``promised_dates``). A request that was rendered with
+an earlier date, because a promise of that date covers it, is only promised what ends before that date's promises do.
+Otherwise each request would prolong the date, and a busy prompt would never show the present one.
+
 Cost: one pin of the cache a breakpoint, and some 300 bytes a held prefix.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 from radixkv.errors import CapacityError, ControlError, LeaseError, PinBudgetExceeded
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.problems import of_library
+from radixkv.service.promised_dates import PromisedDates, digest_of
 from radixkv.service.usage import Promise
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 REFUSAL_HEADER: Final = "x-cache-write-refused"
 """The header with the type of the error for which a promise was refused. The request is served all the same."""
 
+DATE_ENDS: Final = "date_ends"
+"""The reason why a request with an earlier date isn't promised more: its date ends sooner."""
 _FEWEST_TO_SWEEP: Final = 64
 _REST: Final = 8
 """A tenant's pins leave one part of so many to its requests."""
@@ -93,6 +99,7 @@ class Promises:
         """``most_blocks``: returns how many blocks a tenant can have; None: its pins may hold all of them."""
         self._engine, self._clock, self._most_blocks = engine, clock, most_blocks
         self._tenants: dict[str, _Tenant] = {}
+        self.dates = PromisedDates(clock, engine.cache.endings)
 
     def keep(
         self,
@@ -100,10 +107,16 @@ class Promises:
         prompt_key: bytes,
         asked: Iterable[Promise],
         as_of: int | None = None,
+        date: str = "",
+        *,
+        is_earlier: bool = False,
     ) -> Kept:
         """Promise what the budget allows. The prefixes must be resident. Raises nothing for a refusal.
 
         Each TTL is a holder of its own, so that a short one never ends a long one.
+
+        - ``date``: that its template shows; empty: none.
+        - ``is_earlier``: whether the date is over, and only kept for a promise.
         """
         size = self._engine.limits.block_size
         whole = [Promise(each.num_tokens // size * size, each.ttl_s) for each in asked]
@@ -112,12 +125,18 @@ class Promises:
             return Kept(refusal="not_supported")
         granted: list[Promise] = []
         refusal = None
+        ends_in_s = float("inf")
+        if is_earlier and wanted:
+            ends_in_s = self.dates.cover(namespace, date, prompt_key).until - self._clock()
         for each in wanted:
             if any(longer.ttl_s >= each.ttl_s for longer in granted):
                 continue
+            if each.ttl_s > ends_in_s:
+                refusal = refusal or DATE_ENDS
+                continue
             try:
                 prefix = prompt_key[: each.num_tokens * TOKEN_BYTES]
-                self.hold(f"promise-{each.ttl_s}", namespace, prefix, each.ttl_s, as_of)
+                self.hold(f"promise-{each.ttl_s}", namespace, prefix, each.ttl_s, as_of, date)
             except (CapacityError, LeaseError, ControlError) as error:
                 refusal = refusal or of_library(error).type
             else:
@@ -125,11 +144,17 @@ class Promises:
         return Kept(tuple(granted), refusal)
 
     def hold(
-        self, holder: str, namespace: Namespace, prompt_key: bytes, ttl_s: float, as_of: int | None = None
+        self,
+        holder: str,
+        namespace: Namespace,
+        prompt_key: bytes,
+        ttl_s: float,
+        as_of: int | None = None,
+        date: str = "",
     ) -> Pin:
         """Pin a resident prefix for a holder, or renew the holder's time. Raises as ``EngineCache.pin``.
 
-        ``as_of``: of the request: see ``Owner``.
+        ``as_of``: of the request: see ``Owner``. ``date``: that its template shows, which is kept as long; empty: none.
         """
         place, cache = _place(namespace, prompt_key), self._engine.cache
         tenant = self._tenant(namespace)
@@ -146,6 +171,8 @@ class Promises:
                 others, pin = {}, cache.pin(namespace, prompt_key, ttl_s, as_of=as_of)
             tenant.shares[place] = _Share(pin.id, {**others, holder: now + ttl_s})
             tenant.sweep(now)
+            if date:
+                self.dates.keep(namespace, date, prompt_key, ttl_s)
             return pin
 
     def _require_rest(self, pin: Pin) -> None:
@@ -170,10 +197,22 @@ class Promises:
             if share is not None and share.pin_id == pin.id:
                 others = _standing(share.ends, holder, now)
             if not others:
+                self.dates.end(namespace, prompt_key)
                 cache.unpin(pin)
                 return
-            left = cache.pin(namespace, prompt_key, max(others.values()) - now)
+            left_s = max(others.values()) - now
+            self.dates.end(namespace, prompt_key, left_s)
+            left = cache.pin(namespace, prompt_key, left_s)
             tenant.shares[place] = _Share(left.id, others)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin of the cache for all its holders. Raises as ``EngineCache.unpin``."""
+        self._engine.cache.unpin(pin)
+        tenant = self._tenant(pin.namespace)
+        with tenant.lock:
+            for place in [each for each, share in tenant.shares.items() if share.pin_id == pin.id]:
+                self.dates.end_digest(*place)
+                del tenant.shares[place]
 
     def _tenant(self, namespace: Namespace) -> _Tenant:
         return self._tenants.setdefault(namespace.tenant, _Tenant())
@@ -185,7 +224,7 @@ def budget_of(most_blocks: int) -> int:
 
 
 def _place(namespace: Namespace, prompt_key: bytes) -> _Place:
-    return namespace, hashlib.blake2b(prompt_key, digest_size=16).digest()
+    return namespace, digest_of(prompt_key)
 
 
 def _standing(ends: dict[str, float], holder: str, now: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ Nothing here uses an event loop: ``prompts_of`` runs on it for short bodies, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,9 @@ from pydantic import BaseModel
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.answer_forms import Form, form_of
-from radixkv.service.problems import invalid
+from radixkv.service.problems import ApiError, invalid
+from radixkv.service.prompt_lines import LineRule, applied, of_documents
+from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.schemas.conversations import Breakpoint, ConversationBody, num_chars
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
@@ -35,7 +37,7 @@ from radixkv.service.schemas.structured import Wanted
 from radixkv.service.schemas.tokenizing import DetokenizeRequest, TokenizeRequest
 from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
-from radixkv.tokenizer.chat import RenderingTooLong
+from radixkv.tokenizer.chat import RenderingTooLong, at_other_time
 from radixkv.tokenizer.protocol import Tool, Turn
 
 if TYPE_CHECKING:
@@ -45,6 +47,12 @@ T = TypeVar("T")
 
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters than this for each token that a prompt may have is refused before it is tokenized."""
+
+_NEXT_REQUEST: tuple[tuple[dict[str, str], ...], ...] = (
+    ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}),
+    ({"role": "user", "content": "x"},),
+)
+"""What the next request of a conversation adds to it; the second one if it ends with the assistant's turn."""
 
 _AFTER_BREAKPOINT: tuple[tuple[dict[str, str], ...], ...] = (
     (),
@@ -64,6 +72,10 @@ class Prompt:
     - ``asked``: the promises that a chat's breakpoints ask for, not rounded to blocks.
     - ``has_tools``: whether the model was shown tools.
     - ``form``: what the answer has to be; None: anything.
+    - ``date``: that of the time with which it was rendered; empty if its template doesn't ask for the time.
+    - ``others``: the same conversation, rendered with earlier dates.
+    - ``is_earlier``: whether it is one of these.
+    - ``rules``: the names of the rules that changed its lines.
     """
 
     key: bytes
@@ -72,6 +84,10 @@ class Prompt:
     asked: tuple[Promise, ...] = ()
     has_tools: bool = False
     form: Form | None = None
+    date: str = ""
+    others: tuple[Prompt, ...] = ()
+    is_earlier: bool = False
+    rules: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +109,8 @@ class PromptRules:
     - ``block_size``: tokens a block.
     - ``max_total_tokens``: the most tokens of all prompts of one body; None means ``max_tokens``.
     - ``roles``: allowed roles of messages, for the description; None if only the chat template knows them.
+    - ``time_zone``: in which templates show the time, by its IANA name; None: the machine's.
+    - ``lines``: rules for lines of conversations that change.
     """
 
     vocab_size: int
@@ -100,6 +118,13 @@ class PromptRules:
     block_size: int
     max_total_tokens: int | None = None
     roles: tuple[str, ...] | None = None
+    time_zone: str | None = None
+    lines: tuple[LineRule, ...] = ()
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> PromptRules:
+        """Return rules from their fields, as ``dataclasses.asdict`` and JSON write them."""
+        return cls(**{**document, "lines": of_documents(document["lines"])})
 
     @property
     def max_ids(self) -> int:
@@ -162,45 +187,71 @@ class PromptRules:
         return Prompt(prompt_key[: len(prompt_key) - num_cut * TOKEN_BYTES], left_out + num_cut)
 
 
-def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:
-    """Return all prompts of a body, as keys; about 1 µs a token of a text. Raises ApiError (422)."""
+def prompts_of(
+    body: BaseModel, tokenizer: Tokenizer, rules: PromptRules, times: Times = NO_TIMES
+) -> list[Prompt]:
+    """Return all prompts of a body, as keys; about 1 µs a token of a text. Raises ApiError (422).
+
+    ``times``: with which its conversations are rendered, each as often as there are times.
+    """
     if isinstance(body, PromptForms):
-        return [_prefix_of(body, tokenizer, rules)]
+        return [_prefix_of(body, tokenizer, rules, times)]
     if isinstance(body, PromptOrder):
         return [rules.whole_blocks(rules.key_of(body.token_ids, "token_ids"), 0)]
     if isinstance(body, CompletionRequest):
         return _completed(body, tokenizer, rules)
     if isinstance(body, ConversationBody):
-        return [_conversation(body, tokenizer, rules)]
+        return [_conversation(body, tokenizer, rules, times)]
     if isinstance(body, TokenizeRequest):
-        return [_tokens_of(body, tokenizer, rules)]
+        return [_tokens_of(body, tokenizer, rules, times)]
     if isinstance(body, DetokenizeRequest):
         return [Prompt(rules.key_of(body.tokens, "tokens"), 0, tokenizer.decode(body.tokens))]
     return []
 
 
-def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
+def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules, times: Times) -> Prompt:
     field = _the_one_field(body)
     if body.token_ids is not None:
         return rules.whole_blocks(rules.key_of(body.token_ids, field), 0)
+
+    def cut(stable: Callable[[], tuple[list[int], int]]) -> Prompt:
+        ids, left_out = _tokenized(field, stable)
+        rules.check_length(len(ids) + left_out, field)
+        return rules.whole_blocks(encode(ids), left_out)
+
     if body.prompt is not None:
-        ids, left_out = _tokenized(field, lambda: _stable_prefix(str(body.prompt), tokenizer, rules))
-    else:
-        ids, left_out = _tokenized(field, lambda: _stable_messages(body.messages or [], tokenizer, rules))
-    rules.check_length(len(ids) + left_out, field)
-    return rules.whole_blocks(encode(ids), left_out)
+        return cut(lambda: _stable_prefix(str(body.prompt), tokenizer, rules))
+    rules.check_text(sum(len(each.content) for each in body.messages or ()), "messages")
+    given, used = applied(rules.lines, _turns_of(body.messages), is_beginning=True)
+
+    def render(now: str | None) -> Prompt:
+        return replace(cut(lambda: tokenizer.stable_messages(given, now)), rules=used)
+
+    if not body.is_dated:
+        return render(None)
+    return _rendered(times.of(body.day_of_prompt), render, follows=body.follows_promises)
+
+
+def _rendered(times: Times, render: Callable[[str | None], Prompt], *, follows: bool) -> Prompt:
+    """Return a conversation's prompt, rendered with the present time; if it follows promises, with earlier dates too.
+
+    What can't be rendered with an earlier date, or is the same then, has no prompt of that date.
+    """
+    found = replace(render(times.now), date=times.date)
+    others: list[Prompt] = []
+    for date in times.earlier if follows else ():
+        try:
+            other = render(times.on(date))
+        except ApiError:
+            continue
+        if other.key != found.key:
+            others.append(replace(other, date=date, is_earlier=True))
+    return replace(found, others=tuple(others))
 
 
 def _stable_prefix(text: str, tokenizer: Tokenizer, rules: PromptRules) -> tuple[list[int], int]:
     rules.check_beginning(text, "prompt", tokenizer)
     return tokenizer.stable_prefix(text)
-
-
-def _stable_messages(
-    given: Sequence[Message], tokenizer: Tokenizer, rules: PromptRules
-) -> tuple[list[int], int]:
-    rules.check_text(sum(len(each.content) for each in given), "messages")
-    return tokenizer.stable_messages([{"role": each.role, "content": each.content} for each in given])
 
 
 def _the_one_field(body: PromptForms) -> str:
@@ -213,36 +264,50 @@ def _the_one_field(body: PromptForms) -> str:
     return given[0]
 
 
-def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
+def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRules, times: Times) -> Prompt:
     """Return the prompt of a chat with its tools, uncut, up to the opening of the assistant's answer."""
-    turns, tools, field = body.turns(), body.tool_specs(), body.prompt_field
-    rules.check_text(sum(map(num_chars, (*turns, *tools))), field)
+    asked, tools, field = body.turns(), body.tool_specs(), body.prompt_field
+    rules.check_text(sum(map(num_chars, (*asked, *tools))), field)
+    turns, used = applied(rules.lines, asked, is_beginning=body.is_beginning)
     form = form_of(body.wanted(), tools)
     if body.continues is not None:
-        return Prompt(b"", 0, chat_document(turns, tools), has_tools=bool(tools), form=form)
+        return Prompt(b"", 0, chat_document(asked, tools), has_tools=bool(tools), form=form)
     if body.is_beginning:
-        ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer))
-        return Prompt(rules.key_of(ids, field), 0, chat_document(turns, tools))
-    ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools))
-    key = rules.key_of(ids, field)
-    asked = [Promise(_num_before(each, ids, tokenizer), each.ttl_s) for each in body.breakpoints()]
-    return Prompt(key, 0, asked=tuple(asked), has_tools=bool(tools), form=form)
+        ids = _tokenized(field, lambda: _beginning(turns, tools, tokenizer, times.now))
+        return Prompt(rules.key_of(ids, field), 0, chat_document(asked, tools, times.now), rules=used)
+    breakpoints = [
+        replace(each, turns=applied(rules.lines, each.turns, is_beginning=True)[0])
+        for each in body.breakpoints()
+    ]
+
+    def render(now: str | None) -> Prompt:
+        ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools, now))
+        key = rules.key_of(ids, field)
+        promises = _asked(breakpoints, turns, tools, ids, tokenizer, now)
+        return Prompt(key, 0, asked=promises, has_tools=bool(tools), form=form, rules=used)
+
+    if body.rendered_at is not None and times.now is not None:
+        return render(body.rendered_at)
+    return _rendered(times, render, follows=True)
 
 
-def chat_document(turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
+def chat_document(turns: Sequence[Turn], tools: Sequence[Tool], now: str | None = None) -> str:
     """Return a chat as JSON, in the form of ``schemas.contents.ChatDocument``."""
-    return json.dumps({"turns": turns, "tools": tools}, ensure_ascii=False)
+    document = {"turns": turns, "tools": tools} | ({} if now is None else {"now": now})
+    return json.dumps(document, ensure_ascii=False)
 
 
-def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenizer) -> list[int]:
+def _beginning(
+    turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenizer, now: str | None
+) -> list[int]:
     """Return the ids with which every continuation of a chat begins.
 
     Raises ArgumentError if the chat can't be rendered with any continuation.
     """
-    ids = tokenizer.encode_chat([*turns, *_AFTER_BREAKPOINT[1]], tools)
+    ids = tokenizer.encode_chat([*turns, *_AFTER_BREAKPOINT[1]], tools, now)
     for more in (_AFTER_BREAKPOINT[0], _AFTER_BREAKPOINT[2]):
         try:
-            other = tokenizer.encode_chat([*turns, *more], tools)
+            other = tokenizer.encode_chat([*turns, *more], tools, now)
         except RenderingTooLong:
             raise
         except ArgumentError:
@@ -251,14 +316,57 @@ def _beginning(turns: Sequence[Turn], tools: Sequence[Tool], tokenizer: Tokenize
     return ids
 
 
-def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+def _asked(
+    breakpoints: Sequence[Breakpoint],
+    turns: Sequence[Turn],
+    tools: Sequence[Tool],
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    now: str | None,
+) -> tuple[Promise, ...]:
+    """Return the promises that breakpoints ask for: no further than what the next request can read again."""
+    if not breakpoints:
+        return ()
+    most = _num_read_again(turns, tools, ids, tokenizer, now)
+    return tuple(
+        Promise(min(_num_before(each, ids, tokenizer, now), most), each.ttl_s) for each in breakpoints
+    )
+
+
+def _num_read_again(
+    turns: Sequence[Turn], tools: Sequence[Tool], ids: Sequence[int], tokenizer: Tokenizer, now: str | None
+) -> int:
+    """Return with how many ids of a prompt the prompt of the conversation's next request begins.
+
+    A template may write a turn differently once a question follows, for example without its reasoning. It may also show
+    the hour, so a later request of the same day begins differently. None of what can't be rendered again is counted.
+    """
+    found = len(ids)
+    try:
+        for more in _NEXT_REQUEST:
+            try:
+                later = tokenizer.encode_chat([*turns, *more], tools, now)
+            except RenderingTooLong:
+                raise
+            except ArgumentError:
+                continue
+            found = _num_equal(later, ids)
+            break
+        if now is not None:
+            found = min(found, _num_equal(tokenizer.encode_chat(turns, tools, at_other_time(now)), ids))
+    except RenderingTooLong:
+        return 0
+    return found
+
+
+def _num_before(breakpoint: Breakpoint, ids: Sequence[int], tokenizer: Tokenizer, now: str | None) -> int:
     """Return how many ids of a prompt a chat up to a breakpoint has in common with it; 0 if it can't be rendered.
 
     A template may refuse a chat that ends there. Then the chat goes on with a short message.
     """
     for more in _AFTER_BREAKPOINT:
         try:
-            before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools)
+            before = tokenizer.encode_chat([*breakpoint.turns, *more], breakpoint.tools, now)
         except RenderingTooLong:
             raise
         except ArgumentError:
@@ -273,17 +381,23 @@ def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     return int(np.argmax(differs)) if differs.any() else size
 
 
-def _tokens_of(body: TokenizeRequest, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
+def _tokens_of(body: TokenizeRequest, tokenizer: Tokenizer, rules: PromptRules, times: Times) -> Prompt:
     given = [name for name in ("prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
         raise invalid(f"prompt, messages: {found} given", "prompt, messages", found, "exactly one of them")
     if body.prompt is not None:
         return _whole(body.prompt, "prompt", tokenizer, rules, echo=False)
-    messages = [{"role": each.role, "content": each.content} for each in body.messages or ()]
-    rules.check_text(sum(len(each["content"]) for each in messages), "messages")
-    ids = _tokenized("messages", lambda: tokenizer.encode_messages(messages, body.add_generation_prompt))
-    return Prompt(rules.key_of(ids, "messages"), 0)
+    rules.check_text(sum(len(each.content) for each in body.messages or ()), "messages")
+    messages, used = applied(rules.lines, _turns_of(body.messages))
+    ids = _tokenized(
+        "messages", lambda: tokenizer.encode_messages(messages, body.add_generation_prompt, times.now)
+    )
+    return Prompt(rules.key_of(ids, "messages"), 0, rules=used)
+
+
+def _turns_of(messages: Sequence[Message] | None) -> list[dict[str, str]]:
+    return [{"role": each.role, "content": each.content} for each in messages or ()]
 
 
 def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:

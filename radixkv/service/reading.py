@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from radixkv.service import problems
 from radixkv.service.answer_forms import Form
 from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError
+from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.prompts import Prompt, PromptRules, prompts_of
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.usage import Promise
@@ -42,7 +43,7 @@ class Reader:
     def __init__(self, tokenizer: Tokenizer, rules: PromptRules) -> None:
         self._tokenizer, self.rules = tokenizer, rules
 
-    def read(self, raw: bytes, model: type[B]) -> Reading[B]:
+    def read(self, raw: bytes, model: type[B], times: Times = NO_TIMES) -> Reading[B]:
         """Return the body and its prompts. Raises ApiError 400 or 422, for the first error.
 
         At worst it takes about a second for 4 MB of text or short strings, mostly with the interpreter's lock held.
@@ -52,7 +53,7 @@ class Reader:
             body = _validated(raw, model)
         except ValidationError as error:
             raise problems.of_validation(error, model) from None
-        prompts = tuple(prompts_of(body, self._tokenizer, self.rules))
+        prompts = tuple(prompts_of(body, self._tokenizer, self.rules, times))
         return Reading(body.without_long(), prompts)
 
 
@@ -88,15 +89,18 @@ def name_of(model: type[RequestBody]) -> bytes:
 
 def packed(reading: Reading[Any]) -> list[bytes]:
     """Pack a reading as parts to send: a JSON header, then the key of each prompt, then its text."""
+    prompts = [one for each in reading.prompts for one in (each, *each.others)]
     header = {
         "body": reading.body.model_dump(mode="json", exclude_unset=True),
-        "left_out": [each.left_out for each in reading.prompts],
-        "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in reading.prompts],
-        "has_tools": [each.has_tools for each in reading.prompts],
-        "forms": [each.form and (each.form.field, each.form.alternatives) for each in reading.prompts],
+        "left_out": [each.left_out for each in prompts],
+        "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in prompts],
+        "has_tools": [each.has_tools for each in prompts],
+        "forms": [each.form and (each.form.field, each.form.alternatives) for each in prompts],
+        "dates": [(each.date, each.is_earlier) for each in prompts],
+        "rules": [each.rules for each in prompts],
     }
     parts = [json.dumps(header).encode()]
-    for each in reading.prompts:
+    for each in prompts:
         parts += [each.key, each.text.encode()]
     return parts
 
@@ -113,17 +117,25 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
         del header["docs_url"]  # follows from the type
         raise ApiError(status, kind, message, **header)
-    names = ("left_out", "asked", "has_tools", "forms")
+    names = ("left_out", "asked", "has_tools", "forms", "dates", "rules")
     facts = zip(*(header[name] for name in names), strict=True)
-    prompts = [
-        Prompt(
+    prompts: list[Prompt] = []
+    for (left_out, asked, has_tools, form, (date, is_earlier), rules), key, text in zip(
+        facts, parts[1::2], parts[2::2], strict=True
+    ):
+        found = Prompt(
             bytes(key),
             left_out,
             bytes(text).decode(),
             tuple(Promise(*each) for each in asked),
             has_tools,
             form and Form(*form),
+            date,
+            is_earlier=is_earlier,
+            rules=tuple(rules),
         )
-        for (left_out, asked, has_tools, form), key, text in zip(facts, parts[1::2], parts[2::2], strict=True)
-    ]
+        if is_earlier:
+            prompts[-1] = replace(prompts[-1], others=(*prompts[-1].others, found))
+        else:
+            prompts.append(found)
     return Reading(model.model_validate(header["body"]), tuple(prompts))

@@ -17,6 +17,7 @@ from importlib import import_module
 from radixkv.service.failures import log_unforeseen
 from radixkv.service.frames import receive, send
 from radixkv.service.problems import ApiError, internal
+from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.prompts import PromptRules
 from radixkv.service.reading import Reader, packed, packed_problem
 from radixkv.service.schemas.base import RequestBody
@@ -33,18 +34,20 @@ def main(descriptor: int, specification: str) -> None:
     tokenizer = load_tokenizer(wanted["tokenizer"])
     if tokenizer.digest != wanted["digest"]:
         sys.exit("the tokenizer's files have changed since the service started: restart it")
-    reader = Reader(tokenizer, PromptRules(**wanted["rules"]))
+    reader = Reader(tokenizer, PromptRules.of_document(wanted["rules"]))
     with socket.socket(fileno=descriptor) as connection:
         while (parts := receive(connection)) is not None:
             send(connection, answer(reader, parts))
 
 
 def answer(reader: Reader, parts: Sequence[memoryview]) -> list[bytes]:
-    """Return the answer to one message: the name of a schema, and a body."""
+    """Return the answer to one message: the name of a schema, a body, and its times if it has any."""
     module, _, name = bytes(parts[0]).decode().partition(":")
     model: type[RequestBody] = getattr(import_module(module), name)
     try:
-        return packed(reader.read(bytes(parts[1]), model))
+        given = json.loads(bytes(parts[2])) if len(parts) > 2 else None
+        times = NO_TIMES if given is None else Times(given["now"], tuple(given["earlier"]))
+        return packed(reader.read(bytes(parts[1]), model, times))
     except ApiError as error:
         return packed_problem(error)
     except Exception as error:  # noqa: BLE001 a bug in radixkv must not end the process

@@ -26,9 +26,11 @@ from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import Level, RequestMetrics
 from radixkv.service.options import RouteSettings
 from radixkv.service.problems import invalid, no_replica
-from radixkv.service.prompts import PromptRules
+from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule
+from radixkv.service.prompts import Prompt, PromptRules
 from radixkv.service.reload_counts import ReloadCounts, reload_levels
 from radixkv.service.reloading import Reloader
+from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind, catching, keep_latency_low
 from radixkv.service.threads import Threads
@@ -54,6 +56,8 @@ class RouterHost:
         clock: Clock = monotonic,
         tokenizer_path: str | None = None,
         cors_origins: Sequence[str] = (),
+        time_zone: str | None = None,
+        lines: tuple[LineRule, ...] = DEFAULT_RULES,
     ) -> None:
         """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         source = router.source
@@ -63,14 +67,26 @@ class RouterHost:
         self.cors_origins = tuple(cors_origins)
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.failures, self.fleet = Failures(), None
-        self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
+        self.drain, self.rules = (
+            Drain(),
+            replace(_RULES, roles=tokenizer.roles, time_zone=time_zone, lines=lines),
+        )
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
         self.metrics = RequestMetrics(self._levels())
+        self.metrics.show_rules(lambda: self.intake.rule_uses)
 
     @property
     def keyring(self) -> Keyring:
         """The keyring in force now."""
         return self.keys.ring
+
+    def promised_dates(self, tenant: str, today: str) -> tuple[str, ...]:
+        """Nothing is promised here, so prompts have the present date."""
+        return ()
+
+    def as_promised(self, tenant: str, body: RequestBody, prompt: Prompt) -> Prompt:
+        """Return the prompt."""
+        return prompt
 
     num_endings = 0
     """Nothing is cached here."""
@@ -204,6 +220,8 @@ def make_host(settings: RouteSettings) -> RouterHost:
         limits=settings.limits,
         tokenizer_path=tokenizer_path,
         cors_origins=settings.cors_origins,
+        time_zone=settings.time_zone,
+        lines=settings.prompt_rules,
     )
 
 

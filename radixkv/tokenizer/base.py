@@ -104,15 +104,17 @@ class BaseTokenizer(ABC):
                 return ids, len(whole) - len(ids)
         return [], len(whole)
 
-    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Message], add_generation_prompt: bool, now: str | None = None
+    ) -> list[int]:
         """See ``Tokenizer.encode_messages``."""
         check_messages(messages, self.roles, has_parts=isinstance(self._chat, TemplateChat))
-        return self._chat.ids(self, messages, (), add_generation_prompt)
+        return self._chat.ids(self, messages, (), add_generation_prompt, now)
 
     def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool], now: str | None = None) -> list[int]:
         """See ``Tokenizer.encode_chat``."""
         return self._chat.ids(self, turns, tools, True, now)
 
-    def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable_messages(self, messages: Sequence[Message], now: str | None = None) -> tuple[list[int], int]:
         """See ``Tokenizer.stable_messages``. A template renders the conversation and a few continuations of it."""
-        return self._chat.stable(self, messages)
+        return self._chat.stable(self, messages, now)

@@ -97,8 +97,13 @@ class Chat(Protocol):
         """Return the ids of a conversation, with the opening of the assistant's answer if ``opens``."""
         ...
 
-    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
-        """Return the ids with which every continuation begins, and the number of ids after them."""
+    def stable(
+        self, codec: Codec, messages: Sequence[Message], now: str | None = None
+    ) -> tuple[list[int], int]:
+        """Return the ids with which every continuation begins, and the number of ids after them.
+
+        ``now``: every continuation that is rendered on this day; None: on whichever day.
+        """
         ...
 
 
@@ -122,7 +127,9 @@ class MarkerChat:
             found += [self._role_ids[message["role"]], *codec.plain_ids(message["content"]), self._end_id]
         return [*found, self._role_ids["assistant"]] if opens else found
 
-    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable(
+        self, codec: Codec, messages: Sequence[Message], now: str | None = None
+    ) -> tuple[list[int], int]:
         return self.ids(codec, messages, (), False), 0
 
 
@@ -137,7 +144,9 @@ class UnrenderedChat:
     ) -> list[int]:
         raise NotRendered
 
-    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable(
+        self, codec: Codec, messages: Sequence[Message], now: str | None = None
+    ) -> tuple[list[int], int]:
         raise NotRendered
 
 
@@ -153,7 +162,9 @@ class PlainChat:
     ) -> list[int]:
         return codec.leading + codec.plain_ids(self._text(with_tools_as_text(turns, tools), opens))
 
-    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable(
+        self, codec: Codec, messages: Sequence[Message], now: str | None = None
+    ) -> tuple[list[int], int]:
         text = self._text(with_tools_as_text(messages, ()), False)
         whole = codec.plain_ids(text)
         ids = codec.plain_ids(text[: codec.stable_cut(text)])
@@ -194,13 +205,16 @@ class TemplateChat:
     ) -> list[int]:
         return codec.rendered_ids(self._rendered(turns, tools, opens, now))
 
-    def stable(self, codec: Codec, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable(
+        self, codec: Codec, messages: Sequence[Message], now: str | None = None
+    ) -> tuple[list[int], int]:
         """A template may write a message differently once it isn't the last, for example without its reasoning.
 
         So the conversation is rendered with several continuations. Those that the template refuses don't count. The
         text that all have in common is cut beside its last control token, or at a later stable boundary.
         """
-        now = datetime.now().isoformat()
+        other = _OTHER_DAY if now is None else at_other_time(now)
+        now = now or datetime.now().isoformat()
         base = self._rendered(messages, (), False, now)
         grown = [base.text]
         for more in ((), *_CONTINUATIONS):
@@ -212,7 +226,7 @@ class TemplateChat:
             except ArgumentError:
                 continue
         if self.uses_clock:
-            grown.append(self._rendered(messages, (), False, _OTHER_DAY).text)
+            grown.append(self._rendered(messages, (), False, other).text)
         common = _common_prefix(grown)
         whole = codec.rendered_ids(base)
         cuts = {
@@ -332,6 +346,12 @@ def _common_prefix(texts: Sequence[str]) -> str:
 
 
 _OTHER_DAY = "2001-02-03T04:05:06"
+
+
+def at_other_time(now: str) -> str:
+    """Return another time of the same day, with another hour, minute and second."""
+    at = datetime.fromisoformat(now)
+    return at.replace(hour=23 - at.hour, minute=59 - at.minute, second=59 - at.second).isoformat()
 
 
 def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:

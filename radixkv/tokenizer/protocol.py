@@ -97,10 +97,13 @@ class Tokenizer(Protocol):
         """Return the text of ids, without special ones. Raises ArgumentError for an id outside the vocabulary."""
         ...
 
-    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Message], add_generation_prompt: bool, now: str | None = None
+    ) -> list[int]:
         """Return the ids of a conversation, and of the opening of the assistant's answer if requested.
 
-        Raises ArgumentError for a message without role or content, or with an unknown role.
+        now: as ``encode_chat`` has it. Raises ArgumentError for a message without role or content, or with an unknown
+        role.
         """
         ...
 
@@ -119,10 +122,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
+    def stable_messages(self, messages: Sequence[Message], now: str | None = None) -> tuple[list[int], int]:
         """Return the same for a conversation that continues with further messages.
 
-        ``left_out`` counts tokens of ``encode_messages(messages, False)``.
+        now: a local time in ISO 8601; then it holds for continuations that are rendered on this day. Without it, it
+        holds for those of every day, so it ends before a date that a chat template shows. ``left_out`` counts tokens
+        of ``encode_messages(messages, False, now)``.
         """
         ...
 

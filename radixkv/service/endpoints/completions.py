@@ -500,7 +500,14 @@ class Run:
         is_early = self.kept is not None and self.kept.refusal == "not_resident"
         if self.kept is None or (is_early and is_last):
             prompt = self.prompts[0]
-            self.kept = self.service.promises.keep(namespace, prompt.key, prompt.asked, self.owner.as_of)
+            self.kept = self.service.promises.keep(
+                namespace,
+                prompt.key,
+                prompt.asked,
+                self.owner.as_of,
+                prompt.date,
+                is_earlier=prompt.is_earlier,
+            )
 
     def request_usage(self, generation: Generation) -> RequestUsage:
         """Return what the request read, wrote under promises, computed and generated."""

@@ -84,7 +84,14 @@ async def computed_ahead(
     with service.warmer.join(namespace, key, call.owner) as share:
         await until_disconnect(call.request, share.result())
         kept = await service.threads.ask_cache(
-            call.tenant, keep, namespace, prompt.key, prompt.asked, call.owner.as_of
+            call.tenant,
+            keep,
+            namespace,
+            prompt.key,
+            prompt.asked,
+            call.owner.as_of,
+            prompt.date,
+            is_earlier=prompt.is_earlier,
         )
         usage = await share.settled(kept.granted, num_tokens=prompt.num_tokens)
     call.owner.require(namespace)

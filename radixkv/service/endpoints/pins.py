@@ -48,7 +48,9 @@ async def pin(call: Call[Service]) -> Response:
     if body.replicas == "self":
 
         def hold() -> Pin:
-            found = service.promises.hold(OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of)
+            found = service.promises.hold(
+                OWN_PIN, namespace, prompt.key, body.ttl_s, call.owner.as_of, prompt.date
+            )
             call.owner.count_reads(found.num_tokens)
             return found
 
@@ -58,7 +60,9 @@ async def pin(call: Call[Service]) -> Response:
         return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size
-    pin_id = await fleet_pins.start(call.owner, namespace, prompt.key, body.ttl_s, body.replicas)
+    pin_id = await fleet_pins.start(
+        call.owner, namespace, prompt.key, body.ttl_s, body.replicas, date=prompt.date
+    )
     if body.wait:
         settled = await until_disconnect(call.request, fleet_pins.settled(call.owner, pin_id))
         return reply(_shown_fleet(block_size, *settled), 201)
@@ -74,7 +78,7 @@ async def pin_for_replica(call: Call[Service]) -> Response:
     body, owner, namespace, prompt_key = await ordered(call, PinOrder)
     given = body.content
     content = None if given is None else PinContent(given.nonce, given.about, given.chat)
-    await call.host.fleet_pins.receive(owner, namespace, prompt_key, body.pin, content)
+    await call.host.fleet_pins.receive(owner, namespace, prompt_key, body.pin, content, body.date)
     return Response(status_code=202)
 
 
@@ -121,7 +125,8 @@ async def unpin(call: Call[Service]) -> Response:
     is_local = _LOCAL_ID.fullmatch(wanted)
     local = await fleet_pins.local(call.tenant, max(int(wanted) - 1, 0), 1) if is_local else []
     if local and str(local[0].id) == wanted:
-        await call.host.threads.ask_cache(call.tenant, call.host.cache.unpin, local[0])
+        promises = call.host.promises
+        await call.host.threads.ask_cache(call.tenant, promises.unpin, local[0])
         return Response(status_code=204)
     if not is_pin_id(wanted):
         raise not_found("pin")

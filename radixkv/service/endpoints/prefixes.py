@@ -25,6 +25,7 @@ from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import (
     OperatorStatsReply,
+    PromptRuleReply,
     TenantSettings,
     TenantStatsReply,
     UsageLogReply,
@@ -217,7 +218,11 @@ async def stats(call: Call[Service]) -> Response:
         below = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
         tiers = {name: dict(counts) for name, counts in below.items()}
         log = _usage_log(service.meter.log_state)
-        return OperatorStatsReply(cache=cache, tenants=tenants, usage_log=log, tiers=tiers)
+        uses = service.intake.rule_uses
+        rules = [PromptRuleReply(**asdict(each), uses=uses[each.name]) for each in service.rules.lines]
+        return OperatorStatsReply(
+            cache=cache, tenants=tenants, usage_log=log, tiers=tiers, prompt_rules=rules
+        )
 
     return reply(await service.threads.administer(everybody))
 

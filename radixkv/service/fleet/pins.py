@@ -87,6 +87,7 @@ class PinReplica:
     - ``pin``: it has the prefix ``pinned_key``.
     - ``renewed_at``: Unix time of its last request here.
     - ``owner``: who asked for it last, here or at another replica. It pays for what is computed.
+    - ``date``: that the chat template showed in the prefix; empty: none.
     """
 
     owner: Owner
@@ -97,6 +98,7 @@ class PinReplica:
     pin: Pin | None = None
     pinned_key: bytes = b""
     content: PinContent | None = None
+    date: str = ""
     renewed_at: float = field(default_factory=time.time)
     state: JobState = "queued"
     error: str = ""
@@ -149,6 +151,7 @@ class FleetPins:
         ttl_s: float,
         where: str | int | list[str],
         content: PinContent | None = None,
+        date: str = "",
     ) -> str:
         """Pin on several replicas, or renew such a pin. A content makes it another pin than that of the prefix.
 
@@ -168,7 +171,7 @@ class FleetPins:
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
         until = self._clock() + ttl_s
-        mine = PinReplica(owner, fact, namespace, prompt_key, until, content=content)
+        mine = PinReplica(owner, fact, namespace, prompt_key, until, content=content, date=date)
         if self._name in names:
             self._keep(mine)
         peers = [peer for peer in self._coordinator.peers() if peer.id in names]
@@ -251,6 +254,7 @@ class FleetPins:
         prompt_key: bytes,
         pin_id: str,
         content: PinContent | None,
+        date: str = "",
     ) -> None:
         """Take part in a pin that is in the store. Raises ApiError 404, 503."""
         fact = {pin.id: pin for pin in await self._stated(namespace.tenant)}.get(pin_id)
@@ -258,7 +262,7 @@ class FleetPins:
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
             raise not_found("pin")
         until = self._clock() + fact.remaining_s
-        mine = self._keep(PinReplica(owner, fact, namespace, prompt_key, until, content=content))
+        mine = self._keep(PinReplica(owner, fact, namespace, prompt_key, until, content=content, date=date))
         try:
             await self._state(mine)
         except CoordinationError:
@@ -366,7 +370,7 @@ class FleetPins:
         if known is not None:
             known.fact, known.prompt_key, known.until = mine.fact, mine.prompt_key, mine.until
             known.failed_at, known.renewed_at = float("-inf"), mine.renewed_at
-            known.owner = mine.owner
+            known.owner, known.date = mine.owner, mine.date
             mine = known
         kept[mine.fact.id] = mine
         tenant, most = mine.namespace.tenant, self._limits.num_cache_tokens
@@ -407,7 +411,9 @@ class FleetPins:
     def _pin(self, mine: PinReplica, prompt_key: bytes, left_s: float) -> None:
         """Pin a prefix. In a thread, ``_drop`` may come meanwhile: then one of the two finds the other's work."""
         mine.pinned_key = prompt_key
-        mine.pin = self._promises.hold(mine.fact.id, mine.namespace, prompt_key, left_s, mine.owner.as_of)
+        mine.pin = self._promises.hold(
+            mine.fact.id, mine.namespace, prompt_key, left_s, mine.owner.as_of, mine.date
+        )
         if not self._is_current(mine):
             self._unpin(mine, prompt_key, mine.pin)
 
@@ -502,6 +508,8 @@ class FleetPins:
             "key_id": mine.owner.key_id,
             **mine.owner.names_tenant,
         }
+        if mine.date:  # replicas of earlier versions don't know the field
+            document["date"] = mine.date
         if mine.content is not None:
             document["content"] = asdict(mine.content)
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode(), PIN_PATH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,9 @@ Readers = Annotated[
 
 
 class PublishRequest(PromptForms):
-    """A prefix for tenants to read. It ends where a warm of the same prompt ends."""
+    """A prefix for tenants to read. It ends where a warm ends, and before a date that the chat template shows."""
+
+    is_dated: ClassVar[bool] = False
 
     id: BaseName
     readers: Readers

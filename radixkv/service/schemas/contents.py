@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from radixkv.service.schemas import ignored
@@ -511,11 +512,19 @@ class CountContentsRequest(ContentChat):
         return super().tool_specs() if asked is None else asked.tool_specs()
 
 
+def _iso_time(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is not None:
+        raise ValueError("a local time has no offset")
+    return text
+
+
 class ChatDocument(RequestBody):
     """A chat in the form that chat templates take."""
 
     turns: list[JsonObject]
     tools: list[JsonObject]
+    now: Annotated[str, Field(max_length=32), AfterValidator(_iso_time)] | None = None
+    """The time with which it is rendered; None: the present."""
 
 
 class JoinedChat(ConversationBody):
@@ -534,6 +543,11 @@ class JoinedChat(ConversationBody):
     def tool_specs(self) -> list[dict[str, Any]]:
         """Return the functions of the cached content."""
         return [] if self.before is None else list(self.before.tools)
+
+    @property
+    def rendered_at(self) -> str | None:
+        """The time of the cached content."""
+        return None if self.before is None else self.before.now
 
 
 class CountContentsReply(ReplyBody):

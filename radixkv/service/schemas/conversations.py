@@ -121,6 +121,11 @@ class ConversationBody(Salted):
         """Name of the chat that this one continues, if its prompt can't be made without it."""
         return None
 
+    @property
+    def rendered_at(self) -> str | None:
+        """The time with which it is rendered, in ISO 8601, if it isn't the present."""
+        return None
+
     def breakpoints(self) -> list[Breakpoint]:
         """Return the breakpoints, in the order of the chat; at most as many as the provider writes."""
         return []

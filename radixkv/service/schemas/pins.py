@@ -8,11 +8,11 @@ from pydantic import Field
 
 from radixkv.index.pins import MAX_TTL_S
 from radixkv.service.schemas.base import ReplyBody, RequestBody, Seconds
-from radixkv.service.schemas.prompts import PromptFields, PromptOrder
+from radixkv.service.schemas.prompts import DayFields, PromptOrder
 from radixkv.service.schemas.warming import Where
 
 
-class PinRequest(PromptFields):
+class PinRequest(DayFields):
     """The prefix to pin, the time, and the replicas."""
 
     ttl_s: float = Field(gt=0.0, le=MAX_TTL_S, description="seconds until the pin ends by itself")
@@ -44,6 +44,8 @@ class PinOrder(PromptOrder):
 
     pin: _Hex
     content: PinContentOrder | None = None
+    date: Annotated[str, Field(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$")] = ""
+    """That the model's chat template showed in the prefix; empty: none."""
 
 
 class PinPart(ReplyBody):

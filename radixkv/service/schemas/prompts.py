@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from radixkv.config import MAX_WEIGHTS
+from radixkv.service.prompt_times import Day
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
 
 MAX_MESSAGES = 4096
@@ -71,6 +72,16 @@ class PromptForms(RequestBody):
 
     without_prompts: ClassVar[Mapping[str, object]] = {"prompt": None, "messages": None, "token_ids": None}
 
+    is_dated: ClassVar[bool] = True
+    """Whether its messages are rendered with the present time. If not, it ends before a date that a template shows."""
+    follows_promises: ClassVar[bool] = False
+    """Whether it stands for a conversation that comes now, which keeps the date of what was promised."""
+
+    @property
+    def day_of_prompt(self) -> Day:
+        """The day that a template shows."""
+        return "today"
+
     prompt: Text | None = Field(
         None, description="the prompt as text; exactly one of prompt, messages and token_ids"
     )
@@ -84,6 +95,21 @@ class PromptFields(Salted, PromptForms):
     """A prompt in exactly one of three forms, and its namespace."""
 
     adapter: Adapter | None = None
+
+
+class DayFields(PromptFields):
+    """The same, for a day."""
+
+    day: Day = Field(
+        "today",
+        description="the date that the model's chat template shows to messages: today's, or tomorrow's, to prepare a "
+        "prompt before midnight; no effect on other prompts and templates",
+    )
+
+    @property
+    def day_of_prompt(self) -> Day:
+        """The day that a template shows."""
+        return self.day
 
 
 class PromptOrder(RequestBody):
@@ -108,6 +134,8 @@ class PromptOrder(RequestBody):
 
 class LookupRequest(PromptFields):
     """The prompt to look up."""
+
+    follows_promises: ClassVar[bool] = True
 
 
 class LookupReply(ReplyBody):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from radixkv.service.schemas.prompts import PromptFields
 
 class RouteRequest(PromptFields):
     """A prompt for which replicas are ranked."""
+
+    follows_promises: ClassVar[bool] = True
 
     cost: CostName | None = Field(None, description="the cost that ranks the replicas; null: the server's")
     temperature: float | None = Field(

@@ -147,6 +147,19 @@ class UsageLogReply(ReplyBody):
     problem: str | None = Field(description="why records can't be written now; null: they can")
 
 
+class PromptRuleReply(ReplyBody):
+    """A rule for lines of conversations that change."""
+
+    name: str
+    starts_with: str = Field(description="the text with which such a line begins")
+    role: str = Field(description="whose turns are looked through")
+    lines: str = Field(description="first: the first line of each block of text; all: every line")
+    do: str = Field(
+        description="drop: the model doesn't see the line; move: it is at the end of the user's last turn"
+    )
+    uses: int = Field(description="conversations that it has changed in this process")
+
+
 class OperatorStatsReply(ReplyBody):
     """Statistics of all tenants, and of the cache as a whole."""
 
@@ -156,6 +169,7 @@ class OperatorStatsReply(ReplyBody):
     tiers: dict[str, dict[str, int | float]] = Field(
         description="counts by tier below the cache, as in the metrics; empty without one"
     )
+    prompt_rules: list[PromptRuleReply]
 
 
 class TenantReply(ReplyBody):

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from radixkv.coordination.settings import REPLICA_ID
 from radixkv.service.schemas.base import ReplyBody, Seconds
 from radixkv.service.schemas.errors import ErrorDetail
-from radixkv.service.schemas.prompts import PromptFields, PromptOrder
+from radixkv.service.schemas.prompts import DayFields, PromptOrder
 
 MAX_NAMED_REPLICAS = 64
 
@@ -36,7 +36,7 @@ Where = Annotated[
 ]
 
 
-class WarmRequest(PromptFields):
+class WarmRequest(DayFields):
     """The prompt to warm, the replicas, and whether to wait."""
 
     wait: bool = Field(
