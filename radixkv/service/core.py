@@ -20,6 +20,7 @@ from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
 from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
+from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
@@ -240,13 +241,16 @@ class Service:
         If several are covered alike, it is the one with the newest date.
         """
         salt, adapter = getattr(body, "salt", ""), getattr(body, "adapter", None)
-        namespace, cover = (
-            self.engine.namespace(tenant, adapter=adapter, salt=salt),
-            self.promises.dates.cover,
-        )
-        prompts = (prompt, *prompt.others)
-        found = max(prompts, key=lambda each: cover(namespace, each.date, each.key).num_bytes)
-        return replace(found, others=())
+        namespace = self.engine.namespace(tenant, adapter=adapter, salt=salt)
+        dates = [each.date for each in (prompt, *prompt.others)]
+
+        def num_covered(each: Prompt) -> int:
+            if each.num_shared is None:
+                return self.promises.dates.cover(namespace, dates, each.key).num_bytes
+            shared = each.num_shared * TOKEN_BYTES
+            return self.promises.dates.cover(namespace, [each.date], each.key, shared).num_bytes
+
+        return replace(max((prompt, *prompt.others), key=num_covered), others=())
 
     def replicas(self) -> list[ReplicaInfo]:
         """Return this replica, and all other known ones."""

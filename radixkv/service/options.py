@@ -309,7 +309,7 @@ class _Reader:
             return ZoneInfo(text).key
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise self.refuse(
-                "time-zone", "a name of the IANA database, such as Europe/Berlin or UTC"
+                "time-zone", "a zone of this machine's IANA database (tzdata), such as Europe/Berlin or UTC"
             ) from None
 
     def prompt_rules(self) -> tuple[LineRule, ...]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from radixkv.errors import LeaseError
@@ -111,13 +113,20 @@ class PromisedDates:
                 self._tenants.pop(tenant, None)
         return tuple(found[:MAX_DATES])
 
-    def cover(self, namespace: Namespace, date: str, prompt_key: bytes) -> Cover:
-        """Return how much of a prompt of this date is promised."""
+    def cover(
+        self, namespace: Namespace, dates: Iterable[str], prompt_key: bytes, num_shared: int = 0
+    ) -> Cover:
+        """Return how much of a prompt is promised, by promises of these dates.
+
+        ``num_shared``: bytes with which the prompt begins whatever the date is. A promise of no more says nothing about
+        the date, so it doesn't count.
+        """
         now, held = self._clock(), dict[tuple[int, bytes], float]()
         with self._lock:
-            for prefix, kept in self._tenants.get(namespace.tenant, {}).get(date, {}).items():
-                is_shorter = prefix[0] == namespace and kept.num_bytes <= len(prompt_key)
-                if is_shorter and self._holds(prefix, kept, now):
+            by_date = self._tenants.get(namespace.tenant, {})
+            for prefix, kept in chain.from_iterable(by_date.get(date, {}).items() for date in dates):
+                is_meant = prefix[0] == namespace and num_shared < kept.num_bytes <= len(prompt_key)
+                if is_meant and self._holds(prefix, kept, now):
                     held[kept.num_bytes, prefix[1]] = kept.until
         found, hashed, done = NO_COVER, hashlib.blake2b(digest_size=16), 0
         for size in sorted({size for size, _ in held}):

@@ -109,14 +109,14 @@ class Promises:
         as_of: int | None = None,
         date: str = "",
         *,
-        is_earlier: bool = False,
+        num_shared: int | None = None,
     ) -> Kept:
         """Promise what the budget allows. The prefixes must be resident. Raises nothing for a refusal.
 
         Each TTL is a holder of its own, so that a short one never ends a long one.
 
         - ``date``: that its template shows; empty: none.
-        - ``is_earlier``: whether the date is over, and only kept for a promise.
+        - ``num_shared``: if the date is over, and only kept for a promise: the tokens that are the same on all dates.
         """
         size = self._engine.limits.block_size
         whole = [Promise(each.num_tokens // size * size, each.ttl_s) for each in asked]
@@ -126,12 +126,13 @@ class Promises:
         granted: list[Promise] = []
         refusal = None
         ends_in_s = float("inf")
-        if is_earlier and wanted:
-            ends_in_s = self.dates.cover(namespace, date, prompt_key).until - self._clock()
+        if num_shared is not None and wanted:
+            cover = self.dates.cover(namespace, [date], prompt_key, num_shared * TOKEN_BYTES)
+            ends_in_s = cover.until - self._clock()
         for each in wanted:
             if any(longer.ttl_s >= each.ttl_s for longer in granted):
                 continue
-            if each.ttl_s > ends_in_s:
+            if each.ttl_s > ends_in_s and each.num_tokens > (num_shared or 0):
                 refusal = refusal or DATE_ENDS
                 continue
             try:

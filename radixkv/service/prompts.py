@@ -74,7 +74,7 @@ class Prompt:
     - ``form``: what the answer has to be; None: anything.
     - ``date``: that of the time with which it was rendered; empty if its template doesn't ask for the time.
     - ``others``: the same conversation, rendered with earlier dates.
-    - ``is_earlier``: whether it is one of these.
+    - ``num_shared``: if it is one of these, with how many tokens it begins whatever the date is; None: it isn't.
     - ``rules``: the names of the rules that changed its lines.
     """
 
@@ -86,7 +86,7 @@ class Prompt:
     form: Form | None = None
     date: str = ""
     others: tuple[Prompt, ...] = ()
-    is_earlier: bool = False
+    num_shared: int | None = None
     rules: tuple[str, ...] = ()
 
     @property
@@ -245,7 +245,8 @@ def _rendered(times: Times, render: Callable[[str | None], Prompt], *, follows: 
         except ApiError:
             continue
         if other.key != found.key:
-            others.append(replace(other, date=date, is_earlier=True))
+            num_shared = _num_equal(found.ids.tolist(), other.ids.tolist())
+            others.append(replace(other, date=date, num_shared=num_shared))
     return replace(found, others=tuple(others))
 
 

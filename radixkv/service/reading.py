@@ -96,7 +96,7 @@ def packed(reading: Reading[Any]) -> list[bytes]:
         "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in prompts],
         "has_tools": [each.has_tools for each in prompts],
         "forms": [each.form and (each.form.field, each.form.alternatives) for each in prompts],
-        "dates": [(each.date, each.is_earlier) for each in prompts],
+        "dates": [(each.date, each.num_shared) for each in prompts],
         "rules": [each.rules for each in prompts],
     }
     parts = [json.dumps(header).encode()]
@@ -120,7 +120,7 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
     names = ("left_out", "asked", "has_tools", "forms", "dates", "rules")
     facts = zip(*(header[name] for name in names), strict=True)
     prompts: list[Prompt] = []
-    for (left_out, asked, has_tools, form, (date, is_earlier), rules), key, text in zip(
+    for (left_out, asked, has_tools, form, (date, num_shared), rules), key, text in zip(
         facts, parts[1::2], parts[2::2], strict=True
     ):
         found = Prompt(
@@ -131,10 +131,10 @@ def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
             has_tools,
             form and Form(*form),
             date,
-            is_earlier=is_earlier,
+            num_shared=num_shared,
             rules=tuple(rules),
         )
-        if is_earlier:
+        if num_shared is not None:
             prompts[-1] = replace(prompts[-1], others=(*prompts[-1].others, found))
         else:
             prompts.append(found)

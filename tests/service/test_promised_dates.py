@@ -26,7 +26,7 @@ class Dates:
         self.kept = PromisedDates(lambda: self.now, self.endings)
 
     def covered(self, ids: list[int], date: str = OLD, namespace: Namespace = NS) -> int:
-        return self.kept.cover(namespace, date, encode(ids)).num_bytes // 4
+        return self.kept.cover(namespace, [date], encode(ids)).num_bytes // 4
 
 
 @pytest.fixture
@@ -37,12 +37,20 @@ def dates() -> Dates:
 def test_the_longest_prefix_that_is_promised_covers_a_prompt(dates: Dates) -> None:
     for size, ttl_s in ((4, 9000.0), (12, 300.0), (8, 100.0)):
         dates.kept.keep(NS, OLD, encode(IDS[:size]), ttl_s)
-    assert dates.kept.cover(NS, OLD, KEY) == Cover(48, 10_000.0)
+    assert dates.kept.cover(NS, [OLD], KEY) == Cover(48, 10_000.0)
     assert dates.covered(IDS[:11]) == 8 and dates.covered(IDS[:3]) == 0
     assert dates.covered([*IDS[:11], 7]) == 8 and dates.covered([7, *IDS]) == 0
     assert dates.covered(IDS, TODAY) == 0 and dates.covered(IDS, namespace=NS._replace(salt="x")) == 0
     dates.now += 300
     assert dates.covered(IDS) == 4
+
+
+def test_what_is_the_same_on_all_dates_says_nothing_about_the_date(dates: Dates) -> None:
+    dates.kept.keep(NS, OLD, encode(IDS[:8]), 9000.0)
+    dates.kept.keep(NS, OLD, encode(IDS[:12]), 300.0)
+    assert dates.kept.cover(NS, [OLD], KEY, 8 * 4) == Cover(48, 1300.0)
+    assert dates.kept.cover(NS, [OLD], KEY, 12 * 4) is NO_COVER
+    assert dates.kept.cover(NS, [TODAY, OLD], encode([*IDS[:9], 7])) == Cover(32, 10_000.0)
 
 
 def test_dates_before_today_end_with_their_promises(dates: Dates) -> None:
@@ -53,7 +61,7 @@ def test_dates_before_today_end_with_their_promises(dates: Dates) -> None:
     assert dates.kept.before("globex", TODAY) == ()
     assert dates.kept.before("acme", TOMORROW) == (TODAY, OLD)
     dates.now += 300
-    assert dates.kept.before("acme", TOMORROW) == () and dates.kept.cover(NS, TODAY, KEY) is NO_COVER
+    assert dates.kept.before("acme", TOMORROW) == () and dates.kept.cover(NS, [TODAY], KEY) is NO_COVER
 
 
 def test_a_shorter_renewal_shortens_nothing_and_an_end_does(dates: Dates) -> None:
@@ -108,10 +116,10 @@ def test_an_earlier_date_is_promised_only_what_ends_before_it(world: World) -> N
     keep = world.promises.keep
     assert keep(NS, KEY, [Promise(20, TTL_1H)], date=OLD).granted == (Promise(20, TTL_1H),)
     world.now += 600
-    found = keep(NS, KEY, [Promise(40, TTL_1H), Promise(24, TTL_5M)], date=OLD, is_earlier=True)
+    found = keep(NS, KEY, [Promise(40, TTL_1H), Promise(24, TTL_5M)], date=OLD, num_shared=3)
     assert found.granted == (Promise(24, TTL_5M),) and found.refusal == DATE_ENDS
     world.now += 2900
-    found = keep(NS, KEY, [Promise(24, TTL_5M)], date=OLD, is_earlier=True)
+    found = keep(NS, KEY, [Promise(24, TTL_5M)], date=OLD, num_shared=3)
     assert found.granted == () and found.headers == {"x-cache-write-refused": DATE_ENDS}
     assert world.promises.dates.before("acme", TODAY) == (OLD,)
     world.now += 101
@@ -140,4 +148,4 @@ def test_an_engine_far_away_is_not_asked_for_dates() -> None:
     cache = SimpleNamespace(endings=Endings())
     engine = SimpleNamespace(cache=cache, abilities=(), limits=SimpleNamespace(block_size=4))
     promises = Promises(cast(Any, engine), lambda: 0.0)
-    assert promises.dates.before("acme", TODAY) == () and promises.dates.cover(NS, OLD, KEY) is NO_COVER
+    assert promises.dates.before("acme", TODAY) == () and promises.dates.cover(NS, [OLD], KEY) is NO_COVER

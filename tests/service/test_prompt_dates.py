@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from radixkv.cli.main import main
 from radixkv.errors import ConfigError
+from radixkv.index.tokens import encode
 from radixkv.service.intake import Intake
 from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.prompt_times import NO_TIMES, Times, local_time
@@ -220,6 +221,21 @@ def test_a_later_request_never_makes_an_old_date_last_longer(live: Dated) -> Non
     block[1]["cache_control"] = {"type": "ephemeral", "ttl": "5m"}  # that ends before the first promise
     answer = live.acme.post("/v1/messages", json=body | {"max_tokens": 0}, headers=headers)
     assert "x-cache-write-refused" not in answer.headers
+
+
+def test_a_promise_of_what_comes_before_the_date_keeps_no_date(live: Dated) -> None:
+    """It holds for the prompt of today too."""
+    service = live.service
+    body = {"messages": [{"role": "system", "content": RULES}]}
+    right(live.acme.post("/v1/warm", json=body))
+    asked(live.acme, service.model_name, ttl=None)
+    before = encode(live.engine.asked[-1].prompt[:4])  # the opening of the system's turn
+    assert "Today" not in service.tokenizer.decode(live.engine.asked[-1].prompt[:4]) + "1"
+    namespace = service.namespace("acme", "", None)
+    service.promises.dates.keep(namespace, "2026-03-01", before, 3600.0)
+    live.at(NIGHT)
+    asked(live.acme, service.model_name, ttl=None)
+    assert live.shown() == "02 March 2026"
 
 
 def test_what_is_cleared_keeps_no_date(live: Dated) -> None:

@@ -506,7 +506,7 @@ class Run:
                 prompt.asked,
                 self.owner.as_of,
                 prompt.date,
-                is_earlier=prompt.is_earlier,
+                num_shared=prompt.num_shared,
             )
 
     def request_usage(self, generation: Generation) -> RequestUsage:

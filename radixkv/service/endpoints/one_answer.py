@@ -91,7 +91,7 @@ async def computed_ahead(
             prompt.asked,
             call.owner.as_of,
             prompt.date,
-            is_earlier=prompt.is_earlier,
+            num_shared=prompt.num_shared,
         )
         usage = await share.settled(kept.granted, num_tokens=prompt.num_tokens)
     call.owner.require(namespace)

@@ -370,7 +370,7 @@ class FleetPins:
         if known is not None:
             known.fact, known.prompt_key, known.until = mine.fact, mine.prompt_key, mine.until
             known.failed_at, known.renewed_at = float("-inf"), mine.renewed_at
-            known.owner, known.date = mine.owner, mine.date
+            known.owner, known.date = mine.owner, mine.date or known.date
             mine = known
         kept[mine.fact.id] = mine
         tenant, most = mine.namespace.tenant, self._limits.num_cache_tokens
