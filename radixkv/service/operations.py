@@ -301,6 +301,7 @@ _SERVED = {
     "lifecycle": "active",
     "max_input_tokens": 8192,
     "max_tokens": 8192,
+    "forgeable_roles": None,
 }
 _CONTENT_MODEL = {
     "name": "models/radixkv-demo",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
+from radixkv.errors import LeaseError
 from tests.service.running import Running, service_in_thread
 from tests.service.surroundings import surroundings as surroundings
 
@@ -20,9 +22,13 @@ def shared_service(surroundings: None) -> Iterator[Running]:
 
 
 @pytest.fixture
-def live(shared_service: Running) -> Running:
-    """A running service with the demo model."""
-    return shared_service
+def live(shared_service: Running) -> Iterator[Running]:
+    """A running service with the demo model. What a test promised ends with it, or later ones would find no room."""
+    yield shared_service
+    service = shared_service.service
+    for pin in service.cache.pins():
+        with suppress(LeaseError):  # its time may have ended meanwhile
+            service.promises.unpin(pin)
 
 
 @pytest.fixture

@@ -243,7 +243,9 @@ def test_a_long_body_is_bound_too(live: Running) -> None:
     body: dict[str, Any] = {"messages": long, "max_tokens": 500, "temperature": 0}
     schema = {"name": "v", "schema": Verdict.model_json_schema()}
     fields = {"response_format": {"type": "json_schema", "json_schema": schema}}
-    choice = live.acme.post("/v1/chat/completions", json={**body, **fields}).json()["choices"][0]
+    answer = live.acme.post("/v1/chat/completions", json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
     Verdict.model_validate_json(choice["message"]["content"])
     named = {"type": "function", "function": {"name": "turn_to"}}
     fields = {"tools": CHAT_TOOLS, "tool_choice": named}
