@@ -229,15 +229,24 @@ def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules, time
 
     if not body.is_dated:
         return render(None)
-    return _rendered(times.of(body.day_of_prompt), render, follows=body.follows_promises)
+    times = times.of(body.day_of_prompt)
+    return _rendered(times, render, lambda prompt, now: (), follows=body.follows_promises)
 
 
-def _rendered(times: Times, render: Callable[[str | None], Prompt], *, follows: bool) -> Prompt:
+def _rendered(
+    times: Times,
+    render: Callable[[str | None], Prompt],
+    asked: Callable[[Prompt, str | None], tuple[Promise, ...]],
+    *,
+    follows: bool,
+) -> Prompt:
     """Return a conversation's prompt, rendered with the present time; if it follows promises, with earlier dates too.
 
-    What can't be rendered with an earlier date, or is the same then, has no prompt of that date.
+    What can't be rendered with an earlier date, or is the same then, has no prompt of that date. What its breakpoints
+    ask for follows from the present prompt, so an earlier date costs one rendering.
     """
-    found = replace(render(times.now), date=times.date)
+    found = render(times.now)
+    found = replace(found, date=times.date, asked=asked(found, times.now))
     others: list[Prompt] = []
     for date in times.earlier if follows else ():
         try:
@@ -245,9 +254,30 @@ def _rendered(times: Times, render: Callable[[str | None], Prompt], *, follows: 
         except ApiError:
             continue
         if other.key != found.key:
-            num_shared = _num_equal(found.ids.tolist(), other.ids.tolist())
-            others.append(replace(other, date=date, num_shared=num_shared))
+            others.append(_with_date(other, date, found))
     return replace(found, others=tuple(others))
+
+
+def _with_date(other: Prompt, date: str, present: Prompt) -> Prompt:
+    """Return the prompt of an earlier date, with what its breakpoints ask for.
+
+        present  [0 ─ the same ─ a)[─ its date ─)[─ the same ─ n)
+        other    [0 ─ the same ─ a)[─ its date ──)[─ the same ─ m)
+
+    A promise that ends behind the date ends as far before the end of the prompt. One that ends in it ends before it.
+    """
+    ours, theirs = present.ids.tolist(), other.ids.tolist()
+    num_shared = _num_equal(ours, theirs)
+    most = min(len(ours), len(theirs)) - num_shared
+    num_after = min(_num_equal(ours[::-1], theirs[::-1]), most)
+
+    def moved(num_tokens: int) -> int:
+        if len(ours) - num_tokens <= num_after:
+            return len(theirs) - (len(ours) - num_tokens)
+        return min(num_tokens, num_shared)
+
+    asked = tuple(Promise(moved(each.num_tokens), each.ttl_s) for each in present.asked)
+    return replace(other, date=date, num_shared=num_shared, asked=asked)
 
 
 def _stable_prefix(text: str, tokenizer: Tokenizer, rules: PromptRules) -> tuple[list[int], int]:
@@ -283,13 +313,14 @@ def _conversation(body: ConversationBody, tokenizer: Tokenizer, rules: PromptRul
 
     def render(now: str | None) -> Prompt:
         ids = _tokenized(field, lambda: tokenizer.encode_chat(turns, tools, now))
-        key = rules.key_of(ids, field)
-        promises = _asked(breakpoints, turns, tools, ids, tokenizer, now)
-        return Prompt(key, 0, asked=promises, has_tools=bool(tools), form=form, rules=used)
+        return Prompt(rules.key_of(ids, field), 0, has_tools=bool(tools), form=form, rules=used)
+
+    def promises(prompt: Prompt, now: str | None) -> tuple[Promise, ...]:
+        return _asked(breakpoints, turns, tools, prompt.ids.tolist(), tokenizer, now) if breakpoints else ()
 
     if body.rendered_at is not None and times.now is not None:
         return render(body.rendered_at)
-    return _rendered(times, render, follows=True)
+    return _rendered(times, render, promises, follows=True)
 
 
 def chat_document(turns: Sequence[Turn], tools: Sequence[Tool], now: str | None = None) -> str:
@@ -326,8 +357,6 @@ def _asked(
     now: str | None,
 ) -> tuple[Promise, ...]:
     """Return the promises that breakpoints ask for: no further than what the next request can read again."""
-    if not breakpoints:
-        return ()
     most = _num_read_again(turns, tools, ids, tokenizer, now)
     return tuple(
         Promise(min(_num_before(each, ids, tokenizer, now), most), each.ttl_s) for each in breakpoints

@@ -36,6 +36,12 @@ On {{ strftime_now('%d %B') }}: {{ messages[0].content }} It is {{ strftime_now(
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+SHOWS_THE_DATE = """<|im_start|>system
+On {{ strftime_now('%A, %d %B') }}: {{ messages[0].content }}<|im_end|>
+{%- for m in messages[1:] %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 MARK = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "find", "description": "Find a page.", "input_schema": {"type": "object"}}
 RULES = "Answer politely, and name the page. " * 10
@@ -110,6 +116,22 @@ def test_what_follows_the_hour_is_neither_promised_nor_warmed(tmp_path: Path) ->
     (warmed,) = reader.read(json.dumps(body).encode(), LookupRequest, Times("2026-03-01T10:01:07")).prompts
     text = load_tokenizer(str(tmp_path)).decode(warmed.ids.tolist())
     assert "On 01 March" in text and "It is 1" not in text
+
+
+def test_breakpoints_of_an_earlier_date_are_those_of_a_rendering_with_it(tmp_path: Path) -> None:
+    """Although they aren't rendered again: before, in and behind a date that has another length."""
+    reader = reader_of(tmp_path, SHOWS_THE_DATE)
+    system = [*block("Be brief.", **MARK), *block(RULES, **MARK)]
+    asks = [{"role": "user", "content": block("Which page?", **MARK)}]
+    present = prompt_of(
+        reader, asks, Times("2026-05-01T00:10:00", ("2026-04-30", "2026-03-31")), system=system
+    )
+    assert [each.date for each in present.others] == ["2026-04-30", "2026-03-31"]
+    for other in present.others:
+        alone = prompt_of(reader, asks, Times(f"{other.date}T00:10:00"), system=system)
+        assert (other.key, other.asked) == (alone.key, alone.asked)
+        assert other.num_shared == num_common(present, other) > 0
+        assert other.asked[-1].num_tokens > other.num_shared + 40 and other.asked[0].num_tokens > 0
 
 
 def test_a_breakpoint_before_a_dropped_line_is_that_of_what_the_model_reads(tmp_path: Path) -> None:
