@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ _RULES = {"role": "system", "content": "Wn2 rules"}
 class OneAtATime(BaseTokenizer):
     """A tokenizer that only transformers' own methods can use."""
 
-    def __init__(self, theirs: Any, digest: str, chat: Chat, control: Control) -> None:
-        self._theirs, self._control, self._lock = theirs, control, threading.Lock()
+    def __init__(self, theirs: Any, digest: str, chat: Chat, control: Control, lock: threading.Lock) -> None:
+        self._theirs, self._control, self._lock = theirs, control, lock
         plain, whole = self._encoded("a", special=False), self._encoded("a", special=True)
         starts = range(len(whole) - len(plain) + 1)
         start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
@@ -117,11 +117,18 @@ def load_folder(place: Path, digest: str) -> BaseTokenizer:
 def _loaded(theirs: Any, place: Path, digest: str) -> BaseTokenizer:
     template = _template(theirs, place)
     strings = Strings((), ()) if template is None else templates.analysed(template)
-    control = _control(theirs, template, strings)
+    backend, lock = _backend(theirs, str(place)), threading.Lock()
+
+    def encode(text: str) -> list[int]:
+        if backend is not None:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        with lock:
+            return list(theirs.encode(text, add_special_tokens=False))
+
+    control = _control(theirs, template, strings, encode)
     chat: Chat = PlainChat() if template is None else TemplateChat(template, control)
-    backend = _backend(theirs, str(place))
     if backend is None:
-        return OneAtATime(theirs, digest, chat, control)
+        return OneAtATime(theirs, digest, chat, control, lock)
     return FastTokenizer(backend, digest, chat, control, theirs.bos_token_id, theirs.eos_token_id)
 
 
@@ -158,16 +165,15 @@ def _backend(theirs: Any, name: str) -> tokenizers.Tokenizer | None:
     return backend if found == expected else None
 
 
-def _control(theirs: Any, template: Template | None, strings: Strings) -> Control:
+def _control(
+    theirs: Any, template: Template | None, strings: Strings, encode: Callable[[str], list[int]]
+) -> Control:
     special: dict[str, int] = {}
     others: dict[str, int] = {}
     for token_id, token in theirs.added_tokens_decoder.items():
         (special if token.special else others)[token.content] = token_id
     for token in theirs.all_special_tokens:
         special[token] = theirs.convert_tokens_to_ids(token)
-
-    def encode(text: str) -> list[int]:
-        return list(theirs.encode(text, add_special_tokens=False))
 
     def one_token(text: str) -> int | None:
         ids = encode(text)
