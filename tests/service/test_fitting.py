@@ -112,7 +112,10 @@ def test_an_answer_of_no_stated_length_is_as_long_as_fits(live: Running, path: s
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [1, pytest.param(15, marks=pytest.mark.release), 16, 17, pytest.param(100, marks=pytest.mark.release)],
+)
 @pytest.mark.parametrize("kind", ["greedy", "samples", "prompts", "pool"])
 def test_the_longest_answer_that_fits_is_served_and_one_more_token_is_not(
     live: Running, num_tokens: int, kind: str
