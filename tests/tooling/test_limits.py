@@ -66,6 +66,7 @@ def run(folder: Path, planted: str, *options: str) -> tuple[int, str]:
     command = [
         *(sys.executable, "-m", "pytest", "-p", "tests.limits", "-p", "no:cacheprovider", "-c", "/dev/null"),
         *("--cpu-limit-s", "1", "--wall-limit-s", "4", "--grace-s", "4", "--rootdir", str(folder), *options),
+        f"--basetemp={folder / 'inner'}",  # its end would also remove what earlier runs left, which may take long
     ]
     done = subprocess.run(
         [*command, str(folder)],
