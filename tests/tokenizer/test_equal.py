@@ -18,7 +18,7 @@ from radixkv.tokenizer import Tokenizer, load_tokenizer
 from tests.tokenizer.folders import FOLDERS, MARKS, made
 from tests.tokenizer.kinds import ODDITIES
 
-NUM_CONVERSATIONS = 16
+NUM_CONVERSATIONS = 17
 """Of each folder: more than 2,000 in all."""
 TEXTS = (
     *(
