@@ -2,7 +2,7 @@
 
     render ─▶ template and values as JSON ─▶ the process (``rendering``): transformers' own function ─▶ text, or why not
 
-One process for all templates of this one. It is started when it is first needed (a second of a core, 90 MB), ends with
+One process for all templates of this one. It is started when it is first needed (a second of a core, 70 MB), ends with
 this one, and is replaced when it has died. For each question it has RENDER_S of CPU time. The kernel ends it after
 that, even inside one long operation. It has MAX_MEMORY_BYTES of memory, and a text may have MAX_RENDERED_CHARS. So
 nothing that a template does costs more than that, and nothing of it is left.
@@ -195,7 +195,8 @@ def render(
     """Return what transformers makes of a conversation with an analysed template.
 
     now: the local time that ``strftime_now`` shows, in ISO 8601; by default the present. Raises Refused, Failed or
-    TooLong. Takes some 100 µs, and as long again if a message holds a character that begins a control string.
+    TooLong. If a message holds a character of a control string, the conversation is rendered twice: about a millisecond
+    for ten turns.
     """
     answer = _process.ask(
         {
