@@ -117,6 +117,7 @@ def load_folder(place: Path, digest: str) -> BaseTokenizer:
 def _loaded(theirs: Any, place: Path, digest: str) -> BaseTokenizer:
     template = _template(theirs, place)
     strings = Strings((), ()) if template is None else templates.analysed(template)
+    at_first = [list(theirs.encode(text)) for text in _PROBES]
     backend, lock = _backend(theirs, str(place)), threading.Lock()
 
     def encode(text: str) -> list[int]:
@@ -127,9 +128,17 @@ def _loaded(theirs: Any, place: Path, digest: str) -> BaseTokenizer:
 
     control = _control(theirs, template, strings, encode)
     chat: Chat = PlainChat() if template is None else TemplateChat(template, control)
+    found: BaseTokenizer
     if backend is None:
-        return OneAtATime(theirs, digest, chat, control, lock)
-    return FastTokenizer(backend, digest, chat, control, theirs.bos_token_id, theirs.eos_token_id)
+        found = OneAtATime(theirs, digest, chat, control, lock)
+    else:
+        found = FastTokenizer(backend, digest, chat, control, theirs.bos_token_id, theirs.eos_token_id)
+    for text in () if template is None else _rendered(template):
+        if theirs(text, add_special_tokens=False)["input_ids"] != found.rendered_ids(Rendered(text, ())):
+            raise ValueError(f"its chats have other ids than its texts, as in {text!r}")
+    if [found.encode(text) for text in _PROBES] != at_first:
+        raise ValueError("its ids depend on what was encoded before")
+    return found
 
 
 def _template(theirs: Any, place: Path) -> Template | None:
