@@ -418,7 +418,7 @@ _CLASSES = {
     "WhisperTokenizer": "gpt2", "CLIPTokenizer": "gpt2", "DebertaTokenizer": "gpt2", "CodeGenTokenizer": "gpt2", "BigBirdTokenizer": "unigram",
     "PegasusTokenizer": "unigram", "FunnelTokenizer": "wordpiece", "MPNetTokenizer": "wordpiece", "DistilBertTokenizer": "wordpiece",
     "OpenAIGPTTokenizer": "gpt2", "Qwen3_5Tokenizer": "gpt2", "BlenderbotTokenizer": "gpt2", "HerbertTokenizer": "gpt2", "LasrTokenizer": "unigram",
-    "XGLMTokenizer": "unigram", "ReformerTokenizer": "always", "SeamlessM4TTokenizer": "first", "RemBertTokenizer": "unigram",
+    "XGLMTokenizer": "unigram", "ReformerTokenizer": "always", "RemBertTokenizer": "unigram",
 }  # fmt: skip
 """Classes of transformers, and what their ``tokenizer.json`` is made of here."""
 
