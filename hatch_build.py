@@ -1,4 +1,4 @@
-"""Compiles index, policies, publisher and engines' caches with mypyc, for wheels and editable installs.
+"""Compiles the modules on a request's path with mypyc, for wheels and editable installs.
 
 ``radixkv/_compiled.py`` chooses the build.
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from radixkv import Namespace
 from radixkv.index.tokens import encode
-from radixkv.tiers.disk_tier import DiskSettings, DiskTier
-from radixkv.tiers.record_identity import fingerprint_of
+from radixkv.tiers.disk.identity import fingerprint_of
+from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 
 SEGMENT_TOKENS = 256
 SECRET = b"the fleet's secret, from a file in practice"

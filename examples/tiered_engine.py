@@ -11,8 +11,8 @@ from pathlib import Path
 
 from radixkv import CacheConfig
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.tier_settings import DiskOptions, TierSettings
-from radixkv.engines.tiered_cache import TieredCache
+from radixkv.tiers.settings import DiskOptions, TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
 
 SECRET = b"the fleet's secret, from a file in practice"
 PROMPT = [3 + 7 * at % 2_000 for at in range(1_529)]

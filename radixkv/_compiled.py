@@ -1,4 +1,4 @@
-"""Choice of the build of index, policies, publisher and engines' caches: compiled by mypyc, or the pure Python sources.
+"""Choice of the build of the modules on a request's path: compiled by mypyc, or the pure Python sources.
 
 Both builds are the same modules. If there is a compiler, ``hatch_build.py`` compiles each of ``BUILDS`` into one
 library in the ``_native/`` folder of its package. Each module gets an extension module that replaces the source of the
@@ -146,11 +146,11 @@ PUBLISHER = Build(
     ("store/wire", "values"),
 )
 
-ENGINES = Build(
-    "radixkv.engines", "engines", ("request_keys", "sglang_cache", "vllm_cache"), ("../_compiled", "__init__")
-)
+TENANCY = Build("radixkv.tenancy", "tenancy", ("request_keys",), ("../_compiled", "__init__"))
 
-BUILDS = (INDEX, POLICIES, PUBLISHER, ENGINES)
+ENGINES = Build("radixkv.engines", "engines", ("sglang_cache", "vllm_cache"), ("../_compiled", "__init__"))
+
+BUILDS = (INDEX, POLICIES, PUBLISHER, TENANCY, ENGINES)
 
 is_compiled = False
 """The result of ``prefer_compiled``."""
@@ -173,6 +173,7 @@ def prefer_compiled(path: list[str]) -> bool:
         Path(path[0], "index"),
         Path(places[-1]),
         Path(path[0], "coordination"),
+        Path(path[0], "tenancy"),
         Path(path[0], "engines"),
     )
     if not all(build.library(folder).is_file() for build, folder in zip(BUILDS, folders, strict=True)):

@@ -4,8 +4,8 @@
 are framed with type and length, and every use has its own label, so inputs of two uses never coincide. An engine that
 runs elsewhere gets a ``KeySet``: the keys of PURPOSES, from which neither the secret nor another key can be computed.
 
-    salts      MACs of cache salts                 ``radixkv.engines.salt``
-    digests    digests of tenants in salts         ``radixkv.engines.salt``
+    salts      MACs of cache salts                 ``radixkv.tenancy.salt``
+    digests    digests of tenants in salts         ``radixkv.tenancy.salt``
     control    both sides of the control channel   ``radixkv.engines.control``
     events     messages about an engine's blocks
     records    hashes of blocks in recorded traffic

@@ -34,9 +34,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from radixkv.engines.control_client import ControlClient
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.errors import RadixKVError
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 TENANTS = {"demo-acme": "acme", "demo-globex": "globex"}
 """Tenants by their keys. A service reads them from a file that only it can read."""

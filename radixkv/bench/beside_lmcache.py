@@ -98,10 +98,10 @@ def _disk_of_ours(prompts: list[Any], length: int, folder: Path, found: Measured
     import numpy as np
 
     from radixkv import Namespace
-    from radixkv.tiers.disk_tier import DiskSettings, DiskTier
-    from radixkv.tiers.files import round_up
-    from radixkv.tiers.record_identity import fingerprint_of
-    from radixkv.tiers.slab import HEADER_BYTES
+    from radixkv.files.system import round_up
+    from radixkv.tiers.disk.identity import fingerprint_of
+    from radixkv.tiers.disk.slab import HEADER_BYTES
+    from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 
     namespace, mib = Namespace("bench", "toy"), NUM_BLOCKS * len(prompts)
     disk_bytes = 8_192 + (mib + 8) * (round_up(MIB) + HEADER_BYTES)

@@ -28,10 +28,10 @@ import numpy as np
 
 from radixkv.bench.measure import heading, surroundings
 from radixkv.config import Namespace
-from radixkv.tiers.disk_tier import DiskSettings, DiskTier
-from radixkv.tiers.files import Files, aligned, read_exactly, round_up, write_exactly
-from radixkv.tiers.record_identity import fingerprint_of
-from radixkv.tiers.slab import HEADER_BYTES
+from radixkv.files.system import Files, aligned, read_exactly, round_up, write_exactly
+from radixkv.tiers.disk.identity import fingerprint_of
+from radixkv.tiers.disk.slab import HEADER_BYTES
+from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 
 _NAMESPACE = Namespace("acme", "bench")
 _OTHER = Namespace("globex", "bench")

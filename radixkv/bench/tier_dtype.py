@@ -27,11 +27,11 @@ from radixkv.config import CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.hf_logits import logits_behind
 from radixkv.engines.hf_models import Model, load_model
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tiered_cache import TieredCache
-from radixkv.engines.tiers_by_dtype import DTYPES, TiersByDtype
 from radixkv.errors import ConfigError
 from radixkv.storage.device import DeviceStorage
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.tiered_cache import TieredCache
+from radixkv.tiers.tiers_by_dtype import DTYPES, TiersByDtype
 from radixkv.tokenizer.load import load_tokenizer
 
 BLOCK_SIZE: Final = 16

@@ -27,12 +27,12 @@ import numpy as np
 from radixkv.bench.measure import columns, heading, surroundings
 from radixkv.config import CacheConfig, KVLayout, Namespace
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tier_settings import DiskOptions, TierSettings
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
+from radixkv.files.system import Files
 from radixkv.index.cache import PrefixCache
-from radixkv.tiers.files import Files
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.settings import DiskOptions, TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
 
 BLOCK_SIZE: Final = 16
 VOCAB: Final = 2_048

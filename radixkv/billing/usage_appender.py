@@ -28,9 +28,9 @@ from radixkv.billing.mac_chain import START, Link, parsed, sealed
 from radixkv.billing.usage_folder import CONTENTS, HEAD, LogReader, file_name, head_of, key_in, reading
 from radixkv.billing.usage_record import HOUR_S, Counts, Row, UsageRecord, summed
 from radixkv.errors import ConfigError
+from radixkv.files.private_folder import PrivateFolder
+from radixkv.files.system import Files, write_exactly
 from radixkv.signing import key_id
-from radixkv.tiers.files import Files, write_exactly
-from radixkv.tiers.private_folder import PrivateFolder
 from radixkv.uncopied import refuse_copies
 
 MOST_AT_ONCE: Final = 1_000

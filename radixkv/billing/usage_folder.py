@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 from radixkv.billing.mac_chain import MAX_LINE_BYTES, Line, Link, parsed, sealed
 from radixkv.errors import ConfigError
+from radixkv.files.private_folder import LOCK, Contents, PrivateFolder
+from radixkv.files.system import Files
 from radixkv.signing import KEY_BYTES, derived
-from radixkv.tiers.files import Files
-from radixkv.tiers.private_folder import LOCK, Contents, PrivateFolder
 from radixkv.uncopied import refuse_copies
 
 HEAD: Final = "head"

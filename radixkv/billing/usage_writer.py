@@ -24,7 +24,7 @@ from radixkv.billing.pending import Pending, Waiting, Written
 from radixkv.billing.usage_appender import MOST_AT_ONCE, Position, UsageAppender
 from radixkv.billing.usage_record import UsageRecord
 from radixkv.clock import Clock, monotonic
-from radixkv.tiers.files import Files
+from radixkv.files.system import Files
 from radixkv.uncopied import refuse_copies
 
 PATIENCE_S: Final = 0.05

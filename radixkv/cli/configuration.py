@@ -13,11 +13,11 @@ from click.core import ParameterSource
 from radixkv.cli.output import examples, json_option, print_json, table
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import Sources, Value, names, texts
-from radixkv.engines.lossy_folder import disks_in
 from radixkv.errors import ConfigError, MissingExtra, require_extra
+from radixkv.tiers.lossy_folder import disks_in
 
 if TYPE_CHECKING:
-    from radixkv.engines.tier_settings import TierSettings
+    from radixkv.tiers.settings import TierSettings
 
 Command = Callable[..., Any]
 log = logging.getLogger("radixkv.cli")
@@ -195,7 +195,7 @@ def _warn_of_dropped(tiers: TierSettings) -> None:
             continue
         num_slots = 0
         with suppress(MissingExtra, OSError):  # the start says it
-            from radixkv.tiers.inspection import num_dropped
+            from radixkv.tiers.disk.inspection import num_dropped
 
             num_slots = num_dropped(disk.folder, [disk.secret, *disk.previous_secrets], disk.num_bytes)
         if num_slots:

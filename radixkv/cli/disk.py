@@ -12,7 +12,7 @@ from radixkv.cli.output import examples, json_option, needs_extra, print_json, p
 from radixkv.cli.secret_files import secrets_in
 
 if TYPE_CHECKING:
-    from radixkv.tiers.inspection import Inspection
+    from radixkv.tiers.disk.inspection import Inspection
 
 Command = Callable[..., Any]
 
@@ -126,7 +126,7 @@ def forget(
     Purge a tenant of a running service with `radixkv purge`: it reaches every tier and replica.
     """
     from radixkv.errors import ConfigError
-    from radixkv.tiers import inspection
+    from radixkv.tiers.disk import inspection
 
     if tenant is not None and fleet_secret is None:
         raise ConfigError("--fleet-secret", None, "with --tenant, a file with the fleet's secret")
@@ -154,7 +154,7 @@ def reset(folder: str, yes: bool) -> None:
 
     For a folder whose key file is damaged: nothing in it can be read. The next start with it begins with an empty disk.
     """
-    from radixkv.tiers import inspection
+    from radixkv.tiers.disk import inspection
 
     _require_one_disk(folder)
     found = inspection.contents(folder)
@@ -181,7 +181,7 @@ def _require_one_disk(folder: str) -> None:
 
 
 def _inspected(folder: str, fleet_secret: str, previous: tuple[str, ...], *, repair: bool) -> Inspection:
-    from radixkv.tiers import inspection
+    from radixkv.tiers.disk import inspection
 
     _require_one_disk(folder)
     secrets = secrets_in(fleet_secret, previous)

@@ -32,7 +32,6 @@ from radixkv.clock import Clock
 from radixkv.engines.batch_request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
 from radixkv.engines.batch_room import Room
 from radixkv.engines.engine_protocol import Preemption
-from radixkv.engines.gate import Gate
 from radixkv.engines.hf_forms import fill_masks
 from radixkv.engines.hf_packed import Chunk, Newest, PackedForward
 from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
@@ -40,13 +39,14 @@ from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.scheduling import RequestQueue, WaitingRequest
+from radixkv.tiers.gate import Gate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.engines.lower_tiers import LowerTiers, RowBelow
-    from radixkv.engines.tiers_by_dtype import TiersByDtype
     from radixkv.index.below import Loading
+    from radixkv.tiers.lower_tiers import LowerTiers, RowBelow
+    from radixkv.tiers.tiers_by_dtype import TiersByDtype
 
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""

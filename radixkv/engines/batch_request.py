@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines.hf_choose import Chooser
     from radixkv.engines.hf_packed import Newest
-    from radixkv.engines.lower_tiers import RowBelow
     from radixkv.index.announcements import Announcement
     from radixkv.index.below import Loading
     from radixkv.index.cache import RequestHints
     from radixkv.scheduling import WaitingRequest
+    from radixkv.tiers.lower_tiers import RowBelow
 
 Ids = NDArray[np.uint32]
 

@@ -75,10 +75,10 @@ from radixkv.engines.control_tenants import (
     still_owes,
     text_of,
 )
-from radixkv.engines.salt import ANONYMOUS, SaltReader
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet, key_id
+from radixkv.tenancy.salt import ANONYMOUS, SaltReader
 from radixkv.uncopied import refuse_copies
 
 __all__ = ["MAX_CLIENTS", "SOCKET_NAME", "ControlServer"]

@@ -25,7 +25,6 @@ from radixkv.clock import monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.engines.control_client import ControlClient
 from radixkv.engines.control_tenants import digest_of
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.errors import (
     ArgumentError,
     CommandRefused,
@@ -44,6 +43,7 @@ from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader, make_salt
 from radixkv.uncopied import refuse_copies
 
 MAX_NAMESPACES: Final = 65_536

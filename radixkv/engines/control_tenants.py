@@ -13,12 +13,12 @@ from hashlib import sha256
 from typing import Any, Final
 
 from radixkv.config import MAX_PINS, Namespace, Tenant, require_loaded
-from radixkv.engines.salt import SaltReader
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.pins import Pin
 from radixkv.index.tenant_settings import require_removable
+from radixkv.tenancy.salt import SaltReader
+from radixkv.tiers.tiered_cache import TieredCache
 
 MAX_PAGE: Final = 32
 """Most tenants or pins in an answer: half a millisecond of an engine's step."""

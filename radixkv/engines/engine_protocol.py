@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from radixkv.config import Namespace, Scrub, Tenant
-from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
@@ -31,7 +30,8 @@ from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
-from radixkv.tiers.durations import Durations
+from radixkv.tiers.settings import TierSettings
+from radixkv.tiers.tier import FolderNotes, TierDetails
 
 Ability: TypeAlias = Literal[
     "as_of", "beams", "forms", "logprobs", "penalties", "pins", "prefill", "publish", "samples", "tally"
@@ -481,31 +481,6 @@ class Noting(Protocol):
 
     def note(self, namespace: Namespace, ids: TokenIds, hints: RequestHints, /) -> None:
         """Tell the policy more of the last request of a prompt. Must not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierDetails:
-    """What happened in a tier, by reasons and by durations. All grow, also while they are read.
-
-    - ``missed``: loads of records that found nothing, by reason. ``unstored``: the same of stores.
-    - ``loads``: how long requests' loads took, from begin to end, also those that found nothing.
-    - ``operations``: how long the tier's medium took, by operation.
-    """
-
-    loads: Durations
-    missed: Mapping[str, int] = field(default_factory=dict)
-    unstored: Mapping[str, int] = field(default_factory=dict)
-    operations: Mapping[str, Durations] = field(default_factory=dict)
-
-
-class FolderNotes(Protocol):
-    """A store that keeps notes of the folders of disks. From any thread; may wait. Raises CoordinationError."""
-
-    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
-        """Return the notes of a folder with these tags; None for one that isn't there."""
-
-    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
-        """Keep notes of a folder, by tag; return how many have no room."""
 
 
 @runtime_checkable

@@ -20,12 +20,12 @@ from typing import Any, Final, NamedTuple, SupportsIndex
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.salt import SaltReader
 from radixkv.errors import ArgumentError, ControlError, IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.pins import Pin
 from radixkv.index.tokens import TokenIds
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
 
 WAIT_S: Final = 60.0
 """Seconds that a change waits for the next step."""

@@ -60,7 +60,6 @@ from radixkv.engines.engine_protocol import (
     TokenLogprobs,
     WaitForRoom,
 )
-from radixkv.engines.gate import Gate
 from radixkv.engines.grammars import Grammar, Grammars
 from radixkv.engines.hf_cache import layout_of
 from radixkv.engines.hf_choose import Chooser, Sampling, has_own_processors, penalty_settings
@@ -69,10 +68,6 @@ from radixkv.engines.hf_forms import FormRows
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.engines.hf_packed import Newest, PackedForward, serves
 from radixkv.engines.hf_stock import STOCK_SETTINGS, Random, Request, StockLoop, Watcher
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tier_settings import TierSettings
-from radixkv.engines.tiered_cache import TieredCache
-from radixkv.engines.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import (
@@ -87,6 +82,11 @@ from radixkv.index import tokens
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
+from radixkv.tiers.gate import Gate
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.settings import TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
+from radixkv.tiers.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 

@@ -9,10 +9,10 @@ from radixkv.engines.engine_protocol import EngineSettings
 from radixkv.engines.hf import HFEngine
 from radixkv.engines.hf_cache import layout_of
 from radixkv.engines.hf_models import Model, demo_model, fingerprint, load_model
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.changes import Journal
+from radixkv.tiers.tiered_cache import TieredCache
 
 
 def load_engine(settings: EngineSettings) -> LoadedModel:

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.engines.control_tenants import TenantCommands
-from radixkv.engines.salt import SaltReader
-from radixkv.engines.tier_settings import FORGET_S
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 from radixkv.forks import OwnLock
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
+from radixkv.tiers.settings import FORGET_S
 
 if TYPE_CHECKING:
-    from radixkv.engines.disk_shares import DiskShares
-    from radixkv.engines.second_level import SecondLevel
+    from radixkv.tiers.disk.shares import DiskShares
+    from radixkv.tiers.second_level import SecondLevel
 
 OWED: Final = "disk_owed_purges"
 """The metric of ``take_owed``."""

@@ -55,8 +55,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from radixkv.clock import monotonic
 from radixkv.engines.engine_steps import EngineSteps, Step, StepClock, SteppedCache, SteppedSalts
-from radixkv.engines.request_keys import labels_of
-from radixkv.engines.salt import SaltReader
 from radixkv.engines.sglang_cache import ROOT, Node, SglangCache, framed_extra_key
 from radixkv.engines.sglang_events import Recorder
 from radixkv.engines.vllm_outlets import Outlets
@@ -65,6 +63,8 @@ from radixkv.index.changes import Journal
 from radixkv.index.leases import Lease
 from radixkv.signing import KeySet
 from radixkv.storage.plan import BlockIds
+from radixkv.tenancy.request_keys import labels_of
+from radixkv.tenancy.salt import SaltReader
 
 VERSIONS: Final = ("0.5.23",)
 """Versions of SGLang whose prefix cache this one can stand in for."""

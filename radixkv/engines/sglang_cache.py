@@ -19,8 +19,6 @@ from zlib import crc32
 
 from radixkv._compiled import mypyc_attr
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.request_keys import Label, RequestFacts, RequestKeys, hints_of
-from radixkv.engines.salt import SaltReader
 from radixkv.errors import NamespaceError, NotResident, OutOfBlocks, QuotaExceeded, TokenError
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.engine_blocks import Inserted
@@ -28,6 +26,8 @@ from radixkv.index.leases import Lease
 from radixkv.index.match import End, Match
 from radixkv.index.tokens import TOKEN_BYTES, encode
 from radixkv.storage.plan import BlockIds
+from radixkv.tenancy.request_keys import Label, RequestFacts, RequestKeys, hints_of
+from radixkv.tenancy.salt import SaltReader
 from radixkv.uncopied import refuse_copies
 
 MAX_NAMED: Final = 4096

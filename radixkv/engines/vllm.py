@@ -50,8 +50,6 @@ from vllm.v1.request import RequestStatus
 
 from radixkv.config import Namespace
 from radixkv.engines import vllm_queue, vllm_weights, vllm_worker
-from radixkv.engines.request_keys import RequestFacts, facts_of
-from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_hashes import vllm_hashes
 from radixkv.engines.vllm_outlets import Outlets
@@ -61,6 +59,8 @@ from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import RequestFacts, facts_of
+from radixkv.tenancy.salt import SaltReader
 
 VERSIONS: Final = ("0.32.",)
 """Versions of vLLM whose manager this one can stand in for.

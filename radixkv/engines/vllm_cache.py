@@ -33,8 +33,6 @@ from typing import Final
 
 from radixkv._compiled import mypyc_attr
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.request_keys import RequestFacts, RequestKey, RequestKeys
-from radixkv.engines.salt import SaltReader
 from radixkv.errors import (
     AnnouncementLimitExceeded,
     ArgumentError,
@@ -50,6 +48,8 @@ from radixkv.index.leases import Lease
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tails import drop, find, keep
 from radixkv.index.tokens import TAIL_FILL, TOKEN_BYTES
+from radixkv.tenancy.request_keys import RequestFacts, RequestKey, RequestKeys
+from radixkv.tenancy.salt import SaltReader
 from radixkv.uncopied import refuse_copies
 
 NULL_BLOCK: Final = 0

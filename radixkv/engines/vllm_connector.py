@@ -46,14 +46,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from radixkv.engines import vllm_weights
 from radixkv.engines.control import ControlServer
-from radixkv.engines.host_blocks import HostBlocks, StepReport, StepWork
 from radixkv.engines.level_tenants import OWED, LevelTenants
-from radixkv.engines.request_keys import facts_of
-from radixkv.engines.salt import SaltReader
-from radixkv.engines.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
-from radixkv.engines.tier_settings import disk_errors
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import facts_of
+from radixkv.tenancy.salt import SaltReader
+from radixkv.tiers.host.memory import HostBlocks, StepReport, StepWork
+from radixkv.tiers.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
+from radixkv.tiers.settings import disk_errors
 
 VERSIONS = ("0.32.",)
 """Versions of vLLM whose connectors this is one of."""
@@ -239,9 +239,9 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: Any, settings: SecondLevelSettings, salts: SaltReader | None, block_bytes: int
     ) -> None:
         """Open the disk tier. Raises ConfigError."""
-        from radixkv.engines.disk_level import DiskLevel
-        from radixkv.engines.disk_shares import DiskShares
-        from radixkv.tiers.disk_tier import DiskSettings, DiskTier
+        from radixkv.tiers.disk.shares import DiskShares
+        from radixkv.tiers.disk.tier import DiskSettings, DiskTier
+        from radixkv.tiers.disk_level import DiskLevel
 
         memory = _MEMORY.pop(self._kv_transfer_config.engine_id, None)
         if memory is None or vllm_config.parallel_config.world_size > 1:
@@ -404,7 +404,7 @@ def _first_group(blocks_of: Callable[[str], tuple[Sequence[int], ...]], request_
 
 def _fingerprint(vllm_config: Any, block_bytes: int) -> bytes:
     """Return what decides the bytes of a block. A model in a folder counts with the sizes and times of its files."""
-    from radixkv.tiers.record_identity import fingerprint_of
+    from radixkv.tiers.disk.identity import fingerprint_of
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     files = [each for each in sorted(Path(model.model).glob("*")) if each.is_file()]

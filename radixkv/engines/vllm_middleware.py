@@ -20,9 +20,9 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from radixkv.engines.salt import SaltReader
 from radixkv.errors import SaltError
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

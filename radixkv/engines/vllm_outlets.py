@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from radixkv.engines.control import SOCKET_NAME, ControlServer
-from radixkv.engines.salt import SaltReader
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
 from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
-FACTORY: Final = "radixkv.engines.tiers_by_dtype", "tiers_below"
+FACTORY: Final = "radixkv.tiers.tiers_by_dtype", "tiers_below"
 """The module and the function that make what lies below a cache with ``host_blocks`` or ``lossy_host_blocks``."""
 
 

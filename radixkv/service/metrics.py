@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import Coordinator
     from radixkv.engines import Engine, EngineCache
-    from radixkv.tiers.durations import Durations
+    from radixkv.tiers.disk.durations import Durations
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

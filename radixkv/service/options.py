@@ -30,12 +30,12 @@ from radixkv.configuration.definitions import COMMANDS, defaults, displayed, wit
 from radixkv.configuration.private_files import read_secrets, warn_unless_private
 from radixkv.coordination.routing.costs import COSTS
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
-from radixkv.engines.tier_settings import DiskOptions, TierSettings, bytes_of, rate_of
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
 from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret
+from radixkv.tiers.settings import DiskOptions, TierSettings, bytes_of, rate_of
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
 ROUTE_DEFAULTS: Mapping[str, str] = defaults("route")

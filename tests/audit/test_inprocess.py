@@ -19,11 +19,11 @@ from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
 from radixkv.audit.properties import has_loading, has_lossy
 from radixkv.audit.verdict import Verdict
-from radixkv.engines.host_index import HostIndex
-from radixkv.engines.lower_tiers import LowerTiers
 from radixkv.errors import ConfigError
 from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
+from radixkv.tiers.host.index import HostIndex
+from radixkv.tiers.lower_tiers import LowerTiers
 from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
 
 pytestmark = pytest.mark.slow

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from radixkv import IntegrityError, Namespace, Tenant, audit
-from radixkv.engines.host_index import NO_SLOT
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tiered_cache import TieredCache
-from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.errors import ArgumentError, CapacityError, LeaseError
-from radixkv.tiers.slots import FREE
-from tests.engines.test_cache_tiers import PROMPT, Owner
-from tests.engines.test_loading_from_disk import DiskOwner
-from tests.engines.test_lossy_disk import LossyDiskOwner
-from tests.engines.test_tier_dtype import LossyOwner
+from radixkv.tiers.disk.slots import FREE
+from radixkv.tiers.host.index import NO_SLOT
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.tiered_cache import TieredCache
+from radixkv.tiers.tiers_by_dtype import TiersByDtype
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
+from tests.tiers.test_cache_tiers import PROMPT, Owner
+from tests.tiers.test_loading import DiskOwner
+from tests.tiers.test_lossy_disk import LossyDiskOwner
+from tests.tiers.test_tier_dtype import LossyOwner
 from tests.waiting import ended, eventually, is_set
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import ConfigError
-from radixkv.tiers.files import Files
+from radixkv.files.system import Files
 from tests.tiers.support import patient_disks
 
 

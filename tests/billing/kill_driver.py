@@ -18,7 +18,7 @@ from pathlib import Path
 
 from radixkv.billing.usage_writer import UsageWriter
 from tests.billing.support import KEY, checked, found, record
-from tests.tiers.crash_driver import KillingFiles, tell
+from tests.tiers.disk.crash_driver import KillingFiles, tell
 from tests.tiers.support import FaultyFiles
 from tests.waiting import LIMIT_S
 

@@ -10,7 +10,7 @@ from typing import Any
 from radixkv.billing.usage_appender import UsageAppender
 from radixkv.billing.usage_check import UsageCheck, records, verify
 from radixkv.billing.usage_record import Counts, UsageRecord
-from radixkv.tiers.files import Files
+from radixkv.files.system import Files
 
 KEY = b"a key of the usage log, of 32 B."
 HOUR = 1_769_850_000.0

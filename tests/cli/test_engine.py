@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.cli.main import commands, main
 from radixkv.engines.control import ControlServer
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.errors import ConfigError, ControlError, RadixKVError
 from radixkv.signing import PURPOSES, KeySet, derived
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 SECRET, OLD = b"the fleet's secret" * 2, b"the fleet's previous secret"
 

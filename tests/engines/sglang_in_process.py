@@ -156,8 +156,8 @@ def _forks(engine: Any, dice: random.Random) -> dict[str, Any]:
 
 def _tenants(engine: Any, dice: random.Random) -> dict[str, Any]:
     """Two tenants with the same prompt, the first again, a forger, the first with an extra key, hostile texts."""
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys, forger = KeySet.load(os.environ["RADIXKV_KEYS"]), KeySet.derive([b"not the fleet's secret"])
     requests: list[dict[str, str]] = [
@@ -179,8 +179,8 @@ def _tenants(engine: Any, dice: random.Random) -> dict[str, Any]:
 def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
     """What an operator sees and does; and a tenant that is purged again and again while its requests run."""
     from radixkv.engines.control_client import ControlClient
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
     salt, other, prompt = make_salt(keys, "acme"), make_salt(keys, "globex"), draw(dice, 480)
@@ -213,7 +213,7 @@ def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
 
 def client_tenant(keys: Any, name: str) -> str:
     """The cache's name of a tenant."""
-    from radixkv.engines.salt import SaltReader
+    from radixkv.tenancy.salt import SaltReader
 
     return str(SaltReader(keys).tenant_ids(name)[0])
 

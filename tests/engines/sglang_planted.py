@@ -14,7 +14,7 @@ import random
 from typing import Any
 
 from radixkv.clock import monotonic
-from radixkv.engines.salt import SaltOwner, SaltReader
+from radixkv.tenancy.salt import SaltOwner, SaltReader
 
 
 def register() -> None:

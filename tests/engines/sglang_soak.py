@@ -54,7 +54,7 @@ class Operators:
             self.counts["violations"] = len(client.call("audit")["violations"])
 
     def _ask(self, client: Any) -> None:
-        from radixkv.engines.salt import make_salt
+        from radixkv.tenancy.salt import make_salt
 
         dice, tenant = self._dice, self._dice.choice(TENANTS)
         if dice.random() < 0.1:
@@ -70,8 +70,8 @@ class Operators:
 def _soak(engine: Any, dice: random.Random) -> dict[str, Any]:
     """All answers that each prompt ever got, how much was cached, and what operators did."""
     from radixkv.engines.control_client import ControlClient
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys, prompts = KeySet.load(os.environ["RADIXKV_KEYS"]), prompts_of(dice)
     operators = Operators(keys, prompts, 1)

@@ -12,15 +12,15 @@ import pytest
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
-from radixkv.engines import lower_tiers, prefetch
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
-from radixkv.tiers.write_budget import Point, WriteBudget
-from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
-from tests.engines.test_loading_from_disk import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
-from tests.engines.test_prefetch import by_hand, in_host, ticks
+from radixkv.tiers import lower_tiers, prefetch
+from radixkv.tiers.disk.write_budget import Point, WriteBudget
+from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, clock, patience
+from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
+from tests.tiers.test_loading import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
+from tests.tiers.test_prefetch import by_hand, in_host, ticks
 from tests.waiting import ended, eventually
 
 __all__ = ["by_hand", "clock", "folder", "patience"]  # fixtures
@@ -386,7 +386,7 @@ def test_a_folder_that_learns_slowly_is_not_blamed(
     folder: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waited for it: requests may still ask the disk."""
-    monkeypatch.setattr("radixkv.engines.disk_debts.LEARNING_S", -1.0)
+    monkeypatch.setattr("radixkv.tiers.pending.LEARNING_S", -1.0)
     with on_disk(folder) as owner:
         getattr(owner.cache, call)(NS, PROMPT)
         assert eventually(lambda: is_idle(owner))

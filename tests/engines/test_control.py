@@ -28,10 +28,10 @@ from radixkv.engines.channel import Channel
 from radixkv.engines.control import MAX_CLIENTS, SOCKET_NAME, ControlServer
 from radixkv.engines.control_client import ControlClient
 from radixkv.engines.control_tenants import MAX_PAGE, digest_of
-from radixkv.engines.salt import ANONYMOUS, SaltReader, make_salt
 from radixkv.errors import ConfigError, ControlError, SaltError
 from radixkv.index.tokens import encode
 from radixkv.signing import KeySet, key_id
+from radixkv.tenancy.salt import ANONYMOUS, SaltReader, make_salt
 from tests.engines.patience import patient_channels as patient_channels
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 

@@ -16,20 +16,20 @@ import pytest
 
 from radixkv.config import CacheConfig, Tenant
 from radixkv.coordination.store.memory import MemoryStore
-from radixkv.engines import lower_tiers
 from radixkv.engines.hf import HFEngine, layout_of
-from radixkv.engines.host_blocks import HostBlocks
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tier_settings import DiskOptions, TierSettings
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ConfigError, LeaseError, TierError
+from radixkv.files.system import Files
 from radixkv.index.tokens import encode
-from radixkv.tiers.files import Files
+from radixkv.tiers import lower_tiers
+from radixkv.tiers.host.memory import HostBlocks
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.settings import DiskOptions, TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
-from tests.engines.test_loading_from_disk import Reads
-from tests.engines.test_lower_tiers import SIZE, ask, evict_all, hits, host_bytes
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
+from tests.tiers.test_loading import Reads
+from tests.tiers.test_lower_tiers import SIZE, ask, evict_all, hits, host_bytes
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -222,7 +222,7 @@ def forget_it(engine: HFEngine, how: str) -> None:
 
 
 def test_a_purge_that_skips_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.disk_tier.DiskTier.purge", lambda self, tenant: 0)
+    monkeypatch.setattr("radixkv.tiers.disk.tier.DiskTier.purge", lambda self, tenant: 0)
     with pytest.raises(AssertionError):
         test_what_was_forgotten_stays_forgotten_after_a_restart(tmp_path, "purge", "before")
 
@@ -382,7 +382,7 @@ def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
     tmp_path: Path, forget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fleet's generation stays: it is this folder that forgot, and the store's note of it shows that."""
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     folder, notes = tmp_path / "disk", Notes()
     with on_disk(folder) as engine:
         answer, _ = ask(engine, PROMPT, "a")
@@ -430,7 +430,7 @@ def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
 def test_a_store_that_hangs_holds_up_one_clear_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.NOTE_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.NOTE_S", 0.05)
     folder, notes = tmp_path / "disk", Notes()
     answer = filled(folder)
     with on_disk(folder, awaits=True) as engine:
@@ -451,7 +451,7 @@ def test_a_store_that_hangs_holds_up_one_clear_at_most(
 def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     answer, files, stores = filled(tmp_path / "disk"), FaultyFiles(), ["a" * 32]
     with on_disk(tmp_path / "disk", files=files, awaits=True) as engine:
         assert isinstance(engine.cache, TieredCache)
@@ -469,7 +469,7 @@ def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
 def test_what_is_owed_is_repeated_while_the_tiers_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     filled(tmp_path / "disk")
     files = FaultyFiles()
     with on_disk(tmp_path / "disk", files=files) as engine:
@@ -495,7 +495,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
 def test_an_error_in_the_tiers_thread_does_not_end_it(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     answer, files, errors = filled(tmp_path / "disk"), FaultyFiles(), [RuntimeError("a failure")]
 
     def knows() -> bool:
@@ -611,7 +611,7 @@ def test_a_disk_that_never_answers_holds_nobody_up(
 ) -> None:
     """It hangs until all have got their answers: otherwise this test would hang too."""
     answer = filled(tmp_path / "disk")
-    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 0.05)
     monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
     hang = HangingDisk(calls)
     with on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine:

@@ -13,18 +13,20 @@ import torch
 
 from radixkv import CacheConfig, RequestHints, Tenant, audit
 from radixkv.engines.hf import HFEngine, layout_of
-from radixkv.engines.lower_tiers import LowerTiers
-from radixkv.engines.tier_loading import TierLoading
-from radixkv.engines.tier_settings import DiskOptions, TierSettings
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import decode
 from radixkv.storage.device import DeviceStorage
-from radixkv.tiers.disk_tier import DiskTier
-from tests.engines import test_lower_tiers as own_tiers
+from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.loading import TierLoading
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.settings import DiskOptions, TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
-from tests.engines.test_loading_from_disk import Reads
-from tests.engines.test_lower_tiers import (
+from tests.tiers import test_lower_tiers as own_tiers
+from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
+from tests.tiers.test_loading import Reads
+from tests.tiers.test_lower_tiers import (
     SIZE,
     ask,
     evict_all,
@@ -32,8 +34,6 @@ from tests.engines.test_lower_tiers import (
     purged_again_and_again,
     wrong_answers,
 )
-from tests.tiers.support import FaultyFiles
-from tests.tiers.support import patience as patience
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_generation_says_what_came_from_where(tmp_path: Path) -> None:
 
 def test_a_disk_that_hangs_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = filled(tmp_path / "disk")
-    monkeypatch.setattr("radixkv.engines.disk_patience.LEAST_WAIT_S", 0.1)
+    monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 0.1)
     reads = Reads()
     with tiered(disk=options(tmp_path / "disk", reads)) as engine:
         reads.is_armed = True

@@ -11,11 +11,11 @@ import pytest
 from radixkv import ArgumentError, CacheConfig, KVLayout, Namespace, PrefixCache, Tenant
 from radixkv.engines.control_tenants import SETTINGS
 from radixkv.index.tokens import encode
-from tests.engines.test_cache_tiers import NS, OTHER, PROMPT, Owner
-from tests.engines.test_loading_from_disk import DiskOwner, on_disk
-from tests.engines.test_loading_from_disk import folder as folder
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
+from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, Owner
+from tests.tiers.test_loading import DiskOwner, on_disk
+from tests.tiers.test_loading import folder as folder
 from tests.waiting import eventually
 
 FIRST, SECOND = Tenant("a", incarnation="first"), Tenant("a", incarnation="second")
@@ -91,7 +91,7 @@ def test_nothing_is_served_before_the_folder_says_whose_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next start, after a crash, could take it for another one's."""
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.01)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.01)
     files = FaultyFiles()
     with on_disk(folder, files=files) as owner:
         files.before = failing("rename", errno.ENOSPC)

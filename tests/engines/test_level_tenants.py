@@ -16,19 +16,19 @@ import pytest
 from radixkv.config import Tenant
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_client import ControlClient
-from radixkv.engines.host_index import NO_SLOT
 from radixkv.engines.level_tenants import OWED
-from radixkv.engines.request_keys import RequestFacts
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.errors import ConfigError, ControlError
+from radixkv.files.system import Files
 from radixkv.signing import KeySet
-from radixkv.tiers.files import Files
-from radixkv.tiers.slot_owners import NO_QUOTA, Quota
+from radixkv.tenancy.request_keys import RequestFacts
+from radixkv.tenancy.salt import SaltReader, make_salt
+from radixkv.tiers.disk.slot_owners import NO_QUOTA, Quota
+from radixkv.tiers.host.index import NO_SLOT
 from tests.engines.patience import patient_channels as patient_channels
-from tests.engines.test_disk_level import DiskEngine
-from tests.engines.test_second_level import KEYS, SIZE, ids_of
 from tests.tiers.support import FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
+from tests.tiers.test_disk_level import DiskEngine
+from tests.tiers.test_second_level import KEYS, SIZE, ids_of
 from tests.waiting import LIMIT_S, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -235,7 +235,7 @@ def failing_told(tried: threading.Event) -> Callable[[str], None]:
 
 def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step comes any more. The channel's ``stats`` tell when it is paid, and the counts of the next step do."""
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     files, tried = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, client):
 
@@ -258,7 +258,7 @@ def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: py
 
 
 def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     files, tried = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, _):
         engine.disk.debts.begin_to_retry()
@@ -275,7 +275,7 @@ def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: 
 
 
 def test_an_idle_engine_s_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     files, synced = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, _):
         engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))

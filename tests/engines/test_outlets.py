@@ -10,11 +10,11 @@ import pytest
 
 from radixkv import PrefixCache
 from radixkv.engines.control_client import ControlClient
-from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_outlets import Outlets, event_settings
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
 from tests.engines.patience import patient_channels as patient_channels
 
 KEYS = KeySet.derive([b"the fleet's own secret"])

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace, Tenant, audit
-from radixkv.engines.request_keys import Label
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.sglang_cache import MAX_NAMED, ROOT, SglangCache, framed_extra_key, unframed_extra_key
 from radixkv.errors import ArgumentError
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import Label
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 PAGE = 4
 KEYS = KeySet.derive([b"a secret of the fleet"])

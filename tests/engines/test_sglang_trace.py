@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace, audit
-from radixkv.engines.request_keys import Label
 from radixkv.engines.sglang_cache import ROOT, Node, SglangCache
+from radixkv.tenancy.request_keys import Label
 from tests.engines.sglang_runs import folder as folder
 from tests.engines.sglang_trace import TRACES, read, record, shell_digest
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from radixkv import Tenant, audit
-from radixkv.engines.request_keys import RequestFacts, labels_of
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.vllm_cache import NULL_BLOCK, VllmCache
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import RequestFacts, labels_of
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 pytestmark = pytest.mark.slow
 

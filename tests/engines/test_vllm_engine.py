@@ -17,13 +17,13 @@ from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
 from radixkv.engines.engine_protocol import EngineLimits, EngineSettings
-from radixkv.engines.salt import SaltReader
-from radixkv.engines.tier_settings import TierSettings
 from radixkv.engines.vllm_process import VllmProcess
 from radixkv.engines.vllm_serve import VllmEngine, VllmModel
 from radixkv.errors import ArgumentError, ConfigError, ControlError, QuotaExceeded, StaleGeneration
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader
+from radixkv.tiers.settings import TierSettings
 from tests.engines.patience import patient_channels as patient_channels
 from tests.engines.test_completion_stream import HEAD, answering, choice, event
 

@@ -18,9 +18,9 @@ import pytest
 from radixkv.engines import process_guard
 from radixkv.engines.completion_stream import fetched
 from radixkv.engines.control_client import ControlClient
-from radixkv.engines.salt import make_salt
 from radixkv.errors import ControlError
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import make_salt
 from tests.engines.test_vllm import ROOT, model
 from tests.waiting import eventually
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from radixkv import audit
-from radixkv.engines.request_keys import RequestFacts, facts_of
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.index.fences import Fence
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import RequestFacts, facts_of
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 SIZE = 4
 PLAIN = RequestFacts()

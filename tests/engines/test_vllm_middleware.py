@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.salt import make_salt
 from radixkv.engines.vllm_middleware import RequireSalt
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import make_salt
 
 KEYS = KeySet.derive([b"the fleet's own secret"])
 FORGED = make_salt(KeySet.derive([b"another fleet's secret"]), "acme")

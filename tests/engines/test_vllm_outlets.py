@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from radixkv.engines.salt import make_salt
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import make_salt
 from tests.engines.test_vllm import ROOT, model
 
 pytestmark = [pytest.mark.engines]

@@ -10,8 +10,8 @@ import pytest
 
 from radixkv.coordination.view.event_view import EventView
 from radixkv.engines.control_client import ControlClient
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.events.event_subscriber import EventSubscriber
+from radixkv.tenancy.salt import SaltReader, make_salt
 from tests.engines.test_vllm import model
 from tests.engines.test_vllm_http import KEYS, RADIXKV, body, listening
 from tests.waiting import eventually

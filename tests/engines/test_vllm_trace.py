@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from radixkv import audit
-from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.vllm_cache import Copied, VllmCache
 from radixkv.index.announcements import Announcement
+from radixkv.tenancy.request_keys import RequestFacts
 from tests.engines.sglang_trace import TRACES, read
 from tests.engines.test_vllm import model as model
 from tests.engines.vllm_trace import (

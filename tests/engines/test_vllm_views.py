@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixkv.engines.request_keys import RequestFacts
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_views import FreeBlocks, ManagerView, ResidentBlocks
+from radixkv.tenancy.request_keys import RequestFacts
 
 PLAIN = RequestFacts()
 IDS = list(range(18))

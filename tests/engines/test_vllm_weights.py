@@ -15,10 +15,10 @@ from radixkv import audit
 from radixkv.config import Namespace
 from radixkv.engines.control import ControlServer
 from radixkv.engines.control_cache import ControlCache
-from radixkv.engines.request_keys import RequestFacts
-from radixkv.engines.salt import SaltReader
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import RequestFacts
+from radixkv.tenancy.salt import SaltReader
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_new_weights.py")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from radixkv.engines import vllm_worker
-from radixkv.engines.request_keys import RequestFacts
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.signing import KeySet
+from radixkv.tenancy.request_keys import RequestFacts
+from radixkv.tenancy.salt import SaltReader, make_salt
 
 KEYS = KeySet.derive([b"a secret of the fleet"])
 ACME, GLOBEX, INITECH = (RequestFacts(make_salt(KEYS, who)) for who in ("acme", "globex", "initech"))

@@ -22,10 +22,10 @@ import numpy as np
 from radixkv import Tenant, audit
 from radixkv.clock import ManualClock
 from radixkv.engines.engine_steps import EngineSteps, Step, StepClock, SteppedCache, SteppedSalts
-from radixkv.engines.salt import make_salt
 from radixkv.engines.sglang_cache import SglangCache
 from radixkv.errors import IntegrityError, RadixKVError
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import make_salt
 
 PAGE, NUM_PAGES, NUM_STEPS = 4, 160, 500
 STEP_S = 0.003

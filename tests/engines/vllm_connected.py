@@ -211,8 +211,8 @@ def _faults(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
 
 def _tenants(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     """Two tenants with the same prompt, then the first again, then after its purge, then a forged salt."""
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
     forger = KeySet.derive([b"not the fleet's secret"])
@@ -231,8 +231,8 @@ def _tenants(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
 def _owed(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     """A purge that the disk can't do until vLLM is idle, then two prompts of a tenant that is configured as strict."""
     from radixkv.engines.control_client import ControlClient
-    from radixkv.engines.salt import SaltReader, make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import SaltReader, make_salt
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
     level, prompt, external = _ours(scheduler.connector).radixkv, in_process._ids(dice, 500), []

@@ -34,8 +34,8 @@ def _traces(kv: list[Any], block_ids: list[int]) -> int:
 
 def _canary(llm: Any, dice: random.Random) -> dict[str, Any]:
     """Acme fills the pool. Its blocks get the pattern. Then globex takes them, with requests of all lengths."""
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys, core = KeySet.load(os.environ["RADIXKV_KEYS"]), llm.llm_engine.engine_core.engine_core
     acme, globex, kv = make_salt(keys, "acme"), make_salt(keys, "globex"), _worker_kv(llm)

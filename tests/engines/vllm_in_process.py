@@ -137,8 +137,8 @@ def _burst(llm: Any, dice: random.Random) -> dict[str, Any]:
 
 def _tenants(llm: Any, dice: random.Random) -> dict[str, Any]:
     """Two tenants with the same prompts, then the first again. Salts of the fleet, if there are keys."""
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys, forger = KeySet.load(os.environ["RADIXKV_KEYS"]), KeySet.derive([b"not the fleet's secret"])
     salts = [
@@ -156,8 +156,8 @@ def _tenants(llm: Any, dice: random.Random) -> dict[str, Any]:
 
 def _strict(llm: Any, dice: random.Random) -> dict[str, Any]:
     """Valid, forged and missing salts in one batch, where salts are required."""
-    from radixkv.engines.salt import make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import make_salt
 
     keys, forger = KeySet.load(os.environ["RADIXKV_KEYS"]), KeySet.derive([b"not the fleet's secret"])
     salts = [make_salt(keys, "acme"), make_salt(forger, "acme"), None, "any text", make_salt(keys, "globex")]
@@ -175,8 +175,8 @@ def _limits(llm: Any, dice: random.Random) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from radixkv.config import Tenant
-    from radixkv.engines.salt import SaltReader, make_salt
     from radixkv.signing import KeySet
+    from radixkv.tenancy.salt import SaltReader, make_salt
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
     flood, calm = make_salt(keys, "flood"), make_salt(keys, "calm")

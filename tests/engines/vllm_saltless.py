@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixkv.engines import vllm
-from radixkv.engines.salt import SaltOwner, SaltReader
+from radixkv.tenancy.salt import SaltOwner, SaltReader
 
 __all__ = ["Scheduler"]
 

@@ -107,7 +107,7 @@ class Soak:
             self.running[session.asked] = session, list(session.ids), num_new
 
     def _salt(self, session: Session) -> str:
-        from radixkv.engines.salt import make_salt
+        from radixkv.tenancy.salt import make_salt
 
         return make_salt(in_process_keys(), session.tenant, self.generations[session.tenant])
 

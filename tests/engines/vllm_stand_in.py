@@ -13,7 +13,7 @@ import vllm.v1.core.sched.async_scheduler as vllm_async
 import vllm.v1.core.sched.scheduler as vllm_scheduler
 
 from radixkv.engines import vllm as shell
-from radixkv.engines.request_keys import RequestFacts
+from radixkv.tenancy.request_keys import RequestFacts
 
 
 class _AsSwitched(shell.RadixManager):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from radixkv.engines.salt import SaltReader, make_salt
 from radixkv.signing import KeySet
+from radixkv.tenancy.salt import SaltReader, make_salt
 from tests.examples.running import ROOT
 
 pytestmark = pytest.mark.slow

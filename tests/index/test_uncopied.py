@@ -27,8 +27,8 @@ from radixkv import (
 )
 from radixkv.audit import Report, Violation
 from radixkv.coordination import Load, Settings
-from radixkv.engines.request_keys import RequestFacts
 from radixkv.storage.plan import BeamsState, StepPlan
+from radixkv.tenancy.request_keys import RequestFacts
 from radixkv.tokenizer.chat import MarkerChat
 from radixkv_policies.gdsf import PrefillProfile
 

@@ -16,11 +16,11 @@ from hypothesis.stateful import precondition, rule
 from radixkv.audit import properties
 from radixkv.audit.properties.material import MAX_OPEN, NAMESPACES, prompts, small, where_to
 from radixkv.config import CacheConfig, Namespace
-from radixkv.engines.cache_tiers import CacheTiers
-from radixkv.engines.tier_settings import DiskOptions
-from radixkv.engines.tiered_cache import TieredCache
-from radixkv.tiers.disk_tier import DiskTier
-from radixkv.tiers.slots import SlotTable
+from radixkv.tiers.cache_tiers import CacheTiers
+from radixkv.tiers.disk.slots import SlotTable
+from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.settings import DiskOptions
+from radixkv.tiers.tiered_cache import TieredCache
 from tests.isolation.lives import EXAMPLES, SEED, finds
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience

@@ -12,14 +12,14 @@ from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.audit.properties.material import Mirror
 from radixkv.config import Namespace
-from radixkv.engines.cache_tiers import CacheTiers
-from radixkv.engines.host_blocks import HostBlocks, StepWork
-from radixkv.engines.host_index import HostIndex
-from radixkv.engines.second_level import SecondLevel
 from radixkv.index.cache import PrefixCache as Index
-from tests.engines.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
+from radixkv.tiers.cache_tiers import CacheTiers
+from radixkv.tiers.host.index import HostIndex
+from radixkv.tiers.host.memory import HostBlocks, StepWork
+from radixkv.tiers.second_level import SecondLevel
 from tests.isolation.lives import EXAMPLES, SEED, finds
 from tests.isolation.test_tier_machine import a_clear_that_skips_the_tier, a_purge_that_skips_the_tier
+from tests.tiers.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
 
 LIVES = max(EXAMPLES // 10, 24)
 
@@ -80,7 +80,7 @@ def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace])
         def match_and_lease(self, namespace: Namespace, *more: Any, **named: Any) -> Any:
             return super().match_and_lease(place(namespace), *more, **named)
 
-    patch.setattr("radixkv.engines.host_index.PrefixCache", Blended)
+    patch.setattr("radixkv.tiers.host.index.PrefixCache", Blended)
 
 
 def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ from radixkv import PrefixCache
 from radixkv.audit import invariants, properties
 from radixkv.audit.properties.lossy_machine import LOSSY
 from radixkv.audit.properties.material import Mirror
-from radixkv.engines.tiers_by_dtype import TiersByDtype
 from radixkv.storage.lossy_codec import LossyCodec
-from tests.engines.test_tier_dtype import (
+from radixkv.tiers.tiers_by_dtype import TiersByDtype
+from tests.isolation.lives import EXAMPLES, SEED, finds
+from tests.tiers.test_tier_dtype import (
     a_change_that_leaves_what_is_resident,
     a_purge_that_skips_lossy_tiers,
     lossy_served_to_an_exact_tenant,
 )
-from tests.isolation.lives import EXAMPLES, SEED, finds
 
 LIVES = max(EXAMPLES // 10, 20)
 

@@ -13,12 +13,12 @@ from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.adapter import CacheAdapter
 from radixkv.audit.properties.material import LAYOUT, Mirror
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.host_blocks import HostBlocks
-from radixkv.engines.lower_tiers import LowerTiers, RowBelow
-from radixkv.engines.second_level import SecondLevel
-from radixkv.engines.tier_settings import TierSettings
-from radixkv.engines.tiered_cache import TieredCache
 from radixkv.index.tokens import encode
+from radixkv.tiers.host.memory import HostBlocks
+from radixkv.tiers.lower_tiers import LowerTiers, RowBelow
+from radixkv.tiers.second_level import SecondLevel
+from radixkv.tiers.settings import TierSettings
+from radixkv.tiers.tiered_cache import TieredCache
 from tests.isolation.lives import EXAMPLES, SEED, finds
 
 LIVES = max(EXAMPLES // 10, 10)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,7 +184,8 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
         ("radixkv/index", "index_", {"blocks", "cache", "eviction", "tree"}),
         ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
         ("radixkv/coordination", "publisher_", {"store/holdings", "keys", "publisher"}),
-        ("radixkv/engines", "engines_", {"request_keys", "sglang_cache", "vllm_cache"}),
+        ("radixkv/tenancy", "tenancy_", {"request_keys"}),
+        ("radixkv/engines", "engines_", {"sglang_cache", "vllm_cache"}),
     ):
         native = {
             name.removeprefix(f"{package}/_native/").partition(".")[0]
@@ -225,7 +227,7 @@ def tree(wheel: Path, tmp_path: Path) -> Path:
         )
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.startswith(("radixkv/coordination/_native/", "radixkv/engines/_native/")):
+            if re.match("radixkv/(coordination|tenancy|engines)/_native/", name):
                 archive.extract(name, tmp_path)
             elif name.startswith("radixkv_policies/_native/"):
                 archive.extract(name, tmp_path / "policies")

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, TierError
+from radixkv.files.system import Files
 from radixkv.service.banner import banner
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.files import Files
 from tests.service.running import Running, service_in_thread
 from tests.service.test_tiers_served import ask, metric, tier_options, with_files
 

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 from radixkv.cli import main as cli
 from radixkv.engines import EngineSettings, find_engine
-from radixkv.engines.tier_settings import DiskOptions, TierSettings
 from radixkv.errors import ConfigError
+from radixkv.files.private_folder import PrivateFolder
+from radixkv.files.system import PAGE_BYTES, Files, round_up
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.files import PAGE_BYTES, Files, round_up
-from radixkv.tiers.private_folder import PrivateFolder
-from radixkv.tiers.slab import HEADER_BYTES
+from radixkv.tiers.disk.slab import HEADER_BYTES
+from radixkv.tiers.settings import DiskOptions, TierSettings
 from tests.redis_server import RedisServer
 from tests.service.running import KEYS, Process, Running, client, served, service_in_thread
 from tests.service.test_tiers_served import ask, evict_all, loaded_of, metric, set_dtype
@@ -30,7 +30,7 @@ from tests.waiting import LIMIT_S, eventually
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from radixkv.engines.tiers_by_dtype import TiersByDtype
+    from radixkv.tiers.tiers_by_dtype import TiersByDtype
 
 SECRET = "s" * 40
 
@@ -88,8 +88,8 @@ def test_a_start_destroys_what_removed_tenants_left_on_every_disk(place: Path) -
 
 
 def tiers_of_service(live: Running) -> TiersByDtype:
-    from radixkv.engines.tiered_cache import TieredCache
-    from radixkv.engines.tiers_by_dtype import TiersByDtype
+    from radixkv.tiers.tiered_cache import TieredCache
+    from radixkv.tiers.tiers_by_dtype import TiersByDtype
 
     cache = live.service.engine.cache
     assert isinstance(cache, TieredCache) and isinstance(cache.lower, TiersByDtype)
@@ -275,7 +275,7 @@ def test_a_purge_in_the_fleet_that_a_lossy_disk_has_paid_costs_nothing_at_the_ne
 
 
 def test_with_a_fleet_each_lossy_disk_is_closed_until_the_purges_are_known(place: Path) -> None:
-    from radixkv.engines.lossy_folder import disks_in
+    from radixkv.tiers.lossy_folder import disks_in
 
     settings = ServeSettings.parse({**options(place), "redis": "redis://127.0.0.1:1"}).tiers
     assert settings is not None and settings.lossy_disk is not None
@@ -438,7 +438,7 @@ def tiers(place: Path, **others: str) -> TierSettings:
 
 def test_the_size_and_the_writes_are_shared(place: Path) -> None:
     """192 MiB exact and 64 lossy: three quarters of the writes, and two eighths."""
-    from radixkv.engines.lossy_folder import disks_in
+    from radixkv.tiers.lossy_folder import disks_in
 
     found = tiers(place, **{"disk-size": "192MiB", "disk-writes": "80MB/s"})
     assert found.disk is not None and found.lossy_disk is not None
@@ -549,7 +549,7 @@ def test_settings_come_from_the_environment_and_a_file_too(
 
 
 def test_in_a_process_a_disk_needs_memory_of_its_dtype(place: Path) -> None:
-    from radixkv.engines.tiers_by_dtype import tiers_of
+    from radixkv.tiers.tiers_by_dtype import tiers_of
 
     disk = DiskOptions(place / "lossy", 1 << 20, SECRET.encode())
 
@@ -596,7 +596,7 @@ def test_a_half_for_which_there_is_no_space_leaves_no_folder(
 
 
 def test_the_folder_is_given_back_if_a_tier_cannot_be_made(place: Path) -> None:
-    from radixkv.engines.tiers_by_dtype import tiers_of
+    from radixkv.tiers.tiers_by_dtype import tiers_of
 
     disk = DiskOptions(place / "lossy", 1 << 20, SECRET.encode())
 

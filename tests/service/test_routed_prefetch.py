@@ -15,8 +15,8 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from radixkv.engines.lower_tiers import LowerTiers
-    from radixkv.engines.prefetch import Prefetch
+    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.prefetch import Prefetch
 
 IDS = list(range(5, 5 + 16 * 20))
 SIZE = 16
@@ -45,8 +45,8 @@ def live(service: Running) -> Running:
 
 
 def tiers(live: Running) -> LowerTiers:
-    from radixkv.engines.lower_tiers import LowerTiers
-    from radixkv.engines.tiered_cache import TieredCache
+    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.tiered_cache import TieredCache
 
     cache = live.service.engine.cache
     assert isinstance(cache, TieredCache) and isinstance(cache.lower, LowerTiers)
@@ -138,7 +138,7 @@ def test_the_answer_waits_for_no_step_and_a_purge_ends_it(live: Running) -> None
 
 def test_a_flood_of_one_tenant_delays_no_other(live: Running) -> None:
     """It keeps a few prompts, and its host memory stays its own."""
-    from radixkv.engines.prefetch import MAX_ASKED
+    from radixkv.tiers.prefetch import MAX_ASKED
 
     with tiers(live).gate:
         for at in range(100):

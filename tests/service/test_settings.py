@@ -15,13 +15,13 @@ import trustme
 from radixkv.cli import main as cli
 from radixkv.clock import ManualClock
 from radixkv.configuration.definitions import COMMANDS, displayed
-from radixkv.engines.lossy_folder import disks_in
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
 from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, RouteSettings, ServeSettings
 from radixkv.service.server import bind
+from radixkv.tiers.lossy_folder import disks_in
 
 
 def test_settings_have_defaults() -> None:

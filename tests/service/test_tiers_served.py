@@ -21,12 +21,12 @@ from click.testing import CliRunner
 
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, TierError
+from radixkv.files.system import Files
 from radixkv.index.cache import PrefixCache
 from radixkv.service.banner import banner
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.disk_tier import MISSED, DiskTier
-from radixkv.tiers.files import Files
+from radixkv.tiers.disk.tier import MISSED, DiskTier
 from tests.redis_server import RedisServer
 from tests.service.running import ALWAYS, KEYS, Running, client, served, service_in_thread
 from tests.tiers.support import FaultyFiles, failing
@@ -313,7 +313,7 @@ def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
 
 
 def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with with_files(options, files) as live:
         _, cached = ask(live.acme)
@@ -349,7 +349,7 @@ def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch:
 def test_a_purge_waits_for_the_disk_of_another_replica(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     fleet = {"redis": redis_server.url}
     secret = {"fleet-secret": options["fleet-secret"]}
@@ -448,7 +448,7 @@ def test_a_tenant_that_is_removed_while_the_service_is_down_leaves_nothing(tmp_p
 def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     both = write_keys(tmp_path / "keys.json", "acme", "globex")
     with service_in_thread(**options, **both) as live:
@@ -472,7 +472,7 @@ def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_the
 def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_when_its_keys_are_destroyed(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, fleet = tier_options(tmp_path), {"redis": redis_server.url}
     secret = {"fleet-secret": options["fleet-secret"]}
     both = write_keys(tmp_path / "keys.json", "acme", "globex")
@@ -498,7 +498,7 @@ def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_
 def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     keys = write_keys(tmp_path / "keys.json", "acme", "globex")
     with with_files({**options, **keys}, files) as live:
@@ -548,7 +548,7 @@ def test_a_clear_forgets_what_lies_only_on_the_disk(tmp_path: Path, query: dict[
 def test_a_clear_of_what_lies_only_on_a_disk_that_fails_is_owed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.engines.disk_debts.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with service_in_thread(**options) as live:
         ask(live.acme)

@@ -16,9 +16,9 @@ from radixkv.billing.usage_check import records, verify
 from radixkv.billing.usage_folder import key_from
 from radixkv.billing.usage_record import UsageRecord
 from radixkv.errors import ConfigError
+from radixkv.files.system import Files
 from radixkv.service.auth import Keyring
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.files import Files
 from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.waiting import eventually
 

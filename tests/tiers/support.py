@@ -17,12 +17,12 @@ import pytest
 
 from radixkv.clock import ManualClock
 from radixkv.config import Namespace
-from radixkv.tiers.disk_tier import DiskSettings, DiskTier
-from radixkv.tiers.files import Files
-from radixkv.tiers.io_threads import IOThreads
-from radixkv.tiers.record_identity import fingerprint_of
-from radixkv.tiers.slot_owners import Owner
-from radixkv.tiers.slots import SlotTable
+from radixkv.files.system import Files
+from radixkv.tiers.disk.identity import fingerprint_of
+from radixkv.tiers.disk.io_threads import IOThreads
+from radixkv.tiers.disk.slot_owners import Owner
+from radixkv.tiers.disk.slots import SlotTable
+from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 from tests.waiting import LIMIT_S
 
 SECRET = b"a secret of the fleet, for tests"
@@ -106,7 +106,7 @@ def patience() -> Iterator[None]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     """The clock of the tiers below caches that are made from now on. They wait for the disk by it."""
-    from radixkv.engines.lower_tiers import LowerTiers
+    from radixkv.tiers.lower_tiers import LowerTiers
 
     made = ManualClock(1_000.0)
     monkeypatch.setattr(LowerTiers, "__init__", partialmethod(LowerTiers.__init__, clock=made))

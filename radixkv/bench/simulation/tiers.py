@@ -1,13 +1,13 @@
 """Replay of a trace through a cache with tiers below it: host memory, then disk.
 
-The cache is the real one (``replay``), host memory has the index that serves (``radixkv.engines.host_index``), and the
+The cache is the real one (``replay``), host memory has the index that serves (``radixkv.tiers.host.index``), and the
 disk has the table of slots and the write budget of the disk tier. One record is one block of the trace.
 
     request    what the device has; then, block by block in a row, what the host or the disk has
     commit     the host knows the blocks, and copies them while it has free slots
     eviction   a block that leaves the device is copied to the host, unless its copy is still there
     disk       stores what the host copies; once it is full, what leaves the host, as far as ``leaving_slots`` lets it
-    budget     with one, the disk stores what ``radixkv.tiers.write_budget`` chooses when the host copies it
+    budget     with one, the disk stores what ``radixkv.tiers.disk.write_budget`` chooses when the host copies it
 
 Without a host, the disk stores what leaves the device. Loads and copies take no time here; a full disk stores what left
 the host for one request when the next one begins.
@@ -31,12 +31,12 @@ from radixkv.bench.simulation.replay import Replay
 from radixkv.bench.simulation.trace import Trace
 from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
-from radixkv.engines.host_index import NO_SLOT, HostIndex, Ids, Slots
-from radixkv.engines.leaving_slots import LeavingSlots
 from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES, Key
-from radixkv.tiers.slots import SlotTable
-from radixkv.tiers.write_budget import Point, WriteBudget, kind_of, point_positions
+from radixkv.tiers.disk.leaving_slots import LeavingSlots
+from radixkv.tiers.disk.slots import SlotTable
+from radixkv.tiers.disk.write_budget import Point, WriteBudget, kind_of, point_positions
+from radixkv.tiers.host.index import NO_SLOT, HostIndex, Ids, Slots
 
 _OWNER = b"all"
 NO_ENTRIES = np.empty(0, np.int64)

@@ -32,7 +32,6 @@ from starlette.types import Receive, Scope, Send
 from radixkv.billing.pending import Written
 from radixkv.config import Namespace
 from radixkv.engines.engine_protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
-from radixkv.engines.tier_settings import UNCACHED_SALT
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.service.dialects import OPENAI_COMPLETION
@@ -58,6 +57,7 @@ from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.token_logprobs import shown_completion
 from radixkv.service.usage import RequestUsage, usage_of, usage_so_far
 from radixkv.service.worker import Work, finished
+from radixkv.tiers.settings import UNCACHED_SALT
 from radixkv_policies.hints import Label
 
 if TYPE_CHECKING:

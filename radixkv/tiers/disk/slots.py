@@ -1,0 +1,400 @@
+"""Which slot of a tier holds which record: the table in memory, without I/O.
+
+    free ──take──▶ filling ──seal──▶ sealed ──drop──▶ free
+                      └────give_up────▶ free             (a leased slot is free when its last lease ends)
+
+Only sealed slots are found. A table belongs to one tier, whose lock guards it. Each slot belongs to an *owner*, a
+tenant. When there is none free, the owner that is furthest above its share loses its least recently used record
+(``slot_owners``). An owner with a *partition* has slots of its own that no other owner takes, and takes none of the
+others', so neither sees the other's load. Which slots these are is not fixed: a partition is a number of them.
+
+Three laws hold between calls (``check``). Each slot is in exactly one state. An owner's counts sum up to its slots. A
+pool has at most its slots, or nothing in it can be evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from radixkv.errors import ArgumentError, IntegrityError
+from radixkv.tiers.disk.slot_owners import NO_QUOTA, Overuse, Owner, Quota
+
+FREE: Final = 0
+FILLING: Final = 1
+SEALED: Final = 2
+LEAVING: Final = 3
+"""Dropped while it was filled or leased: not found, and free as soon as nobody uses it."""
+
+
+class Entry(NamedTuple):
+    """The record of a slot."""
+
+    locator: bytes
+    owner: bytes
+
+
+class _Pool:
+    """The slots that one owner has for itself, or that all others share: at most ``capacity``."""
+
+    __slots__ = ("capacity", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+
+
+class SlotTable:
+    """The states of ``num_slots`` slots. ``partitions``: slots of their own, by owner. Not thread-safe.
+
+    Raises ArgumentError for partitions that don't fit.
+    """
+
+    def __init__(self, num_slots: int, partitions: Mapping[bytes, int] | None = None) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._states = bytearray(num_slots)
+        self._entries: dict[int, Entry] = {}
+        self._leases: dict[int, int] = {}
+        self._slots: dict[bytes, int] = {}
+        self._filling: dict[bytes, int] = {}
+        self._owners: dict[bytes, Owner] = {}
+        self._own: dict[bytes, _Pool] = {}
+        self._shared, self._overuse, self._guaranteed = _Pool(num_slots), Overuse(), 0
+        for owner, size in (partitions or {}).items():
+            self.set_partition(owner, size)
+
+    def __len__(self) -> int:
+        """Number of sealed slots."""
+        return len(self._slots)
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def is_full(self, owner: bytes) -> bool:
+        """Whether the next record of an owner takes the slot of another one, unless it has a limit. O(1)."""
+        pool = self._pool(owner)
+        return pool.used >= pool.capacity
+
+    def partition(self, owner: bytes) -> int:
+        """Number of slots that an owner has for itself."""
+        return self._own[owner].capacity if owner in self._own else 0
+
+    def set_partition(self, name: bytes, size: int) -> None:
+        """Give an owner ``size`` slots of its own, in place of a quota; 0 for none. O(records that must go).
+
+        It keeps its newest records, as many as fit. A partition that grows takes free slots, then those of others'
+        records beyond their guarantees. Of records in use the slots follow when they are not. Raises ArgumentError, and
+        changes nothing, if others are guaranteed too many.
+        """
+        own, shared, owner = self._own.get(name), self._shared, self._owners.get(name)
+        quota = NO_QUOTA if owner is None else owner.quota
+        before = self.partition(name)
+        most = shared.capacity + before - self._guaranteed + quota.guaranteed
+        if not 0 <= size <= most:
+            raise ArgumentError("size", size, f"0 to {most}: others have the rest")
+        self._change_quota(name, NO_QUOTA)
+        owner = self._owners.get(name)
+        shared.capacity += before - size
+        if own is None and size:
+            own = self._own[name] = _Pool(size)
+            self._move(owner, shared, own)
+        elif own is not None:
+            own.capacity = size
+            if not size:
+                del self._own[name]
+                self._move(owner, own, shared)
+        self._trim(name)
+        self._trim(None)
+
+    def _move(self, owner: Owner | None, before: _Pool, now: _Pool) -> None:
+        """Count an owner's slots to another pool."""
+        if owner is None:
+            return
+        before.used -= len(owner.slots)
+        now.used += len(owner.slots)
+        if now is self._shared:
+            self._overuse.rank(owner)
+        else:
+            owner.unrank()
+
+    def _trim(self, name: bytes | None) -> None:
+        """Drop records while a pool has too many: of an owner with a partition, or of those without. O(records)."""
+        pool = self._shared if name is None else self._own.get(name, self._shared)
+        while pool.used > pool.capacity:
+            slot = self._excess(pool, name)
+            if slot is None:
+                return
+            self.drop(slot)
+
+    def _excess(self, pool: _Pool, name: bytes | None) -> int | None:
+        """Return the slot of the record that a pool with too many loses first; None if all are in use."""
+        if pool is self._shared:
+            return self._overuse.victim(Owner(b""), self._sharing(), self._leases)
+        return None if name is None else self._owners[name].oldest(self._leases)
+
+    def set_quota(self, name: bytes, quota: Quota) -> None:
+        """Give an owner a quota from now on. What it has above ``most`` goes with its next records. O(log owners).
+
+        Raises ArgumentError, and changes nothing, for an owner with a partition, and for more guaranteed slots than
+        there are.
+        """
+        self._change_quota(name, quota)
+        self._trim(None)  # what was guaranteed beyond the capacity can go now
+
+    def _change_quota(self, name: bytes, quota: Quota) -> None:
+        if name in self._own:
+            if quota != NO_QUOTA:
+                raise ArgumentError("quota", quota, "none for an owner with a partition")
+            return
+        owner = self._owners.get(name) or Owner(name)
+        most = self._shared.capacity - self._guaranteed + owner.quota.guaranteed
+        if quota.guaranteed > most:
+            raise ArgumentError("guaranteed", quota.guaranteed, f"0 to {most}: others have the rest")
+        self._guaranteed += quota.guaranteed - owner.quota.guaranteed
+        owner.quota = quota
+        if owner.slots or quota != NO_QUOTA:
+            self._owners[name] = owner
+            self._overuse.rank(owner)
+        else:
+            self._owners.pop(name, None)
+
+    def find(self, locator: bytes) -> int | None:
+        """Return the sealed slot of a record, or None. O(1)."""
+        return self._slots.get(locator)
+
+    def is_filling(self, locator: bytes) -> bool:
+        """Whether a slot is being filled with a record. O(1)."""
+        return locator in self._filling
+
+    def touch(self, slot: int) -> None:
+        """Count a sealed record as just used. O(1)."""
+        entry = self._entries[slot]
+        if self._states[slot] == SEALED:
+            self._owners[entry.owner].order.move_to_end(entry.locator)
+
+    def take(self, locator: bytes, name: bytes) -> int | None:
+        """Return a slot to fill with an owner's record, evicting one if none is free, or if it has its most.
+
+        An owner with more than its most, because that was lowered, loses two. So it isn't emptied by a limit that is
+        low for a moment. None if the record is there or being filled, or if every slot that it may take is in use.
+        O(log owners).
+        """
+        if locator in self._slots or locator in self._filling:
+            return None
+        owner = self._owners.get(name) or Owner(name)
+        for _ in range(1 + owner.is_above):
+            if self._is_short(owner):
+                victim = self._victim(owner)
+                if victim is None:
+                    return None
+                self.drop(victim)
+        pool = self._pool(name)
+        if pool.used >= pool.capacity or not self._free:  # a pool has more than its slots, all of them in use
+            return None
+        slot = self._free.pop()
+        self._states[slot] = FILLING
+        self._entries[slot] = Entry(locator, name)
+        self._filling[locator] = slot
+        self._owners[name] = owner
+        owner.slots.add(slot)
+        owner.used += 1
+        pool.used += 1
+        self._grew(owner)
+        return slot
+
+    def restore(self, records: Iterable[tuple[int, bytes, bytes]]) -> list[int]:
+        """Seal slots of a new table with the records from before a restart: slot, locator and owner, the newest first.
+
+        Leaves out what is there already, and what an owner has no more room for. Returns the slots that it sealed.
+        O(slots), about 2 µs each.
+        """
+        orders: dict[Owner, list[tuple[bytes, int]]] = {}
+        for slot, locator, name in records:
+            pool = self._pool(name)
+            if locator not in self._slots and pool.used < pool.capacity:
+                pool.used += 1
+                self._states[slot] = SEALED
+                self._entries[slot] = Entry(locator, name)
+                self._slots[locator] = slot
+                owner = self._owners.get(name) or self._owners.setdefault(name, Owner(name))
+                owner.slots.add(slot)
+                owner.used += 1
+                orders.setdefault(owner, []).append((locator, slot))
+        for owner, order in orders.items():
+            owner.order.update(reversed(order))
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if self._states[slot] == FREE]
+        return list(self._entries)
+
+    def seal(self, slot: int) -> bool:
+        """Make a filled slot findable. False if it was dropped meanwhile; then it is free."""
+        entry = self._entries[slot]
+        if self._states[slot] == LEAVING:
+            self._free_up(slot)
+            return False
+        del self._filling[entry.locator]
+        self._states[slot] = SEALED
+        self._slots[entry.locator] = slot
+        owner = self._owners[entry.owner]
+        owner.order[entry.locator] = slot
+        self._grew(owner)
+        self._trim(entry.owner)
+        return self._states[slot] == SEALED
+
+    def give_up(self, slot: int) -> None:
+        """Free a slot that could not be filled."""
+        if self._states[slot] == FILLING:
+            self._leave(slot)
+        self._free_up(slot)
+
+    def lease(self, slot: int) -> None:
+        """Forbid that a sealed slot is reused until ``release``."""
+        self._leases[slot] = self._leases.get(slot, 0) + 1
+
+    def release(self, slot: int) -> None:
+        """End a lease. A dropped slot is free with its last one."""
+        left = self._leases[slot] - 1
+        if left:
+            self._leases[slot] = left
+            return
+        del self._leases[slot]
+        if self._states[slot] == LEAVING:
+            self._free_up(slot)
+        else:
+            self._trim(self._entries[slot].owner)
+
+    def drop(self, slot: int) -> None:
+        """Forget a record: it is not found any more. O(1)."""
+        state = self._states[slot]
+        if state in (SEALED, FILLING):
+            self._leave(slot)
+        if state == SEALED and slot not in self._leases:
+            self._free_up(slot)
+
+    def slots_of(self, name: bytes) -> list[int]:
+        """Return the slots of an owner. O(its slots)."""
+        return list(self._owners[name].slots) if name in self._owners else []
+
+    def drop_of(self, name: bytes, slots: Iterable[int]) -> list[int]:
+        """Forget the records in those of the slots that are an owner's now. Returns these. O(slots)."""
+        owner = self._owners.get(name)
+        its = [] if owner is None else [slot for slot in slots if slot in owner.slots]
+        for slot in its:
+            self.drop(slot)
+        return its
+
+    def check(self) -> None:
+        """Check the laws. O(slots). Raises IntegrityError."""
+        found = [*self.violations(), *self.wrong_slots(0, self.num_slots)]
+        if found:
+            raise IntegrityError("; ".join(f"{law}: {detail}" for law, detail in found))
+
+    def violations(self) -> list[tuple[str, str]]:
+        """Return the laws that the counts break, and where. O(free slots + owners): 7 ms for 100,000 free slots."""
+        states = np.frombuffer(self._states, np.uint8)
+        free, filling, sealed, leaving = map(self._states.count, (FREE, FILLING, SEALED, LEAVING))
+        owners, pools = self._owners.values(), [self._shared, *self._own.values()]
+        held, used = sum(len(owner.slots) for owner in owners), sum(owner.used for owner in owners)
+        ordered, in_pools = sum(len(owner.order) for owner in owners), sum(pool.used for pool in pools)
+        guaranteed = sum(owner.quota.guaranteed for owner in owners)
+        laws = {
+            "slots": (
+                np.array_equal(np.sort(np.array(self._free, np.int64)), np.flatnonzero(states == FREE))
+                and filling == len(self._filling)
+                and sealed == len(self._slots)
+                and filling + sealed + leaving == len(self._entries)
+                and all(self._states[slot] in (SEALED, LEAVING) for slot in self._leases)
+            ),
+            "owners": (
+                held == len(self._entries)
+                and used == filling + sealed
+                and ordered == sealed
+                and all(owner.slots or owner.quota != NO_QUOTA for owner in owners)
+                and self._overuse.is_right(self._sharing())
+            ),
+            "pools": (
+                in_pools == held
+                and self._guaranteed == guaranteed <= self._shared.capacity
+                and sum(pool.capacity for pool in pools) == self.num_slots
+                and all(pool.used <= pool.capacity or self._is_in_use(pool) for pool in pools)
+            ),
+        }
+        counts = (
+            f"{free} slots are free, {filling} filling, {sealed} sealed, {leaving} leaving; {len(self._free)} are "
+            f"listed as free, {len(self._entries)} have records; owners have {held}, {used} of them filling or sealed, "
+            f"{ordered} sealed; pools have {in_pools}"
+        )
+        return [(law, counts) for law, is_kept in laws.items() if not is_kept]
+
+    def wrong_slots(self, first: int, stop: int) -> list[tuple[str, str]]:
+        """Return whether slots of a range break the law, and how many. About 0.7 µs a slot."""
+        wrong = [slot for slot in range(first, min(stop, self.num_slots)) if not self._is_right(slot)]
+        if not wrong:
+            return []
+        return [("slots", f"{len(wrong)} slots, slot {wrong[0]} first: state, record and owner don't fit")]
+
+    def _is_right(self, slot: int) -> bool:
+        state, entry = self._states[slot], self._entries.get(slot)
+        if state == FREE or entry is None:
+            return state == FREE and entry is None and slot not in self._leases
+        owner = self._owners.get(entry.owner)
+        if owner is None or slot not in owner.slots:
+            return False
+        if state == SEALED:
+            return self._slots.get(entry.locator) == slot == owner.order.get(entry.locator)
+        return state == LEAVING or self._filling.get(entry.locator) == slot
+
+    def sealed_in(self, first: int, stop: int) -> list[tuple[int, Entry]]:
+        """Return the sealed slots of a range, with their records. O(slots of the range)."""
+        states = enumerate(self._states[first:stop], first)
+        return [(slot, self._entries[slot]) for slot, state in states if state == SEALED]
+
+    def _is_in_use(self, pool: _Pool) -> bool:
+        """Whether no record of a pool could be evicted, so that it keeps more than its slots for a while."""
+        name = next((name for name, own in self._own.items() if own is pool), None)
+        return self._excess(pool, name) is None
+
+    def _pool(self, name: bytes) -> _Pool:
+        return self._own.get(name, self._shared)
+
+    def _sharing(self) -> Iterable[Owner]:
+        return (owner for owner in self._owners.values() if owner.name not in self._own)
+
+    def _is_short(self, owner: Owner) -> bool:
+        """Whether a record must go before the owner can have another."""
+        pool = self._pool(owner.name)
+        return owner.is_full or pool.used >= pool.capacity
+
+    def _victim(self, owner: Owner) -> int | None:
+        if owner.is_full or owner.name in self._own:
+            return owner.oldest(self._leases)
+        return self._overuse.victim(owner, self._sharing(), self._leases)
+
+    def _grew(self, owner: Owner) -> None:
+        if owner.name not in self._own:
+            self._overuse.grew(owner)
+
+    def _leave(self, slot: int) -> None:
+        """Let a slot that is filled or sealed be so no longer."""
+        entry = self._entries[slot]
+        owner = self._owners[entry.owner]
+        if self._states[slot] == SEALED:
+            del self._slots[entry.locator], owner.order[entry.locator]
+        else:
+            del self._filling[entry.locator]
+        owner.used -= 1
+        self._states[slot] = LEAVING
+
+    def _free_up(self, slot: int) -> None:
+        name = self._entries.pop(slot).owner
+        self._pool(name).used -= 1
+        owner = self._owners[name]
+        owner.slots.discard(slot)
+        if not owner.slots and owner.quota == NO_QUOTA:
+            del self._owners[name]
+        self._states[slot] = FREE
+        self._free.append(slot)

@@ -1,0 +1,1180 @@
+"""Host memory and a disk below the cache of an engine in the same process: what was evicted comes back.
+
+    a request has started                bring        host memory → blocks, then from the disk part by part
+    its sequence was opened again        load         host memory → blocks; committed when all bytes have come
+    whole blocks were computed           save         blocks → host memory, and from there to the disk
+    purge, clear, new weights            TieredCache  reaches every tier
+
+The machinery is that of the second level behind vLLM (``second_level``, ``host_blocks``, ``disk_level``). Here the
+scheduler and its only worker are one thread, so a load or a save is made at once.
+
+**Saves.** While host memory has free slots, each block is copied when it is computed. Later a block is copied when the
+cache evicts it, unless its copy is still here (``host_index``). So the two hold different blocks when memory is short.
+
+**Loads** begin when the request has its blocks, so nothing is read for one that can't start. Each part that the disk
+brings is copied into these blocks before the next one is read. So host memory may be smaller than a prompt.
+
+**Nothing older than a purge.** A row is marked before its sequence is opened. A purge or a clear changes the mark
+before it forgets anything and again afterwards. A row with an outdated mark loads and saves nothing. The mark is
+compared again after the host's sequence was opened: a purge that comes later detaches that.
+
+**Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
+A strict tenant has its shares of host memory and of the disk for itself (``disk_level``), or nothing there.
+
+An error in here costs hits: it is logged, what was decided and not done is undone, and the tiers go on. After
+``MOST_ERRORS`` errors within ``ERRORS_S`` seconds they rest for ``REST_S``. Requests go on without them meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace, Tenant
+from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
+from radixkv.forks import OwnLock
+from radixkv.index.sequence import commit_loaded
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.storage.device import BlockStorage, physical_bytes
+from radixkv.storage.lossy_codec import LossyCodec
+from radixkv.tiers.disk.durations import Durations
+from radixkv.tiers.gate import Gate
+from radixkv.tiers.host.cleaner import Cleaner
+from radixkv.tiers.host.lossy_memory import LossyBlocks
+from radixkv.tiers.host.memory import HostBlocks, StepReport, bytes_of_row
+from radixkv.tiers.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
+from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
+from radixkv.tiers.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
+from radixkv.tiers.settings import (
+    FORGET_S,
+    UNCACHED_SALT,
+    TierSettings,
+    disk_errors,
+    require_fingerprint,
+)
+from radixkv.tiers.tier import FolderNotes, TierDetails
+from radixkv.tiers.unusable_disk import UnusableDisk
+from radixkv.uncopied import refuse_copies
+
+if TYPE_CHECKING:
+    from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
+    from radixkv.index.cache import PrefixCache
+    from radixkv.index.sequence import Sequence
+    from radixkv.storage.plan import BlockIds
+    from radixkv.tiers.disk.shares import DiskShares
+    from radixkv.tiers.disk_level import DiskLane, DiskLevel
+
+_WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
+"""Whether purges and clears wait for disks here."""
+_APPLIED: Final = ContextVar("radixkv_generation_applied", default=0)
+"""The generation that the fleet gave a tenant by the purge that runs here; 0: it isn't the fleet's."""
+_NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
+LOCKED_BYTES: Final = 4 << 20
+"""Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
+MOST_ERRORS: Final = 5
+ERRORS_S: Final = 60.0
+REST_S: Final = 60.0
+_TICK_S: Final = 0.2
+_BUSY_TICK_S: Final = 0.01
+
+_log = logging.getLogger(__name__)
+
+
+class RowBelow:
+    """What one sequence of the engine has below. Its tiers' lock is the engine's gate."""
+
+    __slots__ = ("_has_part", "_is_settled", "_mark", "_request_id", "_tiers", "num_disk_tokens")
+
+    def __init__(self, tiers: LowerTiers, mark: int | None) -> None:
+        self._tiers, self._mark, self._request_id = tiers, mark, f"row-{next(tiers.numbers)}"
+        self._has_part = True  # host memory may have something for it
+        self._is_settled = False  # the disk brings nothing more for it
+        self.num_disk_tokens = 0
+        """Of the tokens that were loaded last, those that the disk had brought for it."""
+
+    def begin(self, tenant: str) -> None:
+        """Mark the row anew. Call it just before its sequence is opened."""
+        self._mark, self._has_part = self._tiers.mark(tenant), True
+
+    def fork(self) -> RowBelow:
+        """Return that of a sequence that was forked off."""
+        return RowBelow(self._tiers, self._mark)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is loaded."""
+        return self._is_settled and not self._has_part
+
+    def bring(self, sequence: Sequence, key: bytes) -> bool:
+        """Load what is below of an opened sequence and has come. Returns whether the disk still brings some of it.
+
+        Call it in each step until it is False, before anything is computed. Of what came in one call,
+        ``num_disk_tokens`` are from the disk. Never waits. Raises as ``load``.
+        """
+        num_disk_tokens, is_coming, is_part = 0, False, False
+        while not is_coming and not self.is_done:
+            if self._has_part:
+                self._has_part, before = False, sequence.num_committed_tokens
+                is_used = self.load(sequence, key) > before
+                num_disk_tokens += self.num_disk_tokens
+                if is_part and not is_used:  # purged, or it failed: the next one would be the same
+                    self._is_settled = True
+                    self.forget()
+            if not self._is_settled:
+                is_coming = self._tiers.is_waiting(
+                    self._request_id, sequence.namespace, key, sequence.num_committed_tokens
+                )
+                self._is_settled = not is_coming
+                is_part = self._tiers.has_part(self._request_id)
+                self._has_part = is_part or (self._is_settled and self._tiers.has_disk)
+                is_coming &= not is_part
+        self.num_disk_tokens = num_disk_tokens
+        return is_coming
+
+    def load(self, sequence: Sequence, key: bytes) -> int:
+        """Load what host memory has of an opened sequence behind its committed tokens, and commit it.
+
+        Returns the tokens that are there then. Raises LeaseError if its tenant was purged.
+        """
+        num_tokens = self._tiers.load(self._request_id, self._mark, sequence, key)
+        self.num_disk_tokens = self._tiers.take_disk_tokens(self._request_id)
+        return num_tokens
+
+    def save(self, sequence: Sequence, key: bytes) -> None:
+        """Save the committed blocks of a sequence that aren't below yet. ``key``: of at least these tokens."""
+        self._tiers.save(self._mark, sequence, key)
+
+    def forget(self) -> None:
+        """Drop what the disk brings for it."""
+        self._tiers.forget(self._request_id)
+
+
+class LowerTiers:
+    """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
+
+    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. ``policy_clock``: of host
+    memory's policy, like the cache's; waits for the disk take ``clock``.
+
+    Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
+    be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). A
+    disk that fails, or whose key file is damaged, is left out: ``unusable_disk``.
+    """
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        settings: TierSettings,
+        fingerprint: str,
+        gate: Gate | None = None,
+        *,
+        policy: str = "learned",
+        always_scrubs: bool = False,
+        clock: Clock = monotonic,
+        policy_clock: Clock = monotonic,
+    ) -> None:
+        self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        if settings.disk is not None:
+            require_fingerprint(fingerprint)
+        self.memory, num_ahead = _memory(storage, settings)
+        self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
+        self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
+        self.level = SecondLevel(
+            self.num_slots,
+            storage.block_size,
+            policy=policy,
+            scrub="always" if always_scrubs else "cross-tenant",
+            num_above=storage.num_blocks,
+            clock=policy_clock,
+        )
+        self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
+        self._marks: Counter[str] = Counter()
+        self._changing: Counter[str] = Counter()
+        self._unkept: dict[str, Tenant] = {}
+        """Settings of tenants that were refused their share of host memory."""
+        self._off_disk: set[str] = set()
+        """Strict tenants without a partition of the disk."""
+        self._added: set[str] = set()
+        self._shares: DiskShares | None = None
+        self._unmet_partitions: dict[str, int] = {}
+        """Slots of the disk that strict tenants were refused."""
+        self.serves: Callable[[str], bool] = lambda tenant: True
+        """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
+        self._lock, self._following = OwnLock(), OwnLock()
+        self._is_off = self._is_closed = False
+        self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
+        self._rests_until = clock()
+        self._counts, self._load_durations = Counter[str](), Durations()
+        self._num_brought = 0
+        """Of the blocks that are being loaded, those that the disk brought for the same request."""
+        self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
+        self._knows: Callable[[], bool] = lambda: False
+        self._store_id: Callable[[], str] = lambda: ""
+        self._stop, self._has_work = threading.Event(), threading.Event()
+        self._cleaner = Cleaner(storage.num_blocks, self._has_work.set)
+        self._thread: threading.Thread | None = None
+        self._last_error: type[Exception] | None = None
+        self._prefetch: Prefetch | None = None
+        self._own_prefetches: dict[str, Prefetch] = {}
+        """Those of strict tenants."""
+        self._later = LaterPrompts()
+        self._give_all: GiveAll = lambda is_over: None
+        self._unusable: UnusableDisk | None = None
+        if settings.disk is not None:
+            disk = self._open_disk(settings, storage, fingerprint, num_ahead)
+            if disk is not None:
+                self._prefetch = self._made_prefetch(disk.shared)
+
+    # --- rows, within the gate
+
+    def row(self, namespace: Namespace) -> RowBelow | None:
+        """Return what a sequence of a namespace has below; None if nothing of it is kept."""
+        return RowBelow(self, self.mark(namespace.tenant)) if self.keeps(namespace) else None
+
+    def keeps(self, namespace: Namespace) -> bool:
+        """Whether KV of a namespace are kept now."""
+        tenant = namespace.tenant
+        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or tenant in self._unkept
+        return not self._is_shut and not is_left_out and self.serves(tenant)
+
+    @property
+    def _is_shut(self) -> bool:
+        """Whether nothing is loaded or kept now. Any thread."""
+        return self._is_off or self._clock() < self._rests_until
+
+    def mark(self, tenant: str) -> int | None:
+        """Return a number that changes with each purge or clear of a tenant. Any thread.
+
+        None while one runs, and for a tenant whose KV aren't kept here.
+        """
+        with self._lock:
+            is_shut = self._changing[tenant] or not self.serves(tenant)
+            return None if is_shut else self._marks[tenant]
+
+    def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
+        """Whether the disk still brings some of a prompt behind its first ``num_local`` tokens. Never waits."""
+        if self.level.disk is None or self._is_shut:
+            return False
+        namespace = namespace._replace(weights=self.level.weights)
+        with self._guarded():
+            generation = self.level.cache.generation(namespace.tenant)
+            is_waiting = self.level.waits_for_disk(request_id, namespace, generation, key, num_local)
+            self._run()
+            return is_waiting
+        return False
+
+    def has_part(self, request_id: str) -> bool:
+        """Whether something has come from the disk for a request, and isn't loaded."""
+        return self.level.disk is not None and self.level.disk.num_brought(request_id) > 0
+
+    def load(self, request_id: str, mark: int | None, sequence: Sequence, key: bytes) -> int:
+        """See ``RowBelow.load``."""
+        num_local = sequence.num_committed_tokens
+        stop = 0
+        if not self._is_shut and self._is_current(mark, sequence.namespace):
+            with self._guarded(), self._timed():
+                stop = self._loaded(request_id, sequence, key, num_local)
+        if stop > num_local:
+            commit_loaded(sequence, stop)
+        return max(stop, num_local)
+
+    def take_disk_tokens(self, request_id: str) -> int:
+        """Return how many tokens that the disk brought a request has loaded since the last call."""
+        return 0 if self.level.disk is None else self.level.disk.take_used(request_id) * self._size
+
+    def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
+        """See ``RowBelow.save``."""
+        self._cleaner.used()
+        namespace, stop = sequence.namespace, sequence.num_committed_tokens // self._size
+        is_current = self._is_current(mark, namespace)
+        if self._is_shut or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
+            return
+        with self._guarded():
+            self.level.save_key(
+                namespace,
+                self.level.cache.generation(namespace.tenant),
+                key[: stop * self._size * TOKEN_BYTES],
+                lambda: sequence.block_table,
+                lambda: self._is_current(mark, namespace),
+            )
+            self._run()
+
+    def forget(self, request_id: str) -> None:
+        """See ``RowBelow.forget``."""
+        with self._guarded():
+            self.level.forget(request_id)
+
+    def expect(self, expected: Expected) -> None:
+        """See ``Below``. What the disk has comes into host memory. Any thread."""
+        prefetch = self._prefetch_of(expected.namespace.tenant)
+        if prefetch is not None:
+            prefetch.add(expected)
+
+    def prefetch(
+        self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
+    ) -> None:
+        """See ``Below``. Unless it takes longer than ``ASKED_S``. O(1), or O(log(prompts)) for a later time."""
+        mark, prefetch = self.mark(namespace.tenant), self._prefetch_of(namespace.tenant)
+        if prefetch is None or mark is None or not in_s <= MAX_PAUSE_S:
+            return
+        due_at = self._clock() + BEGUN_PART * in_s
+        until = due_at + (1 - BEGUN_PART) * in_s + ASKED_S
+
+        def is_open() -> bool:
+            return self._clock() < until and self.mark(namespace.tenant) == mark
+
+        asked = Asked(namespace, key, is_open, resident_tokens)
+        if in_s > 0:
+            self._later.add(due_at, asked)
+        else:
+            prefetch.ask(asked)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take how long it took to compute tokens. A request of any lane waits for the disk for a part of that."""
+        if self.level.disk is not None:
+            self.level.disk.computed_in(seconds, num_tokens)
+
+    # --- purges and tenants, any thread
+
+    @contextmanager
+    def forgetting(self, tenant: str, *, owes: bool = True) -> Iterator[None]:
+        """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
+
+        The disk ``owes`` it from the beginning, so that it serves nothing. It owes it once more at the end: what it
+        forgot early may have been stored again from host memory.
+        """
+        with self._lock:
+            self._changing[tenant] += 1
+            self._marks[tenant] += 1
+        self._later.forget(tenant)
+        try:
+            if owes:
+                self._owe(tenant)
+            yield
+        finally:
+            try:
+                if owes:
+                    self._owe(tenant)
+            finally:
+                self._changed(tenant)
+
+    def _changed(self, tenant: str) -> None:
+        """Take that a purge or a clear of a tenant has ended, or was interrupted."""
+        with self._lock:
+            self._marks[tenant] += 1
+            self._changing[tenant] -= 1
+            if not self._changing[tenant]:
+                del self._changing[tenant]
+
+    @contextmanager
+    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most.
+
+        Raises TierError if a disk was closed: what was closed before is refused, and changes nothing.
+        """
+        self.require_disk()
+        if namespace is not None and not self.has(namespace):
+            yield
+            return
+        with self.forgotten_in_memory(tenant, namespace):
+            yield
+        forget_on_disks([self], tenant)
+
+    @contextmanager
+    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
+        """See ``Tiered``."""
+        with self.forgotten_on_disk_later(tenant):
+            yield
+        forget_on_disks([self], tenant)
+
+    @contextmanager
+    def forgotten_on_disk_later(self, tenant: str) -> Iterator[None]:
+        """Do the same without waiting for the disk, which owes it then."""
+        self.require_disk()
+        with self.forgetting(tenant):
+            yield
+
+    def is_on_disk(self, tenant: str) -> bool:
+        """Whether a disk has, or may have, records of a tenant. O(1), any thread."""
+        if self.level.disk is None:
+            return self._unusable is not None and not self._unusable.is_lost
+        return self.level.disk.tier.is_known(tenant)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk, usable or not."""
+        return self.level.disk is not None or self._unusable is not None
+
+    @contextmanager
+    def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here.
+
+        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it.
+        Host memory had forgotten the tenant before, and another process had other host memory.
+        """
+        self.require_disk()
+        has_learned = namespace is None and self._has_learned(tenant)
+        with self.forgetting(tenant, owes=not has_learned):
+            yield
+            if namespace is not None:
+                self.clear(namespace)
+            elif not has_learned:
+                self.purge(tenant)
+
+    def _has_learned(self, tenant: str) -> bool:
+        """Whether the purge that runs is one of the fleet, and the disk has learned its generation."""
+        generation, disk = _APPLIED.get(), self.level.disk
+        return generation != 0 and disk is not None and disk.tier.generation(tenant) == generation
+
+    def has(self, namespace: Namespace) -> bool:
+        """Whether there may be KV of a namespace here."""
+        return not namespace.salt.startswith(UNCACHED_SALT) and namespace.weights == self.level.weights
+
+    def namespaces(self, tenant: str | None) -> list[Namespace]:
+        """Return the namespaces that hold something in host memory, of one tenant or of all."""
+        return self.level.cache.namespaces(tenant)
+
+    def maintain(self) -> None:
+        """See ``Below``."""
+        self.level.cache.maintain()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is left here that must keep any law."""
+        return self._is_off or self._stop.is_set() or self.level.cache.is_dead
+
+    def indexes(self) -> Mapping[str, PrefixCache]:
+        """See ``Below``."""
+        return {} if self._is_over else {"host": self.level.cache}
+
+    def violations(self, pause: Callable[[], None]) -> Mapping[str, list[tuple[str, str]]]:
+        """See ``Below``."""
+        if self._is_over:
+            return {}
+        with self.moving():
+            found = {"host": self.level.index.violations()}
+        if self.disk is not None:
+            found["disk"] = self.disk.tier.violations(pause)
+        return found
+
+    def purge(self, tenant: str) -> int:
+        """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
+        num_blocks = self.level.cache.purge(tenant)
+        self._has_work.set()  # slots to zero
+        return num_blocks
+
+    def clear(self, namespace: Namespace) -> int:
+        """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
+        num_blocks = self.level.cache.clear(namespace)
+        self._has_work.set()
+        return num_blocks
+
+    def require_disk(self) -> None:
+        """Raise TierError if the disk was closed: it can't forget any more."""
+        if self._is_closed and self.level.disk is not None:
+            raise TierError(
+                "the disk below this cache is closed, and can't forget: open it again, then purge"
+            )
+
+    def _owe(self, tenant: str) -> None:
+        if self.level.disk is not None:
+            self.level.disk.debts.owe(tenant)
+        elif self._unusable is not None:
+            self._unusable.owe(tenant)
+
+    def owes_all_of(self, tenant: str) -> bool:
+        """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
+        disk = self.disk
+        if disk is None or disk.debts.is_owed(tenant) or not disk.tier.has(tenant):
+            return False
+        disk.debts.owe(tenant)
+        return True
+
+    def owed(self) -> frozenset[str]:
+        """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
+        if self.level.disk is not None:
+            return self.level.disk.debts.owed
+        return frozenset() if self._unusable is None else self._unusable.owed
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return without_waiting()
+
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """See ``Tiered``."""
+        return applying(generation)
+
+    def settle(self, tenant: str) -> None:
+        """See ``Tiered``."""
+        if tenant in self.owed():
+            forget_on_disks([self], tenant)
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """See ``Tiered``."""
+        forget_all_but([self], tenants)
+
+    @property
+    def num_removed(self) -> int:
+        """How many tenants that ``forget_all_but`` found on the disk may still have records there."""
+        return 0 if self.level.disk is None else self.level.disk.debts.num_removed
+
+    def require(self, tenant: Tenant) -> None:
+        """See ``Below``."""
+        if tenant.tier_dtype != self._dtype:
+            raise ArgumentError("tier_dtype", tenant.tier_dtype, f"{self._dtype!r}: {_NO_LOSSY}")
+
+    def follow(self, settings: Callable[[], Tenant]) -> None:
+        """See ``Below``."""
+        with self._following:
+            self.add_tenant(settings())
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        """Give a tenant its share of host memory and of the disk: as much of each as it has of the cache.
+
+        If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
+        changes may come in another order than to the cache.
+        """
+        self._added.add(tenant.id)
+        if self.level.disk is not None:
+            self.level.disk.debts.set_incarnation(tenant.id, tenant.incarnation)
+        try:
+            self._give_share(tenant)
+        except ArgumentError as error:
+            self._unkept[tenant.id] = tenant
+            _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
+        self._give_parts(tenant)
+        self._meet_unmet()
+
+    def _give_share(self, tenant: Tenant) -> None:
+        """Give a tenant its share of host memory: slots of its own, if it is strict. Raises ArgumentError.
+
+        In shared slots a strict tenant could tell others' traffic.
+        """
+        self.level.cache.add_tenant(self._scaled(tenant))
+        own = max(tenant.guaranteed_blocks * self.num_slots // self._num_blocks, 1)
+        self._set_own_slots(tenant.id, own if tenant.mode == "strict" else 0)
+        self._unkept.pop(tenant.id, None)
+
+    def _give_parts(self, tenant: Tenant) -> None:
+        """Give a tenant its part of the disk. One that isn't kept in host memory has no slots of its own there."""
+        is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
+        has_lane = self.level.disk is not None and self.level.disk.own_lane(tenant.id) is not None
+        if tenant.mode == "strict" and not (is_strict and has_lane):
+            self._off_disk.add(tenant.id)
+        if is_strict:
+            self._share_disk(tenant.id)
+        else:
+            self._set_own_slots(tenant.id, 0)
+        self._set_partition(tenant.id, tenant.guaranteed_blocks if is_strict else None)
+        if tenant.mode != "strict":
+            self._off_disk.discard(tenant.id)
+        if is_strict:
+            return
+        if tenant.mode == "strict" or tenant.id in self._unkept:
+            self._share_disk(tenant.id)
+        else:
+            self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
+
+    def _set_own_slots(self, tenant: str, num_slots: int) -> None:
+        """Give a tenant slots of its own. Waits for the gate only if that changes something. Raises ArgumentError."""
+        if self.level.index.own_slots(tenant) != num_slots:
+            with self.moving():
+                self.level.index.set_strict(tenant, num_slots)
+
+    def leave_out(self, tenant: str) -> None:
+        """Take a tenant's share back: its KV are kept elsewhere."""
+        if tenant in self._added:
+            self._added.discard(tenant)
+            with suppress(ArgumentError):  # its share was refused
+                self.level.cache.remove_tenant(tenant)
+        self._set_own_slots(tenant, 0)
+        self._set_partition(tenant, None)
+        self._share_disk(tenant)
+        self._unkept.pop(tenant, None)
+        self._off_disk.discard(tenant)
+        self._meet_unmet()
+
+    def _set_partition(self, tenant: str, guaranteed: int | None) -> None:
+        """Give a strict tenant slots and a lane of its own on the disk, as much as its guarantee is of the cache.
+
+        None: it shares them. If that doesn't fit, nothing of it is on the disk, until another change makes room.
+        """
+        disk = self.level.disk
+        if disk is None:
+            return
+        num_slots = 0 if guaranteed is None else max(guaranteed * disk.tier.num_slots // self._num_blocks, 1)
+        self._unmet_partitions.pop(tenant, None)
+        if not num_slots and disk.own_lane(tenant) is None:
+            return
+        try:
+            self._begin_partition(disk, tenant, num_slots)
+        except ArgumentError as error:
+            _log.warning("nothing of strict tenant %r is kept on disk: %s", tenant, error)
+            self._unmet_partitions[tenant] = num_slots
+
+    def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
+        with self.moving():
+            before = disk.own_lane(tenant)
+            self._off_disk.add(tenant)
+            try:
+                disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
+            finally:
+                lane = disk.own_lane(tenant)
+                if lane is not before:
+                    self._follow_lane(tenant, lane)
+            if num_slots:
+                self._off_disk.discard(tenant)
+
+    def _follow_lane(self, tenant: str, lane: DiskLane | None) -> None:
+        """Bring what will be requested of a tenant through its new lane; None for the shared one. Within the gate."""
+        prefetch = self._own_prefetches.pop(tenant, None)
+        if prefetch is not None:
+            prefetch.end()
+        if lane is not None:
+            self._own_prefetches[tenant] = self._made_prefetch(lane)
+
+    def _made_prefetch(self, lane: DiskLane) -> Prefetch:
+        def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
+            stop = len(key) // (self._size * TOKEN_BYTES)
+            return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
+
+        return Prefetch(
+            lane.promotions,
+            lambda namespace: self.keeps(namespace) and self.has(namespace),
+            self.level.cache.generation,
+            is_there,
+            self._has_work.set,
+        )
+
+    def _prefetch_of(self, tenant: str) -> Prefetch | None:
+        return None if self._is_off else self._own_prefetches.get(tenant, self._prefetch)
+
+    def _share_disk(
+        self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
+    ) -> None:
+        """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
+        if self._shares is not None:
+            self._shares.set(tenant, guaranteed, most, weight)
+
+    def _meet_unmet(self) -> None:
+        """Give what host memory or the disk refused before, if there is room now."""
+        for tenant in list(self._unkept.values()):
+            with suppress(ArgumentError):
+                self._give_share(tenant)
+                self._give_parts(tenant)
+        disk, shares = self.level.disk, self._shares
+        if disk is None or shares is None:
+            return
+        shares.retry()
+        for each, num_slots in list(self._unmet_partitions.items()):
+            with suppress(ArgumentError):
+                self._begin_partition(disk, each, num_slots)
+                del self._unmet_partitions[each]
+
+    # --- the cache
+
+    keeps_commits = False
+
+    def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
+        """Do nothing: the engine saves."""
+
+    def may_have(self, namespace: Namespace, key: bytes) -> bool:
+        """Return False: the engine loads."""
+        return False
+
+    def begin(self, target: Target) -> Loading | None:
+        """Return None: the engine loads."""
+
+    def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
+        """See ``Below``."""
+        self._give_all, self._cleaner.free_ahead = give_all, free_ahead
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """See ``Below``."""
+        if self.gate.is_mine:
+            yield
+        else:
+            with self.gate:
+                yield
+
+    def let_go(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """See ``Below``. Never waits: outside of ``moving``, while the tiers are busy, it names all."""
+        self._cleaner.evicted(len(block_ids))
+        with self._entered() as is_in:
+            if is_in:
+                with self._guarded():
+                    return self.level.index.let_go(block_ids)
+            else:
+                self.level.index.let_go_later(block_ids)
+        return np.ones(len(block_ids), np.bool_)
+
+    def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
+        """See ``Below``. Never waits: outside of ``moving``, what leaves while the tiers are busy is lost.
+
+        It costs the bytes of blocks without a copy.
+        """
+        with self._entered() as is_in:
+            if not is_in:
+                with self._lock:
+                    self._counts["lost_blocks"] += len(block_ids)
+            elif self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
+                with self._guarded():
+                    self.level.demote(namespace, key, start, block_ids)
+                    self._run()
+
+    @contextmanager
+    def _entered(self) -> Iterator[bool]:
+        """Enter the gate, unless this thread is in it, or another one: False then."""
+        is_mine = self.gate.is_mine
+        if is_mine or not self.gate.enter_if_free():
+            yield is_mine
+            return
+        try:
+            yield True
+        finally:
+            self.gate.leave()
+
+    # --- the engine
+
+    def start(self) -> None:
+        """Begin a thread that evicts ahead, zeroes slots after purges, and looks after a disk, also without requests.
+
+        With a disk it runs until ``close``. Without one it also ends when nobody has the tiers any more.
+        """
+        if self._prefetch is not None:
+            run: Callable[[], None] = partial(self._look_after_disk, self._prefetch)
+        elif self._cleaner.is_needed:
+            run = partial(_evict_ahead, weakref.ref(self), self._stop, self._has_work)
+            weakref.finalize(self, self._has_work.set).atexit = False
+        else:
+            return
+        self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
+        self._thread.start()
+
+    def _look_after_disk(self, shared: Prefetch) -> None:
+        while not self._stop.wait(_BUSY_TICK_S):
+            prefetches = (shared, *list(self._own_prefetches.values()))
+            if self._is_off or not any(each.is_busy for each in prefetches):
+                self._has_work.wait(_TICK_S)
+            self._has_work.clear()
+            self._tick_safely()
+
+    def _tick_safely(self) -> None:
+        """Tick, and tell of an error once: without this thread nothing that a disk owes would be repeated."""
+        try:
+            with self.gate:
+                self.tick()
+            if not self._is_shut:
+                self._cleaner.run()
+            self._last_error = None
+        except Exception as error:  # noqa: BLE001 whatever it is, the next tick may work
+            with self._lock:
+                self._counts["errors"] += 1
+            if type(error) is not self._last_error:
+                _log.exception("a tick of the tiers below the cache failed; the next ones go on")
+            self._last_error = type(error)
+
+    def tick(self) -> None:
+        """End what is over, and begin what is due. What a disk owes is repeated also while the tiers are off."""
+        disk = self.level.disk
+        if disk is not None:
+            disk.debts.retry()
+            knows = disk.tier.state == "awaiting-generations" and self._knows()  # asked before the store is
+            if disk.debts.follows(self._store_id()) and knows:
+                disk.debts.know_generations()
+        if not self._is_off:
+            with self._guarded():
+                for asked in self._later.take_due(self._clock()):
+                    its = self._prefetch_of(asked.namespace.tenant)
+                    if its is not None:
+                        its.ask(asked)
+                if self._prefetch is not None:
+                    for each in (self._prefetch, *self._own_prefetches.values()):
+                        each.go_on()
+                self._run()
+
+    def weights_changed(self, version: int) -> None:
+        """Forget everything: the weights are others. Outside the gate."""
+        with self.gate, self._guarded():
+            self.level.reset(version)
+
+    def close(self) -> None:
+        """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back.
+
+        Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
+        """
+        self.stop()
+        self._later.clear()
+        with self.moving():
+            if self.level.disk is not None:
+                self.level.disk.close(None if self._is_off else self._give_all)
+            self._is_off = self._is_closed = True
+        unusable = None if self._unusable is None else self._unusable.unpaid()
+        unpaid = unusable if self.level.disk is None else self.level.disk.unpaid()
+        if unpaid is not None:
+            raise TierError(unpaid)
+
+    def stop(self) -> None:
+        """End the thread of ``start``. Outside of the gate."""
+        self._stop.set()
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def follow_generations(
+        self,
+        generation: Callable[[str], int | None],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
+    ) -> None:
+        """Take from now on which purges the fleet knows of, whether it knows all, and from where: see ``Tiered``."""
+        self._fleet_generation, self._knows, self._store_id = generation, knows, store_id
+        if self.level.disk is not None:
+            self.level.disk.debts.notes = notes
+
+    def counts(self) -> Mapping[str, Mapping[str, float]]:
+        """Return counts by tier. Any thread.
+
+        - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``: used by requests, each where it was found.
+        - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
+        - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
+        - ``owed_purges``: tenants whose purge isn't done there yet.
+        - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
+        - ``lost_blocks``: left the tier above, and found no room or no time here.
+        """
+        with self._lock:
+            counts = self._counts.copy()
+        found: dict[str, dict[str, float]] = {
+            "host": {
+                "capacity_blocks": self.num_slots,
+                "resident_blocks": self.level.index.num_used,
+                "hit_blocks": counts["hit_blocks"],
+                "read_bytes": counts["loaded_bytes"],
+                "written_bytes": counts["saved_bytes"],
+                "loads": self._load_durations.count,
+                "load_seconds": self._load_durations.seconds,
+                "errors": counts["failed_blocks"] + counts["unsaved_blocks"] + counts["errors"],
+                "open": int(not self._is_shut),
+                "owed_purges": 0,
+                "unchosen_blocks": 0,
+                "lost_blocks": counts["lost_blocks"],
+                "budget_bytes": 0,
+            }
+        }
+        disk = self.level.disk
+        if disk is not None:
+            below = disk.counts()
+            found["disk"] = {
+                **below,
+                "hit_blocks": counts["disk_loaded_blocks"],
+                "errors": below["errors"] + counts["disk_timeouts"],
+                "open": int(bool(below["open"]) and not self._is_shut),
+                "unchosen_blocks": counts["disk_unchosen_blocks"],
+                "lost_blocks": counts["disk_unstored_blocks"],
+            }
+        elif self._unusable is not None:
+            found["disk"] = self._unusable.counts()
+        return found
+
+    def details(self) -> Mapping[str, TierDetails]:
+        """Return details of the tiers in ``counts``. Any thread."""
+        found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
+        if disk is not None:
+            tier, loads = disk.tier, disk.load_durations
+            found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
+        elif self._unusable is not None:
+            found["disk"] = TierDetails(Durations())
+        return found
+
+    # --- inside
+
+    def _open_disk(
+        self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
+    ) -> DiskLevel | None:
+        from radixkv.tiers.disk.folder import DamagedMaster
+        from radixkv.tiers.disk.identity import fingerprint_of
+        from radixkv.tiers.disk.shares import DiskShares
+        from radixkv.tiers.disk.tier import DiskSettings, DiskTier
+        from radixkv.tiers.disk_level import DiskLevel
+
+        disk = settings.disk
+        assert disk is not None
+        with disk_errors(disk.folder, disk.num_bytes):
+            try:
+                tier = DiskTier(
+                    DiskSettings(
+                        disk.folder,
+                        disk.num_bytes,
+                        self.memory.block_bytes,
+                        segment_tokens=self._size,
+                        fingerprint=fingerprint_of(
+                            engine=fingerprint,
+                            layout=repr(getattr(storage, "layout", storage.pool.geometry)),
+                            device=storage.device.type,
+                            torch=torch.__version__,
+                        ),
+                        awaits_generations=disk.awaits_generations,
+                        scheme=settings.dtype,
+                        bandwidth=disk.bandwidth,
+                    ),
+                    [disk.secret, *disk.previous_secrets],
+                    files=disk.files,
+                )
+            except (OSError, DamagedMaster) as error:
+                self._unusable = UnusableDisk(disk.folder, error)
+                return None
+        self._shares = DiskShares(tier, self._num_blocks)
+        self.level.disk = level = DiskLevel(
+            tier,
+            self.level.index,
+            self.memory,
+            self.level.fill,
+            fleet_generation=lambda tenant: self._fleet_generation(tenant),
+            serves=lambda tenant: tenant not in self._off_disk,
+            bytes_per_s=disk.bytes_per_s,
+            num_ahead_rows=num_ahead_rows,
+            clock=self._clock,
+        )
+        return level
+
+    @property
+    def disk(self) -> DiskLevel | None:
+        """The disk, if there is one."""
+        return self.level.disk
+
+    def _loaded(self, request_id: str, sequence: Sequence, key: bytes, num_local: int) -> int:
+        """Copy what host memory has behind the first ``num_local`` tokens. Returns the tokens that are there then."""
+        namespace = sequence.namespace
+        generation = self.level.cache.generation(namespace.tenant)
+        num_found = self.level.found_key(request_id, namespace, key, num_local)
+        if not num_found:
+            if self.disk is not None:
+                self.disk.used(request_id, 0)
+            return 0
+        start, stop = num_local // self._size, (num_local + num_found) // self._size
+        table = sequence.block_table[start:stop].tolist()
+        key = key[: stop * self._size * TOKEN_BYTES]
+        self.level.load_key(request_id, namespace, generation, key, start, table)
+        self._num_brought = 0 if self.disk is None else self.disk.num_brought(request_id)
+        num_good = self._run().failed.get(request_id, stop - start)
+        return (start + num_good) * self._size
+
+    def _run(self) -> StepReport:
+        """Do what was decided, at once, and take what became of it."""
+        work = self.level.take_work(None)
+        self.memory.load(work)
+        self.memory.save(work)
+        report = self.memory.take_report()
+        self.memory.take_invalid()
+        self.level.reported(report)
+        self.level.loads_ended(self.memory.take_loaded())
+        self.level.work_done()
+        self._take_counts()
+        if self.disk is not None and self.disk.is_storing:
+            self._has_work.set()  # so that the next blocks follow soon
+        return report
+
+    def _take_counts(self) -> None:
+        with self._lock:
+            taken, num_brought, self._num_brought = self.memory.take_counts(), self._num_brought, 0
+            self._counts.update(taken)
+            self._counts["hit_blocks"] += max(taken["loaded_blocks"] - num_brought, 0)
+            self._counts.update(self.level.take_counts())
+            self._counts["lost_blocks"] += self.level.take_lost()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a load from host memory."""
+        began_at = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._load_durations.add(self._clock() - began_at)
+
+    def _is_current(self, mark: int | None, namespace: Namespace) -> bool:
+        """Whether nothing was purged or cleared since the mark, and the weights are the same."""
+        is_marked = mark is not None and self.mark(namespace.tenant) == mark
+        return is_marked and namespace.weights == self.level.weights
+
+    def _scaled(self, tenant: Tenant) -> Tenant:
+        num_entries = self.level.cache.config.num_blocks
+
+        def part(blocks: int) -> int:
+            return blocks * num_entries // self._num_blocks
+
+        least = max(part(tenant.guaranteed_blocks), 1 if tenant.mode == "strict" else 0)
+        most = None if tenant.max_blocks is None else max(part(tenant.max_blocks), least, 1)
+        if tenant.mode == "strict" and most is not None:
+            most = least
+        return replace(
+            tenant, guaranteed_blocks=least, max_blocks=most, max_pinned_blocks=0 if least == 0 else None
+        )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """After an error or an interruption in here, undo what was decided and not done. A purge in between is none.
+
+        It would be done with blocks that hold something else then.
+        """
+        is_done = False
+        try:
+            yield
+            is_done = True
+        except LeaseError:
+            is_done = True
+        except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
+            _log.exception("an operation of the tiers below the cache failed; its tokens are computed")
+        finally:
+            if not is_done:
+                self._undo()
+
+    def _undo(self) -> None:
+        """Undo what was decided and not done; after several errors rest. If even that fails, serve nothing any more."""
+        now, is_undone = self._clock(), False
+        with self._lock:
+            self._counts["errors"] += 1
+        try:
+            self.memory.undo()
+            self.level.undo()
+            is_undone = True
+        except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
+            _log.exception("the tiers below the cache can't go on: nothing is kept or loaded until a restart")
+        finally:
+            self._is_off |= not is_undone
+        self._errors_at.append(now)
+        if len(self._errors_at) == MOST_ERRORS and now - self._errors_at[0] <= ERRORS_S:
+            self._errors_at.clear()
+            self._rests_until = now + REST_S
+            _log.error("the tiers below the cache failed %d times: they rest for %g s", MOST_ERRORS, REST_S)
+
+
+refuse_copies(LowerTiers, "it holds memory, threads and files. Make another")
+
+
+def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:
+    """Evict ahead and zero slots when there is work, as long as the tiers are there and aren't closed."""
+    while not stop.wait(_BUSY_TICK_S):
+        has_work.wait()
+        has_work.clear()
+        found = tiers()
+        if found is None:
+            return
+        found._tick_safely()
+        del found
+
+
+def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
+    """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
+
+    Waits for at most ``FORGET_S`` in all, or not at all (``without_waiting``): see ``LowerTiers.owed``. Raises
+    TierError for a disk that was closed before.
+    """
+    those = [(each, each.disk) for each in tiers if each.disk is not None]
+    jobs, ends_at = [disk.debts.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
+    if not _WAITS.get():
+        return
+    for (each, disk), job in zip(those, jobs, strict=True):
+        if job is not None:
+            job.poll(max(ends_at - monotonic(), 0.0))
+        if tenant in disk.debts.owed:
+            each.require_disk()
+            problem = disk.debts.problem(tenant)
+            _log.error(
+                "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
+            )
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Within this, purges and clears by this thread don't wait for a disk. It owes them, and begins to pay."""
+    before = _WAITS.set(False)
+    try:
+        yield
+    finally:
+        _WAITS.reset(before)
+
+
+@contextmanager
+def applying(generation: int) -> Iterator[None]:
+    """Within this, purges by this thread are those by which the fleet gave a tenant this generation: see ``Tiered``."""
+    before = _APPLIED.set(generation)
+    try:
+        with without_waiting():
+            yield
+    finally:
+        _APPLIED.reset(before)
+
+
+def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
+    """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
+
+    Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
+    """
+    disks = [each.disk for each in tiers if each.disk is not None]
+    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk in disks], monotonic() + FORGET_S
+    for disk, job in zip(disks, jobs, strict=True):
+        if job is not None:
+            job.poll(max(ends_at - monotonic(), 0.0))
+        if disk.debts.num_removed:
+            _log.error(
+                "the disk owes the purge of %d tenants that it doesn't keep, and serves nothing of them meanwhile",
+                disk.debts.num_removed,
+            )
+
+
+def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:
+    """Return the host memory for a storage's blocks, and its rows for what comes before anybody waits for it."""
+    codec, tensors = None, _tensors_of(storage)
+    block_bytes = sum(bytes_of_row(each[0]) for each in tensors.values())
+    if settings.dtype != "exact":
+        codec = LossyCodec(storage.pool, settings.dtype)
+        block_bytes = codec.record_bytes
+    num_slots = _num_slots(settings, block_bytes)
+    num_rows, num_ahead = (
+        0 if settings.disk is None else max(min(num_slots // 4, most), 1)
+        for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
+    )
+    if codec is None:
+        memory = HostBlocks(num_slots, tensors, storage.num_blocks, num_staging=num_rows + num_ahead)
+    else:
+        memory = LossyBlocks(num_slots, codec, storage.num_blocks, num_staging=num_rows + num_ahead)
+    return memory, num_ahead
+
+
+def _num_slots(settings: TierSettings, block_bytes: int) -> int:
+    blocks, physical = settings.host_blocks, physical_bytes()
+    name, value = ("host_blocks", blocks) if blocks else ("host_memory", settings.host_bytes)
+    if settings.dtype != "exact":
+        name = f"lossy_{name}"
+    wanted = blocks * block_bytes or settings.host_bytes
+    if wanted > physical:
+        raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")
+    if not 2 <= wanted // block_bytes <= MAX_SLOTS:
+        least, most = 2 * block_bytes, MAX_SLOTS * block_bytes
+        raise ConfigError(name, value, f"2 to {MAX_SLOTS:,} blocks, {least:,} to {most:,} bytes")
+    return wanted // block_bytes
+
+
+def _tensors_of(storage: BlockStorage) -> dict[str, torch.Tensor]:
+    """Return the tensors that hold a storage's blocks, by blocks."""
+    pool = storage.pool
+    if pool.storage is not None:
+        return {"kv": pool.storage}
+    layers, sides = range(pool.num_layers), range(pool.planes_per_layer)
+    return {f"{layer}.{side}": pool.plane(layer, side) for layer in layers for side in sides}

@@ -1,0 +1,170 @@
+"""TieredCache: a PrefixCache that shows the tiers below it, and may have a disk under host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from radixkv.errors import ConfigError
+from radixkv.index.below import Below
+from radixkv.index.cache import PrefixCache
+from radixkv.index.load_target import attach
+from radixkv.index.tokens import TokenIds, encode
+from radixkv.index.validation import require_namespace, require_seconds
+from radixkv.tiers.settings import DiskOptions, Disks, disks_of, require_fingerprint
+
+if TYPE_CHECKING:
+    from radixkv.config import CacheConfig, Namespace
+    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.tier import FolderNotes, TierDetails
+    from radixkv.tiers.tiers_by_dtype import TiersByDtype
+
+    Lower = LowerTiers | TiersByDtype
+
+
+class TieredCache(PrefixCache):
+    """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
+
+    ``lossy_disks``: disks of lossy records, under ``CacheConfig.lossy_host_blocks``: ``{"int8": DiskOptions(…)}``. Each
+    disk has a folder of its own.
+
+    ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
+    another. Raises ConfigError without it.
+
+    HFEngine sets ``lower`` itself, for a cache without ``host_blocks``, before the first request.
+
+    No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
+    see ``unforgotten``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        disk: DiskOptions | None = None,
+        lossy_disks: Disks | None = None,
+        fingerprint: str = "",
+        **parts: Any,
+    ) -> None:
+        self._lower: Lower | None = None
+        disks = disks_of(disk, lossy_disks)
+        if disks:
+            require_fingerprint(fingerprint)
+        self._below_options = disks, fingerprint
+        super().__init__(config, **parts)
+
+    def _made_below(self) -> Below | None:
+        disks, fingerprint = self._below_options
+        if self.config.has_tiers:
+            from radixkv.tiers.tiers_by_dtype import tiers_below
+
+            self._lower = tiers_below(self.config, self.storage, disks, fingerprint, self._clock)
+            self._lower.start()
+        elif disks:
+            folder = next(iter(disks.values())).folder
+            raise ConfigError("disk", folder, "none without host_blocks: records pass through host memory")
+        return self._lower
+
+    @property
+    def lower(self) -> Lower | None:
+        """The tiers below."""
+        return self._lower
+
+    @lower.setter
+    def lower(self, tiers: Lower) -> None:
+        if self.config.has_tiers:
+            sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
+            raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
+        self._lower = tiers
+        attach(self, tiers)
+
+    def close(self) -> None:
+        """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls.
+
+        Raises TierError, after all that, if the disk still has what a purge or a clear was to destroy.
+        """
+        if self._lower is not None:
+            self._lower.close()
+
+    def prefetch(self, namespace: Namespace, ids: TokenIds, *, in_s: float = 0.0) -> None:
+        """Bring what a disk has of a prompt into host memory, because its request may come in ``in_s`` seconds.
+
+        Unlike ``announce`` it is no request: it changes no order of eviction in this cache, and beyond its tenant's
+        guarantee it takes no host memory from others. The newest ``prefetch.MAX_ASKED`` prompts of a tenant count, for
+        ``prefetch.ASKED_S`` seconds; a purge or a clear ends them. Each keeps its ids, 4 bytes a token.
+
+        ``in_s``: 0 for within moments. Otherwise it begins after three quarters of that time; above an hour it has no
+        effect. ``later_prompts`` bounds how many wait. A hint of ``expected_gap_s`` does the same: see ``note``.
+
+        Raises TokenError, ArgumentError. O(tokens) to read the ids. It waits neither for the disk nor for a request.
+        """
+        require_namespace(namespace)
+        in_s = require_seconds("in_s", in_s)
+        key = encode(ids)
+        if self._lower is not None:
+            self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens, in_s)
+
+    # --- Tiered
+
+    def unforgotten(self, tenant: str) -> bool:
+        """Whether a disk may still have what a purge or a clear of the tenant was to destroy."""
+        return tenant in self.owed()
+
+    def owed(self) -> frozenset[str]:
+        """Return the tenants that are ``unforgotten``."""
+        return frozenset() if self._lower is None else self._lower.owed()
+
+    def is_on_disk(self, tenant: str) -> bool:
+        """Whether a disk has, or may have, records of a tenant."""
+        return self._lower is not None and self._lower.is_on_disk(tenant)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk."""
+        return self._lower is not None and self._lower.has_disk
+
+    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
+        """Forget what a disk has of a tenant, also what lies nowhere else: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.forgotten_on_disk(tenant)
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.without_waiting()
+
+    def applying(self, generation: int) -> AbstractContextManager[None]:
+        """Let a purge by this thread be one of the fleet: see ``Tiered``."""
+        return nullcontext() if self._lower is None else self._lower.applying(generation)
+
+    def settle(self, tenant: str) -> None:
+        """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.settle(tenant)
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Forget what a disk has of any other tenant: see ``Tiered``."""
+        if self._lower is not None:
+            self._lower.forget_all_but(tenants)
+
+    def owes_removed(self) -> bool:
+        """Whether a disk may still have what ``forget_all_but`` was to destroy."""
+        return self._lower is not None and self._lower.num_removed > 0
+
+    def follow_generations(
+        self,
+        generation: Callable[[str], int | None],
+        knows: Callable[[], bool],
+        store_id: Callable[[], str] = lambda: "",
+        notes: FolderNotes | None = None,
+    ) -> None:
+        """Take the fleet's generations of tenants, whether all are known, and the id of their store from these."""
+        if self._lower is not None:
+            self._lower.follow_generations(generation, knows, store_id, notes)
+
+    def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
+        """Return counts by tier: see ``LowerTiers.counts``."""
+        return {} if self._lower is None else self._lower.counts()
+
+    def tier_details(self) -> Mapping[str, TierDetails]:
+        """Return details by tier: see ``Tiered``."""
+        return {} if self._lower is None else self._lower.details()
