@@ -321,7 +321,7 @@ class CacheConfig:
       least one.
     - ``max_announcements``: the most announcements of a tenant at a time (``PrefixCache.announce``), ≥ 0. Each holds
       its ids, 4 bytes a token.
-    - ``host_blocks``: blocks of host memory below the pool, 0 or at least 2. It keeps what the pool evicts, and copies
+    - ``host.memory``: blocks of host memory below the pool, 0 or at least 2. It keeps what the pool evicts, and copies
       of what the pool has while there is room. What was evicted comes back by ``Sequence.loading``. Needs a layout or a
       storage.
     - ``lossy_host_blocks``: the same for tenants with a lossy ``tier_dtype``, whose blocks are smaller there. So many

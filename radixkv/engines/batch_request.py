@@ -116,7 +116,7 @@ class Row:
         self.below: RowBelow | None = None
         """What the engine's own tiers below the cache have of it, if there are any."""
         self.loading: Loading | None = None
-        """What comes to its sequence from below a cache with ``host_blocks``."""
+        """What comes to its sequence from below a cache with ``host.memory``."""
 
     @property
     def num_tokens(self) -> int:

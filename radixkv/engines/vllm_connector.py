@@ -6,7 +6,7 @@
         "kv_connector_extra_config": {"host_memory": "8GiB"}}'
 
 The settings of ``kv_connector_extra_config`` are those of ``SecondLevelSettings``. The scheduler's half decides
-(``second_level``), each worker holds its own shard of every block (``host_blocks``). Loads happen between steps, so a
+(``second_level``), each worker holds its own shard of every block (``host.memory``). Loads happen between steps, so a
 request waits until its load has ended, and what fails is computed by vLLM as any other token.
 
 With ``"disk": FOLDER, "disk_size": "200GiB", "fleet_secret": FILE`` saved blocks are also kept on disk, sealed, and

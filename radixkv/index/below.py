@@ -34,7 +34,7 @@ T = TypeVar("T")
 GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
 FACTORY: Final = "radixkv.tiers.tiers_by_dtype", "tiers_below"
-"""The module and the function that make what lies below a cache with ``host_blocks`` or ``lossy_host_blocks``."""
+"""The module and the function that make what lies below a cache with ``host.memory`` or ``lossy_host_blocks``."""
 
 
 class Part(NamedTuple):

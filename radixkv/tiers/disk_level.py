@@ -10,14 +10,14 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 
 Its parts, which engines may hold themselves:
 
-    debts         purges that are owed, news of the fleet, resets         (``disk_debts``)
+    debts         purges that are owed, news of the fleet, resets         (``pending``)
     filling       slots whose bytes haven't come yet: they aren't stored  (``filling_slots``)
     lane_of       what a tenant shares with others, or has for itself     (``DiskLane``)
 
-        promotions    what comes: promotions, single flight, single records   (``disk_promotions``)
-        stores        what goes: what waits, leaves, is stored; the budget    (``disk_stores``)
-        rows          staging memory and its shares                           (``staging_rows``)
-        patience      for how long requests wait, when the disk rests         (``disk_patience``)
+        promotions    what comes: promotions, single flight, single records   (``promotions``)
+        stores        what goes: what waits, leaves, is stored; the budget    (``stores``)
+        rows          staging memory and its shares                           (``staging``)
+        patience      for how long requests wait, when the disk rests         (``patience``)
 
 **Strict tenants** notice nothing of others here, nor are they noticed. ``set_partition`` gives each slots of the disk,
 threads and a part of its bandwidth (``tiers.tier_lanes``), and a lane. In its lane it has rows, waiting stores, a bound

@@ -5,11 +5,11 @@
     whole blocks were computed           save         blocks → host memory, and from there to the disk
     purge, clear, new weights            TieredCache  reaches every tier
 
-The machinery is that of the second level behind vLLM (``second_level``, ``host_blocks``, ``disk_level``). Here the
+The machinery is that of the second level behind vLLM (``second_level``, ``host.memory``, ``disk_level``). Here the
 scheduler and its only worker are one thread, so a load or a save is made at once.
 
 **Saves.** While host memory has free slots, each block is copied when it is computed. Later a block is copied when the
-cache evicts it, unless its copy is still here (``host_index``). So the two hold different blocks when memory is short.
+cache evicts it, unless its copy is still here (``host.index``). So the two hold different blocks when memory is short.
 
 **Loads** begin when the request has its blocks, so nothing is read for one that can't start. Each part that the disk
 brings is copied into these blocks before the next one is read. So host memory may be smaller than a prompt.

@@ -10,7 +10,7 @@
 
 An engine that knows namespaces and keys itself calls ``found_key``, ``load_key`` and ``save_key`` in their place.
 
-The index is a PrefixCache, whose entries have slots of host memory, the same on each worker (``host_index``). So
+The index is a PrefixCache, whose entries have slots of host memory, the same on each worker (``host.index``). So
 tenants, policies and the audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM
 loads.
 
@@ -73,7 +73,7 @@ _NO_WORK: Final = StepWork(0)
 class SecondLevelSettings:
     """Settings of the second level. Raises ConfigError.
 
-    - ``host_memory``: bytes on each worker, or a text such as ``"8GiB"``. ``host_blocks``: blocks, in its place.
+    - ``host_memory``: bytes on each worker, or a text such as ``"8GiB"``. ``host.memory``: blocks, in its place.
     - ``policy``: the eviction policy. ``scrub``: see CacheConfig.
     - ``keys``: file of the engine's keys (``radixkv keys derive``): tenants come from salts. ``anonymous``: whether
       requests without such a salt are served.

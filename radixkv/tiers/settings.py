@@ -58,7 +58,7 @@ class DiskOptions:
 class TierSettings:
     """What lies below an engine's cache.
 
-    - ``host_bytes``: host memory for KV, at least two blocks. ``host_blocks``: the same in blocks; 0 to use the bytes.
+    - ``host_bytes``: host memory for KV, at least two blocks. ``host.memory``: the same in blocks; 0 to use the bytes.
     - ``disk``: the disk below it; None without one.
     - ``dtype``: how its tenants' KV are kept.
     - ``lossy_host_bytes``: host memory for each lossy dtype; 0 for none.

@@ -32,7 +32,7 @@ class TieredCache(PrefixCache):
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
 
-    HFEngine sets ``lower`` itself, for a cache without ``host_blocks``, before the first request.
+    HFEngine sets ``lower`` itself, for a cache without ``host.memory``, before the first request.
 
     No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
     see ``unforgotten``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.

@@ -60,7 +60,7 @@ def tiers_below(
     fingerprint: str = "",
     clock: Clock = monotonic,
 ) -> LowerTiers | TiersByDtype:
-    """Return the tiers of a cache on this clock, with ``host_blocks`` or ``lossy_host_blocks``. Raises ConfigError.
+    """Return the tiers of a cache on this clock, with ``host.memory`` or ``lossy_host_blocks``. Raises ConfigError.
 
     It raises that without a storage, for a disk without host memory of its dtype, and as CacheTiers.
     """

@@ -569,7 +569,7 @@ def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
     """A descriptor that was closed under the purge might be another file's by the time it goes on."""
     filled(tmp_path / "disk")
     for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "lower_tiers.FORGET_S"):
-        monkeypatch.setattr(f"radixkv.engines.{name}", 0.1)
+        monkeypatch.setattr(f"radixkv.tiers.{name}", 0.1)
     hang = HangingDisk("write")
     with (
         pytest.raises(TierError, match="the disk doesn't answer"),

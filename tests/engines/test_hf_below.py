@@ -1,4 +1,4 @@
-"""The embedded engine on a cache that has host memory, or a disk, below it by itself: ``host_blocks``."""
+"""The embedded engine on a cache that has host memory, or a disk, below it by itself: ``host.memory``."""
 
 from __future__ import annotations
 

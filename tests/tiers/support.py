@@ -36,24 +36,24 @@ ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 """How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
 
 WAITS: dict[str, float] = {
-    "control_client._CONNECT_S": PATIENT_S,
-    "disk_debts.LEARNING_S": PATIENT_S,
-    "disk_level.CLOSING_S": PATIENT_S,
-    "disk_level._ADMIN_S": PATIENT_S,
-    "disk_patience.LEAST_WAIT_S": PATIENT_S,
-    "disk_patience.MOST_REST_S": 32 * PATIENT_S,
-    "disk_patience.REST_S": PATIENT_S,
-    "disk_promotions.AHEAD_S": PATIENT_S,
-    "disk_stores.STORE_S": PATIENT_S,
-    "level_tenants.FORGET_S": PATIENT_S,
-    "lower_tiers.ASKED_S": PATIENT_S,
-    "lower_tiers.ERRORS_S": PATIENT_S,
-    "lower_tiers.FORGET_S": PATIENT_S,
-    "lower_tiers.REST_S": PATIENT_S,
-    "tier_loading.COMPUTING_S": PATIENT_S,
-    "tier_loading.IDLE_S": PATIENT_S,
+    "engines.control_client._CONNECT_S": PATIENT_S,
+    "tiers.pending.LEARNING_S": PATIENT_S,
+    "tiers.disk_level.CLOSING_S": PATIENT_S,
+    "tiers.disk_level._ADMIN_S": PATIENT_S,
+    "tiers.disk.patience.LEAST_WAIT_S": PATIENT_S,
+    "tiers.disk.patience.MOST_REST_S": 32 * PATIENT_S,
+    "tiers.disk.patience.REST_S": PATIENT_S,
+    "tiers.disk.promotions.AHEAD_S": PATIENT_S,
+    "tiers.disk.stores.STORE_S": PATIENT_S,
+    "engines.level_tenants.FORGET_S": PATIENT_S,
+    "tiers.lower_tiers.ASKED_S": PATIENT_S,
+    "tiers.lower_tiers.ERRORS_S": PATIENT_S,
+    "tiers.lower_tiers.FORGET_S": PATIENT_S,
+    "tiers.lower_tiers.REST_S": PATIENT_S,
+    "tiers.loading.COMPUTING_S": PATIENT_S,
+    "tiers.loading.IDLE_S": PATIENT_S,
 }
-"""Times of ``radixkv.engines`` that a busy machine could exceed, as ``patient_disks`` sets them."""
+"""Times of ``radixkv`` that a busy machine could exceed, as ``patient_disks`` sets them."""
 
 ACME = Namespace("acme", "model", salt="s")
 GLOBEX = Namespace("globex", "model", salt="s")
@@ -77,7 +77,7 @@ def patient_disks() -> Iterator[None]:
     """
     with patient_threads(), pytest.MonkeyPatch.context() as patch:
         for name, seconds in WAITS.items():
-            patch.setattr(f"radixkv.engines.{name}", seconds)
+            patch.setattr(f"radixkv.{name}", seconds)
         _give(patch, DiskSettings, "__init__", hang_s=PATIENT_S, retry_s=PATIENT_S)
         yield
 

@@ -343,7 +343,7 @@ def has_strict_tenants(factory: Any) -> bool:
 def has_loading(factory: Any) -> bool:
     """Whether the caches that ``factory`` makes may have host memory below, which needs torch.
 
-    Those that refuse ``host_blocks`` may not.
+    Those that refuse ``host.memory`` may not.
     """
     if find_spec("torch") is None:
         return False

@@ -16,7 +16,7 @@ the folder doesn't know; the others' go on. In one step ``MAX_LOOKS`` waiting ra
 A slot that a worker is still to fill holds other bytes until then, maybe another tenant's (``filling_slots``). Its
 block waits until it is filled. If it leaves before, or the disk is closed, it is lost.
 
-Nothing is written while that isn't worth it (``disk_patience``), until ``close``. What was saved waits, what leaves is
+Nothing is written while that isn't worth it (``patience``), until ``close``. What was saved waits, what leaves is
 lost.
 """
 

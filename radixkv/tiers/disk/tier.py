@@ -10,7 +10,7 @@ bytes. A full disk, an error, a wrong record or a thread that never returns is a
 it, waits for the disk, or holds the lock during I/O.
 
 **Who decides.** A locator, 16 bytes of a keyed digest, says where to look. The tag of AES-GCM decides, over payload,
-header and the identity that the *reader* computes (``record_identity``). So a record of another identity doesn't open:
+header and the identity that the *reader* computes (``identity``). So a record of another identity doesn't open:
 of another tenant, namespace, generation, version of the weights, fingerprint, scheme or prefix. Nor does one that was
 torn, flipped, exchanged or replayed. Memory that a failed decryption may have written is zeroed.
 
