@@ -24,7 +24,7 @@ def shared_service(surroundings: None) -> Iterator[Running]:
 
 @pytest.fixture
 def live(shared_service: Running) -> Iterator[Running]:
-    """A running service with the demo model. What a test began or promised ends with it, or later ones would meet it."""
+    """A running service with the demo model. What a test began or promised has ended before the next one."""
     yield shared_service
     service = shared_service.service
     eventually(lambda: service.cache.stats().num_sequences == 0, "the requests of the test end")
