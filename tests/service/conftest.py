@@ -11,6 +11,7 @@ import pytest
 from radixkv.errors import LeaseError
 from tests.service.running import Running, service_in_thread
 from tests.service.surroundings import surroundings as surroundings
+from tests.waiting import eventually
 
 _numbers = itertools.count()
 
@@ -23,9 +24,10 @@ def shared_service(surroundings: None) -> Iterator[Running]:
 
 @pytest.fixture
 def live(shared_service: Running) -> Iterator[Running]:
-    """A running service with the demo model. What a test promised ends with it, or later ones would find no room."""
+    """A running service with the demo model. What a test began or promised has ended before the next one."""
     yield shared_service
     service = shared_service.service
+    eventually(lambda: service.cache.stats().num_sequences == 0, "the requests of the test end")
     for pin in service.cache.pins():
         with suppress(LeaseError):  # its time may have ended meanwhile
             service.promises.unpin(pin)
