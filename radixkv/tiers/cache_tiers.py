@@ -108,7 +108,7 @@ class CacheTiers(LowerTiers):
         disk = self.disk
         if disk is not None:
             with self.gate, self._guarded():
-                return disk.lane_of(namespace.tenant).promotions.may_have(namespace, key)
+                return disk.promotions.may_have(namespace, key)
         return False
 
     def begin(self, target: Target) -> TierLoading | None:

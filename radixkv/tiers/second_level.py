@@ -316,7 +316,7 @@ class SecondLevel:
         request.num_saved = match.num_blocks
         num_found = self._num_loadable(match, num_local) if request.facts.looks_up else 0
         if num_found == 0 and self.disk is not None:
-            self.disk.used(request_id, 0)
+            self.disk.promotions.used(request_id, 0)
         return num_found
 
     def waits_for_disk(
@@ -324,7 +324,7 @@ class SecondLevel:
     ) -> bool:
         """Whether the disk brings some of a key for a request that ``found`` doesn't know. Ask again.
 
-        When a part of it has come (``DiskLevel.num_brought``), load that first: it makes room for the next one.
+        When a part of it has come (``DiskPromotions.num_brought``), load that first: it makes room for the next one.
         """
         key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
         return self._waits_for_disk(request_id, namespace, generation, key, num_local, in_parts=True)
@@ -449,7 +449,7 @@ class SecondLevel:
         slots = source = _NO_BLOCKS
         leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
-            self.disk.lane_of(namespace.tenant).stores.choose(namespace, generation, key, start, entries)
+            self.disk.stores.choose(namespace, generation, key, start, entries)
         try:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
@@ -506,7 +506,7 @@ class SecondLevel:
         """Forget a request that has ended. Its loads and saves that run go on."""
         self._requests.pop(request_id, None)
         if self.disk is not None:
-            self.disk.forget(request_id)
+            self.disk.promotions.forget(request_id)
 
     # --- steps
 
@@ -553,7 +553,7 @@ class SecondLevel:
         load may be read by running steps, so nothing of these is committed.
         """
         if self.disk is not None:
-            self.disk.computed(report.ended)
+            self.disk.patience.computed(report.ended)
             self.disk.filled(report.filled)
         others = set(invalid)
         for request_id, position in report.failed.items():
@@ -577,8 +577,9 @@ class SecondLevel:
                     self.index.loaded(load.entries, load.blocks[load.slots != NO_SLOT])
                 self._release_load(load, load.lease)
             if load is not None and self.disk is not None:
-                num_brought = min(self.disk.num_brought(request_id), len(load.blocks))  # the last ones
-                self.disk.used(request_id, max(num_brought - load.num_failed, 0))
+                promotions = self.disk.promotions  # the last blocks came from there
+                num_brought = min(promotions.num_brought(request_id), len(load.blocks))
+                promotions.used(request_id, max(num_brought - load.num_failed, 0))
 
     def _release_load(self, load: _Load, lease: Lease) -> None:
         slots = load.slots[load.slots != NO_SLOT]
@@ -673,7 +674,7 @@ class SecondLevel:
         *,
         in_parts: bool = False,
     ) -> bool:
-        return self.disk is not None and self.disk.lane_of(namespace.tenant).promotions.is_waiting(
+        return self.disk is not None and self.disk.promotions.is_waiting(
             request_id, namespace, generation, key, num_local, is_held=True, in_parts=in_parts
         )
 
@@ -715,7 +716,7 @@ class SecondLevel:
             self.index.loaded(save.entries)
         if self.disk is None:
             return
-        stores, at = self.disk.lane_of(save.namespace.tenant).stores, save.at[:num]
+        stores, at = self.disk.stores, save.at[:num]
         if stores.has_budget:
             parts = [at[first:stop] for first, stop in self.index.chosen(save.entries[:num])]
         else:
