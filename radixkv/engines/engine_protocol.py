@@ -508,7 +508,9 @@ class Tiered(Protocol):
         """
 
     def owed(self) -> frozenset[str]:
-        """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
+        """Return tenants whose records a disk was to destroy, and may still have: after a purge or a clear, or because
+        they are strict. From any thread.
+        """
 
     @property
     def has_disk(self) -> bool:

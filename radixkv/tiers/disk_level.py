@@ -249,7 +249,7 @@ class DiskLevel:
             _log.error("%s", unpaid)
 
     def unpaid(self) -> str | None:
-        """Say which tenants' records the closed disk may still have, though they were purged, cleared or removed.
+        """Say which tenants' records the closed disk may still have, though it was to destroy them.
 
         None: no such ones.
         """
@@ -259,7 +259,7 @@ class DiskLevel:
         kinds = []
         if owed:
             named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
-            kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
+            kinds.append(f"{len(owed)} tenants that were purged or cleared, or are strict ({named})")
         if num_removed:
             kinds.append(f"{num_removed} tenants that were removed before the start")
         return (

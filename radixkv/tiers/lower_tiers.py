@@ -497,7 +497,10 @@ class LowerTiers:
         return True
 
     def owed(self) -> frozenset[str]:
-        """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
+        """Return the tenants that were purged or cleared, or are strict, and whose records a disk may still have.
+
+        It doesn't serve them.
+        """
         if self.level.disk is not None:
             return self.level.disk.debts.owed
         return frozenset() if self._unusable is None else self._unusable.owed
