@@ -37,7 +37,6 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Tenant
 from radixkv.errors import ArgumentError
 from radixkv.forks import OwnLock
-from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.filling_slots import FillingSlots
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.promotions import DiskPromotions
@@ -93,8 +92,6 @@ class DiskLevel:
         """Quotas whose guarantee didn't fit yet."""
         self._following = OwnLock()
         self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
-        self.load_durations = Durations()
-        """How long requests' loads took."""
         self._filling = FillingSlots(index.num_slots)
         self.rows = StagingRows(memory, num_ahead_rows, clock)
         self.patience = DiskPatience(index.cache.config.block_size, clock)
@@ -112,7 +109,6 @@ class DiskLevel:
             self._filling,
             self.serves,
             clock,
-            self.load_durations,
         )
         index.watch(self.stores.leave, self.stores.reserve_for)
 
@@ -276,7 +272,7 @@ class DiskLevel:
 
     def counts(self) -> dict[str, float]:
         """Return what the disk has and did since the start, by the names of ``LowerTiers.counts``. Any thread."""
-        tier, durations = self.tier.counts(), self.load_durations
+        tier, durations = self.tier.counts(), self.promotions.load_durations
         errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
         return {
             "capacity_blocks": self.tier.num_slots,

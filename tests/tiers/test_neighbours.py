@@ -549,7 +549,7 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
         assert eventually(lambda: owner.disk.debts.is_known("a"))
         with owner.cache.open(NS, PROMPT) as sequence:
             assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
-        assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
+        assert owner.disk.promotions.load_durations.count == 1, "nothing was loaded for the other one"
 
 
 def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
