@@ -28,8 +28,8 @@ purge.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -37,6 +37,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Tenant
 from radixkv.errors import ArgumentError
 from radixkv.forks import OwnLock
+from radixkv.index.below import Scope
 from radixkv.tiers.disk.filling_slots import FillingSlots
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.promotions import DiskPromotions
@@ -46,7 +47,7 @@ from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory, StagingRows
-from radixkv.tiers.pending import DiskDebts
+from radixkv.tiers.pending import DiskDebts, Pending
 from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
@@ -126,6 +127,15 @@ class DiskLevel:
     def may_have(self, tenant: str) -> bool:
         """Whether there may be records of a tenant: of a strict one only until its old ones are destroyed. O(1)."""
         return self.serves(tenant) or self.tier.is_known(tenant)
+
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[Pending]:
+        """See DiskDebts. Of a strict tenant nothing is pending, unless its old records aren't destroyed yet."""
+        if scope.tenant is not None and not self.may_have(scope.tenant):
+            yield Pending()
+        else:
+            with self.debts.forgetting(scope) as pending:
+                yield pending
 
     def follow(self, tenant: str, settings: Tenant | None, *, has_share: bool = True) -> None:
         """Take the settings that a tenant has now; None: it has none any more. Never waits for the disk.
@@ -223,9 +233,7 @@ class DiskLevel:
         """
         self.promotions.close()
         ends_at = self._clock() + CLOSING_S
-        for tenant in self.debts.owed:
-            self.debts.pay(tenant, max(ends_at - self._clock(), 0.0))
-        self.debts.pay_removed(max(ends_at - self._clock(), 0.0))
+        Pending([self.debts]).wait(max(ends_at - self._clock(), 0.0))
         self.stores.begin_to_close()
         self._finish(ends_at)
         if give_all is not None and self.tier.state == "open":

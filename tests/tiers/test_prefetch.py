@@ -242,7 +242,7 @@ def test_nothing_comes_for_a_strict_tenant(folder: Path, call: str) -> None:
         getattr(owner.cache, call)(NS, PROMPT)
         assert eventually(lambda: reads.num_held > 0)
         owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
-        assert eventually(lambda: not owner.cache.owed()), "its keys are destroyed"
+        assert eventually(lambda: not owner.cache.pending()), "its keys are destroyed"
         num_before = reads.num + reads.num_held
         getattr(owner.cache, call)(NS, PROMPT)
         reads.open()

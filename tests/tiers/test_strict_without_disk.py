@@ -15,6 +15,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.index.below import Scope
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.disk_level import DiskLevel
@@ -164,12 +165,12 @@ def check_old_records_are_destroyed(folder: Path) -> None:
     """``folder`` has records, maybe of a version in which the tenant had a part of the disk as a strict one."""
     written(folder, "a", "b")
     with owned(folder) as owner:
-        assert eventually(lambda: not owner.cache.owed())
+        assert eventually(lambda: not owner.cache.pending())
         assert owner.records("a") == 0 and not owner.has_keys("a") and owner.records("b") == 10
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
         num_syncs = owner.disk.tier.durations["sync"].count
         owner.cache.add_tenant(BANK)
-        assert not owner.cache.owed() and owner.disk.tier.durations["sync"].count == num_syncs
+        assert not owner.cache.pending() and owner.disk.tier.durations["sync"].count == num_syncs
     with owned(folder, BURST, OTHERS) as owner:
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
 
@@ -185,7 +186,7 @@ def check_a_tenant_that_becomes_strict_leaves(folder: Path) -> None:
             owner.stored("a", PROMPT, 10)
             assert owner.quota("a").guaranteed == 24
             owner.cache.add_tenant(BANK)
-            assert eventually(lambda: not owner.cache.owed())
+            assert eventually(lambda: not owner.cache.pending())
             assert owner.records("a") == 0 and not owner.has_keys("a")
             owner.evict_host()
             assert owner.loaded(PROMPT, "a") == 0 and owner.records("b") == 10
@@ -206,14 +207,14 @@ def test_it_is_pending_until_the_disk_can_destroy_it(tmp_path: Path, monkeypatch
     with owned(tmp_path / "disk", OTHERS, files=files) as owner:
         files.before = failing(DESTROYING)
         owner.cache.add_tenant(BANK)
-        assert owner.cache.owed() == {"a"} and owner.cache.unforgotten("a")
+        assert owner.cache.pending().tenants == {"a"} == owner.cache.pending("a").tenants
         assert owner.cache.tier_counts()["disk"]["owed_purges"] == 1
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
         owner.cache.add_tenant(BURST)
         assert owner.loaded(PROMPT, "a") == 0, "nothing is served before"
         owner.cache.add_tenant(BANK)
         files.before = lambda call: None
-        assert eventually(lambda: not owner.cache.owed()) and not owner.has_keys("a")
+        assert eventually(lambda: not owner.cache.pending()) and not owner.has_keys("a")
 
 
 def test_what_is_on_its_way_to_the_disk_is_not_there_in_the_end(tmp_path: Path) -> None:
@@ -234,10 +235,10 @@ def test_what_is_on_its_way_to_the_disk_is_not_there_in_the_end(tmp_path: Path) 
         with owner.below.gate:
             owner.below.tick()
         assert num_held.acquire(timeout=LIMIT_S)
-        owner.cache.add_tenant(BANK)
+        owner.cache.add_tenant(BANK, wait_s=0)
         is_armed = False
         released.set()
-        assert eventually(lambda: owner.is_stored() and not owner.cache.owed())
+        assert eventually(lambda: owner.is_stored() and not owner.cache.pending())
         assert owner.records("a") == 0 and owner.records("b") == 10
     with owned(tmp_path / "disk") as owner:
         assert owner.records("a") == 0
@@ -266,9 +267,7 @@ def check_a_hang_delays_nothing(folder: Path, most_s: float = LIMIT_S) -> None:
         assert owner.ask(PROMPT, MINE)[0] == 40
         owner.cache.clear(MINE)
         owner.cache.purge("a")
-        with owner.cache.forgotten_on_disk("a"):
-            pass
-        assert not owner.cache.owed() - {"b"}
+        assert not owner.cache.forget_in_tiers(Scope("a")) and not owner.cache.pending("a")
         owner.cache.add_tenant(BANK)
         done.set()
 

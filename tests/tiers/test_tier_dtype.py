@@ -421,8 +421,8 @@ def a_change_that_leaves_what_is_resident(patch: pytest.MonkeyPatch) -> None:
 def a_purge_that_skips_lossy_tiers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         TiersByDtype,
-        "forgotten",
-        lambda self, tenant, namespace: self.tiers["exact"].forgotten(tenant, namespace),
+        "forgetting",
+        lambda self, scope: self.tiers["exact"].forgetting(scope),
     )
 
 
