@@ -130,12 +130,22 @@ class DiskLevel:
 
     @contextmanager
     def forgetting(self, scope: Scope) -> Iterator[Pending]:
-        """See DiskDebts. Of a strict tenant nothing is pending, unless its old records aren't destroyed yet."""
-        if scope.tenant is not None and not self.may_have(scope.tenant):
-            yield Pending()
-        else:
-            with self.debts.forgetting(scope) as pending:
-                yield pending
+        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
+
+        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
+        keys. Of a strict tenant it owes nothing, unless older records of it are still here. Yields what will be left to
+        do.
+        """
+        tenant = scope.tenant
+        assert tenant is not None
+        if self.may_have(tenant):
+            self.debts.owe(tenant)
+        try:
+            yield Pending([self.debts], tenant)
+        finally:
+            if self.may_have(tenant):
+                self.debts.owe(tenant)
+                self.debts.begin_to_pay(tenant)
 
     def follow(self, tenant: str, settings: Tenant | None, *, has_share: bool = True) -> None:
         """Take the settings that a tenant has now; None: it has none any more. Never waits for the disk.

@@ -24,15 +24,13 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.errors import CoordinationError, TierError
 from radixkv.forks import OwnLock
-from radixkv.index.below import Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk.io_threads import IOThreads, Job
 from radixkv.tiers.disk.tier import DiskTier
@@ -245,21 +243,6 @@ class DiskDebts:
         return namespace._replace(weights=self._weights[namespace.weights])
 
     # --- purges
-
-    @contextmanager
-    def forgetting(self, scope: Scope) -> Iterator[Pending]:
-        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
-
-        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
-        keys. Yields what will be left to do.
-        """
-        assert scope.tenant is not None
-        self.owe(scope.tenant)
-        try:
-            yield Pending([self], scope.tenant)
-        finally:
-            self.owe(scope.tenant)
-            self.begin_to_pay(scope.tenant)
 
     def owe(self, tenant: str) -> None:
         """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""

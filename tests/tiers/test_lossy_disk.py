@@ -16,7 +16,6 @@ from radixkv.audit.oracle import Engine
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.index.below import Scope
-from radixkv.tiers import lower_tiers
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
