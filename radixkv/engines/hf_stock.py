@@ -16,6 +16,7 @@ computes the forwards of a beam search (``hf_driven``), only the loop is this on
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -417,20 +418,26 @@ def _begun(
     """Open the next prompt for the time of a stack. In the end the tenant's statistics get what the tally has."""
     sequence = stack.enter_context(_with_room(open_sequence, on_no_room))
     at, found = len(tally.num_cached), sequence.num_cached_tokens
-    tally.begin(_num_there(sequence))
-    if tally.num_loaded is not None:
-        tally.num_loaded["host"] += tally.num_cached[at] - found
+    tally.begin(found)
+    _load(sequence, tally)
     stack.callback(lambda: sequence.recount(1, tally.num_cached[at], tally.num_computed[at]))
     return sequence
 
 
-def _num_there(sequence: Sequence) -> int:
-    """Return how many tokens of an opened sequence are there, with those that host memory below it brings at once."""
+def _load(sequence: Sequence, tally: Tally) -> None:
+    """Load what the tiers have of a sequence that was just opened. Waits for a disk, for less than computing takes."""
     loading = sequence.loading
-    if loading is not None:
-        loading.poll()
-        loading.cancel()  # this engine's step is one prompt: it doesn't wait for a disk
-    return sequence.num_committed_tokens
+    if loading is None:
+        return
+    began_at, found = time.monotonic(), sequence.num_committed_tokens
+    loading.wait()
+    num_tokens = sequence.num_committed_tokens - found
+    num_host = min(num_tokens, loading.num_host_tokens)
+    tally.num_cached[-1] += num_tokens
+    tally.loading_s += time.monotonic() - began_at
+    if tally.num_loaded is not None:
+        tally.num_loaded["host"] += num_host
+        tally.num_loaded["disk"] += num_tokens - num_host
 
 
 def _commit_outputs(paged: PagedCache, request: Request, rows: list[list[int]]) -> None:

@@ -243,10 +243,6 @@ class DiskLevel:
         for lane in self.lanes:
             lane.promotions.used(request_id, num_blocks)
 
-    def take_used(self, request_id: str) -> int:
-        """Return how many blocks that came from the disk a request has used since the last call. O(lanes)."""
-        return sum(lane.promotions.take_used(request_id) for lane in self.lanes)
-
     # --- steps
 
     @property

@@ -151,7 +151,7 @@ def test_what_was_read_and_not_used_is_no_hit(tmp_path: Path, monkeypatch: pytes
         raise OSError("no memory")
 
     with on_disk(tmp_path / "disk") as engine:
-        monkeypatch.setattr(HostBlocks, "_copy_in", fail)
+        monkeypatch.setattr(HostBlocks, "put", fail)
         assert ask(engine, PROMPT) == (answer, 0)
         assert blocks_read(engine) > 0 == disk_counts(engine)["hit_blocks"] == hits(engine)
         monkeypatch.undo()
@@ -178,7 +178,8 @@ def test_what_is_forgotten_while_it_comes_is_not_used(tmp_path: Path, forget: st
         else:
             assert asked.result(LIMIT_S) == (answer, 0)
         assert disk_counts(engine)["hit_blocks"] == hits(engine) == 0
-        assert eventually(lambda: not disk.num_running) and not disk.shared.promotions._held
+        reader = lower_of(engine).reader
+        assert reader is not None and eventually(lambda: not disk.num_running and not reader.num_running)
         assert lower_of(engine).level.cache.stats().num_sequences == 0
 
 
