@@ -42,9 +42,12 @@ READ = (
 """Paths that A reads. Most servers have few of them."""
 OPERATORS = ("/v1/bases", "/v1/keys", "/v1/tenants")
 """Paths that radixkv shows only to the operator."""
-_VOLATILE_HEADERS = frozenset(
-    {"date", "x-request-id", "x-process-time", "cf-ray", "x-envoy-upstream-service-time"}
+_VOLATILE_HEADERS = re.compile(
+    "date|x-request-id|x-process-time|openai-processing-ms|cf-ray|x-envoy-upstream-service-time"
+    "|.*ratelimit.*(remaining|reset).*",
+    re.IGNORECASE,
 )
+"""Headers that differ from answer to answer. What a rate limit leaves grows with the time between A's own requests."""
 _VOLATILE_FIELDS = frozenset({"id", "created", "timings", "seconds"})
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 _EVICTION_COUNTS = re.compile(
@@ -276,7 +279,7 @@ class Scrapes:
             self._failed = error
             return ABORTED, {}, "aborted"
         headers = {
-            name: text for name, text in reply.headers.items() if name.lower() not in _VOLATILE_HEADERS
+            name: text for name, text in reply.headers.items() if not _VOLATILE_HEADERS.fullmatch(name)
         }
         text = reply.text
         if path.startswith(_COUNTED):

@@ -55,7 +55,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -76,9 +76,12 @@ from radixkv.engines.control_tenants import (
     text_of,
 )
 from radixkv.errors import ArgumentError, ConfigError, ControlError, LeaseError, RadixKVError
+from radixkv.index.below import Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet, key_id
 from radixkv.tenancy.salt import ANONYMOUS, SaltReader
+from radixkv.tiers import pending as pendings
+from radixkv.tiers.pending import Pending
 from radixkv.uncopied import refuse_copies
 
 __all__ = ["MAX_CLIENTS", "SOCKET_NAME", "ControlServer"]
@@ -131,9 +134,8 @@ class ControlServer:
     - ``patience_s``: how long a short command waits for ``run_pending``. 0 for an engine that never calls it.
     - ``is_idle``: whether the engine makes no steps now. Called by other threads.
     - ``on_purge``: called before and after a purge or a removal of a tenant, by other threads.
-    - ``owe_below``: called with a tenant, before and after the cache forgets something of it. From then on the tiers
-      below serve nothing of it.
-    - ``pay_below``: called with the tenant then: to destroy what they have of it. Returns whether that is done.
+    - ``forgetting_below``: returns a context in which the cache forgets something of a tenant. The tiers below serve
+      nothing of the tenant from its beginning on, and begin to destroy what they have at its end.
     - ``knows_below``: whether the tiers below may have something of a tenant that the cache hasn't met. By any thread.
     - ``follow_below``: called with the tenant, after its settings have changed in the cache. By any thread.
     - ``on_keys``: called with keys that were read again, before salts of them are accepted. If it raises, none are.
@@ -153,8 +155,9 @@ class ControlServer:
         patience_s: float = 0.25,
         is_idle: Callable[[], bool] = lambda: False,
         on_purge: Callable[[], None] = lambda: None,
-        owe_below: Callable[[str], None] = lambda tenant: None,
-        pay_below: Callable[[str], bool] = lambda tenant: True,
+        forgetting_below: Callable[[Scope], AbstractContextManager[Pending]] = lambda scope: nullcontext(
+            Pending()
+        ),
         knows_below: Callable[[str], bool] = lambda tenant: False,
         follow_below: Callable[[str], None] = lambda tenant: None,
         on_keys: Callable[[KeySet], None] = lambda keys: None,
@@ -167,7 +170,7 @@ class ControlServer:
         self._cache, self._keys_file, self._salts = cache, keys_file, salts
         self._patience_s, self._is_idle, self._clock = patience_s, is_idle, clock
         self._on_purge, self._on_keys, self._tiers, self._weights = on_purge, on_keys, tiers, weights
-        self._owe_below, self._pay_below, self._knows_below = owe_below, pay_below, knows_below
+        self._forgetting_below, self._knows_below = forgetting_below, knows_below
         self._keys = self._loaded_keys()
         self._waiting: deque[_Turn] = deque()
         self._stopping = threading.Event()
@@ -448,18 +451,17 @@ class ControlServer:
     def _forgetting(self, names: list[str]) -> Iterator[list[str]]:
         """Within this, the cache forgets something of these tenants. The tiers below forget the tenants.
 
-        They owe it once more at the end: what they forgot early may have been stored again. Yields a list, which has
-        the tenants that they still owe afterwards.
+        Yields a list, which has the tenants of which they still have to destroy something, some seconds afterwards.
         """
         owed: list[str] = []
-        try:
-            for name in names:
-                self._owe_below(name)
+        with ExitStack() as stack:
+            pending = [stack.enter_context(self._forgetting_below(Scope(name))) for name in names]
             yield owed
-        finally:
-            for name in names:
-                self._owe_below(name)
-        owed += [name for name in names if not self._pay_below(name) or still_owes(self._cache, name)]
+        ends_at = monotonic() + pendings.FORGET_S
+        for name, below in zip(names, pending, strict=True):
+            is_done = not below or below.wait(max(ends_at - monotonic(), 0.0))
+            if not is_done or still_owes(self._cache, name):
+                owed.append(name)
 
     def _generation(self, names: list[str]) -> int:
         if self._salts is None or names == [ANONYMOUS]:

@@ -147,7 +147,7 @@ def is_known_to(cache: PrefixCache, tenant: str) -> bool:
 
 def still_owes(cache: PrefixCache, tenant: str) -> bool:
     """Whether a cache's own disk may still have what a purge or a clear of a tenant was to destroy."""
-    return isinstance(cache, TieredCache) and cache.unforgotten(tenant)
+    return isinstance(cache, TieredCache) and bool(cache.pending(tenant))
 
 
 def digest_of(namespace: Namespace) -> str:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -23,6 +22,7 @@ from radixkv.config import Namespace, Scrub, Tenant
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
+from radixkv.index.below import Scope
 from radixkv.index.cache import RequestHints
 from radixkv.index.changes import Journal
 from radixkv.index.endings import Endings
@@ -30,6 +30,7 @@ from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tier import FolderNotes, TierDetails
 
@@ -507,47 +508,46 @@ class Tiered(Protocol):
         kept by that store, by which a tier notices that it is an older copy of itself.
         """
 
-    def owed(self) -> frozenset[str]:
-        """Return tenants that were purged or cleared, and whose records a disk may still have. From any thread."""
-
     @property
     def has_disk(self) -> bool:
         """Whether what lies below outlives the process."""
 
-    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
-        """Return a context after which a disk has nothing of a tenant, or owes that. Meanwhile it serves nothing of it.
+    def forget_in_tiers(self, scope: Scope, wait_s: float | None = None) -> Pending:
+        """Forget something in the tiers, also what lies nowhere else. Waits for a disk for at most ``wait_s`` seconds.
 
-        Clear the tenant's namespaces within. The end waits some seconds for the disk.
+        Returns what a disk still has to destroy of it. No tier serves any of it, and it is tried until it is done.
         """
 
-    def without_waiting(self) -> AbstractContextManager[None]:
-        """Return a context within which purges and clears by this thread don't wait for a disk: it owes them."""
+    def pending(self, tenant: str | None = None) -> Pending:
+        """Return what a disk still has to destroy of a tenant, or of all. From any thread."""
 
-    def applying(self, generation: int) -> AbstractContextManager[None]:
-        """Return such a context, in which a purge is the one by which the fleet gave the tenant this generation.
+    def purge(self, tenant: str, /, *, generation: int = 0, wait_s: float | None = None) -> int:
+        """See EngineCache. Waits for a disk for at most ``wait_s`` seconds.
 
-        Tiers whose disk has learned this very generation keep what they have: it came after that purge.
+        ``generation``: the fleet gave it to the tenant by this purge. Tiers whose disk has learned this very generation
+        keep what they have: it came after that purge. 0: it isn't a purge of the fleet.
         """
 
-    def settle(self, tenant: str) -> None:
-        """Wait some seconds for a disk that owes something of a tenant."""
+    def clear(self, namespace: Namespace, /, *, wait_s: float | None = None) -> int:
+        """See EngineCache, and ``purge``."""
 
-    def forget_all_but(self, tenants: Collection[str]) -> None:
-        """Forget what a disk has of any other tenant: it was removed while no process had the disk. Before requests.
+    def add_tenant(self, tenant: Tenant, /, *, wait_s: float | None = None) -> None:
+        """See EngineCache, and ``purge``."""
 
-        One that was removed and made again has another ``incarnation``: what the disk has of the earlier one is
-        forgotten by ``add_tenant``.
-
-        Nothing of the others is found from now on, also if the disk fails, which is tried again. Waits some seconds.
-        """
-
-    def owes_removed(self) -> bool:
-        """Whether a disk may still have what ``forget_all_but`` was to destroy. From any thread."""
+    def remove_tenant(self, tenant: str, /, *, wait_s: float | None = None) -> None:
+        """See EngineCache, and ``purge``."""
 
 
-def without_waiting(cache: EngineCache) -> AbstractContextManager[None]:
-    """Return ``cache.without_waiting()``, where it is Tiered."""
-    return cache.without_waiting() if isinstance(cache, Tiered) else nullcontext()
+def purge(cache: EngineCache, tenant: str, generation: int = 0) -> int:
+    """Purge a tenant without waiting for a disk. See Tiered for ``generation``."""
+    if isinstance(cache, Tiered):
+        return cache.purge(tenant, generation=generation, wait_s=0.0)
+    return cache.purge(tenant)
+
+
+def pending_of(cache: EngineCache, tenant: str | None = None) -> Pending:
+    """Return what disks below a cache still have to destroy of a tenant, or of all."""
+    return cache.pending(tenant) if isinstance(cache, Tiered) else Pending()
 
 
 @runtime_checkable

@@ -4,22 +4,24 @@
     set_tenant     (of a control channel) guarantee, limit, weight and mode, in blocks of host memory
     host memory    its index is the cache that gets them (``control_tenants``); strict tenants get slots of their own
     disk           as much of it as the blocks are of host memory; nothing of strict tenants
-    owe, pay       a purge, a clear or a removal reaches the disk, which forgets the whole tenant
+    forgetting     a purge, a clear or a removal reaches the disk, which forgets the whole tenant
 
 What a control channel sets doesn't outlive the process. Tenants that must be strict from the start on are configured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.engines.control_tenants import TenantCommands
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 from radixkv.forks import OwnLock
+from radixkv.index.below import Scope
 from radixkv.signing import KeySet
 from radixkv.tenancy.salt import SaltReader
-from radixkv.tiers.settings import FORGET_S
+from radixkv.tiers.pending import Pending
 
 if TYPE_CHECKING:
     from radixkv.tiers.disk.shares import DiskShares
@@ -73,17 +75,17 @@ class LevelTenants:
             else:
                 self.shares.set(tenant, settings.guaranteed_blocks, settings.max_blocks, settings.weight)
 
-    def owe(self, tenant: str) -> None:
-        """Let the disk serve nothing of a tenant until it has destroyed its records. Any thread."""
-        if self._level.disk is not None:
-            self._level.disk.debts.owe(tenant)
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[Pending]:
+        """Within this, host memory forgets something of a tenant, and the disk forgets the tenant. Any thread.
 
-    def pay(self, tenant: str) -> bool:
-        """Let the disk destroy what it owes of a tenant. Returns whether that is done; else it is tried again.
-
-        Waits for ``FORGET_S`` at most, so not in the engine's thread.
+        Yields what the disk still has to destroy afterwards. To wait for it isn't for the engine's thread.
         """
-        return self._level.disk is None or self._level.disk.debts.pay(tenant, FORGET_S)
+        if self._level.disk is None:
+            yield Pending()
+        else:
+            with self._level.disk.debts.forgetting(scope) as pending:
+                yield pending
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether the disk has, or may have, records of a tenant. Any thread."""

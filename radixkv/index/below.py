@@ -6,7 +6,7 @@
     Sequence.loading             Below.begin        tells what of a sequence lies below, and brings it back
     announce                     Below.expect       brings what is slow to come
     note, Session.pause          Below.prefetch     brings it shortly before the expected end of a pause
-    purge, clear, forget         Below.forgotten    forgets it there too
+    purge, clear, forget         Below.forgetting   forgets it there too
     add_tenant, remove_tenant    Below.follow       takes the tenant's settings
     audit.check                  Below.violations   tells which laws are broken there
 
@@ -35,6 +35,21 @@ GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
 FACTORY: Final = "radixkv.tiers.tiers_by_dtype", "tiers_below"
 """The module and the function that make what lies below a cache with ``host.memory`` or ``lossy_host_blocks``."""
+
+
+class Scope(NamedTuple):
+    """What is to be forgotten: all of a tenant, or a namespace of it; without a tenant, everything but some tenants'.
+
+    - ``namespace``: this one alone. A disk forgets the whole tenant all the same: its keys are those of a tenant.
+    - ``generation``: the fleet gave it to the tenant by this purge; 0: it isn't the fleet's. A disk that has
+      carried out this very purge before keeps what it has stored since.
+    - ``but``: the tenants that stay.
+    """
+
+    tenant: str | None
+    namespace: Namespace | None = None
+    generation: int = 0
+    but: frozenset[str] = frozenset()
 
 
 class Part(NamedTuple):
@@ -195,8 +210,11 @@ class Below(Protocol):
         ``resident_tokens``: returns what the cache has of it, by any thread and without the lock.
         """
 
-    def forgotten(self, tenant: str, namespace: Namespace | None) -> AbstractContextManager[None]:
-        """Return a context in which the cache forgets a namespace, or a tenant. At its end all is forgotten below."""
+    def forgetting(self, scope: Scope) -> AbstractContextManager[None]:
+        """Return a context in which the cache forgets a namespace, or a tenant. After it no tier serves any of it.
+
+        Host memory has nothing of it then. A disk may still have to destroy its keys, and isn't waited for.
+        """
 
     def require(self, tenant: Tenant) -> None:
         """Raise ArgumentError for a ``tier_dtype`` that can't be had. Called under the cache's lock."""
@@ -240,8 +258,6 @@ def moved(below: Below | None, call: Callable[[], T]) -> T:
         return call()
 
 
-def forgetting(
-    below: Below | None, tenant: str, namespace: Namespace | None = None
-) -> AbstractContextManager[None]:
+def forgetting(below: Below | None, scope: Scope) -> AbstractContextManager[None]:
     """Return a context in which the cache forgets a namespace, or a tenant."""
-    return nullcontext() if below is None else below.forgotten(tenant, namespace)
+    return nullcontext() if below is None else below.forgetting(scope)

@@ -52,7 +52,7 @@ from radixkv.index import (
 from radixkv.index.ahead import MAX_STEP, end_step, num_found, step_failed
 from radixkv.index.announcements import Announcement
 from radixkv.index.bases import Publication
-from radixkv.index.below import Below, forgetting, made_for
+from radixkv.index.below import Below, Scope, forgetting, made_for
 from radixkv.index.changes import Journal
 from radixkv.index.engine_blocks import Inserted
 from radixkv.index.leases import Lease, end_due, lease_match, take_lease, take_pin
@@ -547,7 +547,7 @@ class PrefixCache(CacheState):
         wasn't added, and for one whose sequences and pins hold more than the limit of tenants that weren't added.
         """
         require_tenant_id(tenant)
-        with forgetting(self._below, tenant):
+        with forgetting(self._below, Scope(tenant)):
             with self._lock, Mending(self):
                 namespaces = tenant_settings.remove(self, tenant)
             follow(self, tenant)
@@ -577,7 +577,7 @@ class PrefixCache(CacheState):
         namespace reads stays readable. O(1) under the lock (for a reader of bases: O(its trees)), then slices.
         """
         require_namespace(namespace)
-        with forgetting(self._below, namespace.tenant, namespace):
+        with forgetting(self._below, Scope(namespace.tenant, namespace)):
             return purge.clear(self, namespace)
 
     def purge(self, tenant: TenantId) -> int:
@@ -589,8 +589,12 @@ class PrefixCache(CacheState):
         for the tenant. The tenant's settings stay. Raises ArgumentError for an invalid tenant id. O(namespaces +
         sequences), then slices.
         """
+        return self._purged(tenant, 0)
+
+    def _purged(self, tenant: TenantId, fleet_generation: int) -> int:
+        """Purge a tenant, because the fleet gave it this generation; 0: for another reason."""
         require_tenant_id(tenant)
-        with forgetting(self._below, tenant):
+        with forgetting(self._below, Scope(tenant, generation=fleet_generation)):
             return purge.purge(self, tenant)
 
     def generation(self, tenant: TenantId) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from radixkv.index import requests
 from radixkv.index.ahead import end_step, step_done
-from radixkv.index.below import Below, Loading, Part, forgetting, moved
+from radixkv.index.below import Below, Loading, Part, Scope, forgetting, moved
 from radixkv.index.blocks import unpack
 from radixkv.index.cachelock import CacheLock
 from radixkv.index.holders import LeaseState, SequenceState
@@ -281,7 +281,7 @@ def forgotten_too(below: Below | None, state: SequenceState, forget: Callable[[]
     if below is None:  # the usual case: nothing happens after the lock is released
         return forget()
     namespace = state._tree.namespace
-    with below.forgotten(namespace.tenant, namespace):
+    with below.forgetting(Scope(namespace.tenant, namespace)):
         return forget()
 
 
@@ -292,7 +292,7 @@ def follow(cache: CacheState, tenant: str, *, forgets: bool = False) -> None:
     ``tier_dtype``. Meanwhile nothing of it is kept or loaded, so nothing of one is kept as the other's.
     """
     below = cache._below
-    with forgetting(below, tenant) if forgets else nullcontext():
+    with forgetting(below, Scope(tenant)) if forgets else nullcontext():
         if below is not None:
             below.follow(partial(_settings, cache, tenant))
         if forgets:

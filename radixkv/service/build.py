@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.engine_protocol import Tiered, purge
 from radixkv.errors import ArgumentError, ConfigError, shown
+from radixkv.index.below import Scope
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet.peers import Fleet
@@ -81,7 +82,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         allowed = f"guarantees and limits that fit into the cache; those of the tenant {shown(name)}: {error}"
         raise ConfigError("keys", str(settings.keys), allowed)
     if isinstance(cache, Tiered):
-        cache.forget_all_but({*keys.ring.tenants, OPERATOR_ACCOUNT})
+        cache.forget_in_tiers(Scope(None, but=frozenset({*keys.ring.tenants, OPERATOR_ACCOUNT})))
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
@@ -185,7 +186,12 @@ def _attach(coordinator: Coordinator, cache: EngineCache) -> None:
     if not isinstance(cache, Tiered):
         coordinator.attach(cache, partial(_purge, cache))
         return
-    coordinator.attach(cache, partial(_purge, cache), cache.owed, cache.owes_removed)
+    coordinator.attach(
+        cache,
+        partial(_purge, cache),
+        lambda: cache.pending().tenants,
+        lambda: cache.pending().num_removed > 0,
+    )
     cache.follow_generations(
         coordinator.purges.applied,
         lambda: coordinator.knows_generations,
@@ -200,5 +206,4 @@ def _purge(cache: EngineCache, tenant: str, raised: Raised) -> None:
     It doesn't wait for the disk, because no beat is sent meanwhile. The coordinator asks what is owed. A disk that has
     paid this very purge before, perhaps in an earlier process, keeps what it has stored since.
     """
-    with cache.applying(raised.number) if isinstance(cache, Tiered) else nullcontext():
-        cache.purge(tenant)
+    purge(cache, tenant, raised.number)

@@ -18,7 +18,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_BLOCKS
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered
+from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered, pending_of
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
@@ -276,7 +276,7 @@ class Service:
 
     def owes(self, tenant: str) -> bool:
         """Whether a disk here may still have records of a tenant that a purge or a clear was to destroy."""
-        return isinstance(self.cache, Tiered) and tenant in self.cache.owed()
+        return bool(pending_of(self.cache, tenant))
 
     def sickness(self) -> list[str]:
         """Return the reasons to replace this process; empty if it is healthy."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from radixkv.config import Tenant
-from radixkv.engines.engine_protocol import without_waiting
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import ArgumentError, ConfigError, ControlError, RadixKVError
 from radixkv.service.auth import Keyring
 from radixkv.service.problems import store_unavailable
@@ -89,7 +89,7 @@ class TenantSync:
             if settings is not None and self._granted.get(tenant) != blocks:
                 own = settings.tenant(tenant, blocks, self._pin_share)
                 held = replace(own, incarnation=self._told[tenant].incarnation)
-                self._cache.add_tenant(held)
+                self._add(held)
                 self._told[tenant] = held
                 if blocks is None:
                     del self._granted[tenant]
@@ -102,8 +102,14 @@ class TenantSync:
         Such a tenant stays as it was; a new one isn't added. A later call tries it again. It doesn't wait for a disk,
         which owes what removed tenants had.
         """
-        with self._lock, without_waiting(self._cache):
+        with self._lock:
             return self._take(ring)
+
+    def _add(self, tenant: Tenant) -> None:
+        if isinstance(self._cache, Tiered):
+            self._cache.add_tenant(tenant, wait_s=0.0)
+        else:
+            self._cache.add_tenant(tenant)
 
     def _take(self, ring: Keyring) -> dict[str, RadixKVError]:
         refused: dict[str, RadixKVError] = {}
@@ -126,7 +132,7 @@ class TenantSync:
                 continue
             try:
                 if self._told.get(each.id) != each:
-                    self._cache.add_tenant(each)
+                    self._add(each)
             except (ArgumentError, ConfigError, ControlError) as error:
                 refused[each.id] = error
             else:
@@ -144,7 +150,10 @@ class TenantSync:
             self._removals[tenant] = self.num_removals(tenant) + 1
             self._unpurged.add(tenant)
         self._strike(tenant)
-        self._cache.remove_tenant(tenant)
+        if isinstance(self._cache, Tiered):
+            self._cache.remove_tenant(tenant, wait_s=0.0)
+        else:
+            self._cache.remove_tenant(tenant)
         self._leaving.discard(tenant)
         del self._told[tenant], self._settings[tenant]
         self._granted.pop(tenant, None)

@@ -46,7 +46,7 @@ from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory, StagingRows
-from radixkv.tiers.pending import DiskDebts
+from radixkv.tiers.pending import DiskDebts, Pending
 from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
@@ -330,9 +330,7 @@ class DiskLevel:
         for lane in self.lanes:
             lane.promotions.close()
         ends_at = self._clock() + CLOSING_S
-        for tenant in self.debts.owed:
-            self.debts.pay(tenant, max(ends_at - self._clock(), 0.0))
-        self.debts.pay_removed(max(ends_at - self._clock(), 0.0))
+        Pending([self.debts]).wait(max(ends_at - self._clock(), 0.0))
         for lane in self.lanes:
             lane.stores.begin_to_close()
         self._finish(ends_at)

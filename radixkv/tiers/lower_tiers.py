@@ -32,9 +32,8 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -48,7 +47,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace, Tenant
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
-from radixkv.index.below import Part, Target
+from radixkv.index.below import Part, Scope, Target
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -59,11 +58,11 @@ from radixkv.tiers.host.lossy_memory import LossyBlocks
 from radixkv.tiers.host.memory import HostBlocks, Slots, bytes_of_row
 from radixkv.tiers.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
 from radixkv.tiers.loading import Put, TierLoading
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
 from radixkv.tiers.record_reader import RecordReader
 from radixkv.tiers.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.tiers.settings import (
-    FORGET_S,
     UNCACHED_SALT,
     TierSettings,
     disk_errors,
@@ -80,10 +79,6 @@ if TYPE_CHECKING:
     from radixkv.tiers.disk.shares import DiskShares
     from radixkv.tiers.disk_level import DiskLane, DiskLevel
 
-_WAITS: Final = ContextVar("radixkv_waits_for_disks", default=True)
-"""Whether purges and clears wait for disks here."""
-_APPLIED: Final = ContextVar("radixkv_generation_applied", default=0)
-"""The generation that the fleet gave a tenant by the purge that runs here; 0: it isn't the fleet's."""
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
@@ -231,26 +226,56 @@ class LowerTiers:
     # --- purges and tenants, any thread
 
     @contextmanager
-    def forgetting(self, tenant: str, *, owes: bool = True) -> Iterator[None]:
-        """Within this, a purge or a clear of a tenant forgets its KV; rows that began before keep nothing below.
+    def forgetting(self, scope: Scope) -> Iterator[None]:
+        """See ``Below``. Rows that began before keep nothing below. Raises TierError for a disk that was closed.
 
-        The disk ``owes`` it from the beginning, so that it serves nothing. It owes it once more at the end: what it
-        forgot early may have been stored again from host memory.
+        If the disk has learned the generation of a purge of the fleet, all that is here came after that purge. Host
+        memory had forgotten the tenant before, and another process had other host memory.
         """
+        self.require_disk()
+        tenant, namespace = scope.tenant, scope.namespace
+        assert tenant is not None
+        if namespace is not None and not self.has(namespace):
+            yield
+            return
+        has_learned = self._has_learned(scope)
         with self._lock:
             self._changing[tenant] += 1
             self._marks[tenant] += 1
         self._later.forget(tenant)
         try:
-            if owes:
-                self._owe(tenant)
-            yield
+            with nullcontext() if has_learned else self._forgetting_on_disk(scope):
+                yield
+                if namespace is not None:
+                    self.clear(namespace)
+                elif not has_learned:
+                    self.purge(tenant)
         finally:
-            try:
-                if owes:
-                    self._owe(tenant)
-            finally:
-                self._changed(tenant)
+            self._changed(tenant)
+
+    @contextmanager
+    def _forgetting_on_disk(self, scope: Scope) -> Iterator[None]:
+        if self.level.disk is not None:
+            with self.level.disk.debts.forgetting(scope):
+                yield
+            return
+        if self._unusable is not None and scope.tenant is not None:
+            self._unusable.owe(scope.tenant)
+        yield
+
+    def forget_scope(self, scope: Scope) -> Pending:
+        """Forget in all tiers what the cache may have forgotten before, or never had. Returns what is still to do."""
+        if scope.tenant is not None:
+            with self.forgetting(scope):
+                pass
+        elif self.level.disk is not None:
+            self.level.disk.debts.owe_all_but(scope.but)
+        return self.pending(scope.tenant)
+
+    def pending(self, tenant: str | None = None) -> Pending:
+        """Return what the disk still has to destroy of a tenant, or of all."""
+        disk = self._unusable if self.level.disk is None else self.level.disk.debts
+        return Pending([] if disk is None else [disk], tenant)
 
     def _changed(self, tenant: str) -> None:
         """Take that a purge or a clear of a tenant has ended, or was interrupted."""
@@ -259,34 +284,6 @@ class LowerTiers:
             self._changing[tenant] -= 1
             if not self._changing[tenant]:
                 del self._changing[tenant]
-
-    @contextmanager
-    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """See ``Below``. A disk forgets the whole tenant. Waits for it for ``FORGET_S`` at most.
-
-        Raises TierError if a disk was closed: what was closed before is refused, and changes nothing.
-        """
-        self.require_disk()
-        if namespace is not None and not self.has(namespace):
-            yield
-            return
-        with self.forgotten_in_memory(tenant, namespace):
-            yield
-        forget_on_disks([self], tenant)
-
-    @contextmanager
-    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
-        """See ``Tiered``."""
-        with self.forgotten_on_disk_later(tenant):
-            yield
-        forget_on_disks([self], tenant)
-
-    @contextmanager
-    def forgotten_on_disk_later(self, tenant: str) -> Iterator[None]:
-        """Do the same without waiting for the disk, which owes it then."""
-        self.require_disk()
-        with self.forgetting(tenant):
-            yield
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether a disk has, or may have, records of a tenant. O(1), any thread."""
@@ -299,26 +296,12 @@ class LowerTiers:
         """Whether there is a disk, usable or not."""
         return self.level.disk is not None or self._unusable is not None
 
-    @contextmanager
-    def forgotten_in_memory(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
-        """Do the same without waiting for the disk, which owes it then. For a namespace that ``has`` says is here.
-
-        If the disk has learned the generation of a purge of the fleet (``applying``), all that is here came after it.
-        Host memory had forgotten the tenant before, and another process had other host memory.
-        """
-        self.require_disk()
-        has_learned = namespace is None and self._has_learned(tenant)
-        with self.forgetting(tenant, owes=not has_learned):
-            yield
-            if namespace is not None:
-                self.clear(namespace)
-            elif not has_learned:
-                self.purge(tenant)
-
-    def _has_learned(self, tenant: str) -> bool:
-        """Whether the purge that runs is one of the fleet, and the disk has learned its generation."""
-        generation, disk = _APPLIED.get(), self.level.disk
-        return generation != 0 and disk is not None and disk.tier.generation(tenant) == generation
+    def _has_learned(self, scope: Scope) -> bool:
+        """Whether it is a purge of the fleet, and the disk has learned its generation."""
+        disk = self.level.disk
+        if not scope.generation or scope.tenant is None or disk is None:
+            return False
+        return disk.tier.generation(scope.tenant) == scope.generation
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
@@ -371,12 +354,6 @@ class LowerTiers:
                 "the disk below this cache is closed, and can't forget: open it again, then purge"
             )
 
-    def _owe(self, tenant: str) -> None:
-        if self.level.disk is not None:
-            self.level.disk.debts.owe(tenant)
-        elif self._unusable is not None:
-            self._unusable.owe(tenant)
-
     def owes_all_of(self, tenant: str) -> bool:
         """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
         disk = self.disk
@@ -384,34 +361,6 @@ class LowerTiers:
             return False
         disk.debts.owe(tenant)
         return True
-
-    def owed(self) -> frozenset[str]:
-        """Return the purged or cleared tenants whose records may still be on the disk, which doesn't serve them."""
-        if self.level.disk is not None:
-            return self.level.disk.debts.owed
-        return frozenset() if self._unusable is None else self._unusable.owed
-
-    def without_waiting(self) -> AbstractContextManager[None]:
-        """See ``Tiered``."""
-        return without_waiting()
-
-    def applying(self, generation: int) -> AbstractContextManager[None]:
-        """See ``Tiered``."""
-        return applying(generation)
-
-    def settle(self, tenant: str) -> None:
-        """See ``Tiered``."""
-        if tenant in self.owed():
-            forget_on_disks([self], tenant)
-
-    def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``."""
-        forget_all_but([self], tenants)
-
-    @property
-    def num_removed(self) -> int:
-        """How many tenants that ``forget_all_but`` found on the disk may still have records there."""
-        return 0 if self.level.disk is None else self.level.disk.debts.num_removed
 
     def require(self, tenant: Tenant) -> None:
         """See ``Below``."""
@@ -1076,65 +1025,6 @@ def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work
             return
         found._tick_safely()
         del found
-
-
-def forget_on_disks(tiers: Iterable[LowerTiers], tenant: str) -> None:
-    """Destroy the keys of a tenant's records on the disks of all these tiers, at the same time.
-
-    Waits for at most ``FORGET_S`` in all, or not at all (``without_waiting``): see ``LowerTiers.owed``. Raises
-    TierError for a disk that was closed before.
-    """
-    those = [(each, each.disk) for each in tiers if each.disk is not None]
-    jobs, ends_at = [disk.debts.begin_to_pay(tenant) for _, disk in those], monotonic() + FORGET_S
-    if not _WAITS.get():
-        return
-    for (each, disk), job in zip(those, jobs, strict=True):
-        if job is not None:
-            job.poll(max(ends_at - monotonic(), 0.0))
-        if tenant in disk.debts.owed:
-            each.require_disk()
-            problem = disk.debts.problem(tenant)
-            _log.error(
-                "the disk owes the purge of %r, and serves nothing of it meanwhile: %s", tenant, problem
-            )
-
-
-@contextmanager
-def without_waiting() -> Iterator[None]:
-    """Within this, purges and clears by this thread don't wait for a disk. It owes them, and begins to pay."""
-    before = _WAITS.set(False)
-    try:
-        yield
-    finally:
-        _WAITS.reset(before)
-
-
-@contextmanager
-def applying(generation: int) -> Iterator[None]:
-    """Within this, purges by this thread are those by which the fleet gave a tenant this generation: see ``Tiered``."""
-    before = _APPLIED.set(generation)
-    try:
-        with without_waiting():
-            yield
-    finally:
-        _APPLIED.reset(before)
-
-
-def forget_all_but(tiers: Iterable[LowerTiers], tenants: Collection[str]) -> None:
-    """Destroy the keys of the records of all but these tenants, on the disks of all these tiers at the same time.
-
-    Waits for at most ``FORGET_S`` in all. What isn't done by then is owed, and goes on.
-    """
-    disks = [each.disk for each in tiers if each.disk is not None]
-    jobs, ends_at = [disk.debts.owe_all_but(tenants) for disk in disks], monotonic() + FORGET_S
-    for disk, job in zip(disks, jobs, strict=True):
-        if job is not None:
-            job.poll(max(ends_at - monotonic(), 0.0))
-        if disk.debts.num_removed:
-            _log.error(
-                "the disk owes the purge of %d tenants that it doesn't keep, and serves nothing of them meanwhile",
-                disk.debts.num_removed,
-            )
 
 
 def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, int]:

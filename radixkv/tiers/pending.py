@@ -1,5 +1,7 @@
 """What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
 
+``Pending`` is what callers see of it.
+
     owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
     owe_all_but   the same for tenants that were removed while no process had the folder
     set_incarnation  the same for records of an earlier tenant of the same name
@@ -23,13 +25,15 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from radixkv.clock import Clock
+from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.errors import CoordinationError, TierError
 from radixkv.forks import OwnLock
+from radixkv.index.below import Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk.io_threads import IOThreads, Job
 from radixkv.tiers.disk.tier import DiskTier
@@ -39,11 +43,14 @@ if TYPE_CHECKING:
 
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
+FORGET_S: Final = 5.0
+"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 NOTE_S: Final = 1.0
 """The longest time for which a purge or a clear waits until the fleet's store has noted it."""
 PAY_AGAIN_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
+_MOST_NAMED: Final = 8
 _FAILED: Final = Job(lambda job, memory: False)
 _FAILED.end(False)
 
@@ -57,6 +64,82 @@ class _Learning(NamedTuple):
     waits_until: float
     again_at: float
     generations: tuple[int, int]
+
+
+class Forgetful(Protocol):
+    """A disk that may have to destroy records, which it doesn't serve meanwhile."""
+
+    @property
+    def owed(self) -> frozenset[str]:
+        """Purged or cleared tenants whose records it may still have."""
+
+    @property
+    def num_removed(self) -> int:
+        """How many tenants, removed before it was opened, may still have records here."""
+
+    def begin_to_pay(self, tenant: str) -> Job | None:
+        """Begin to destroy what it has of a tenant. None if it can't."""
+
+    def begin_to_pay_removed(self) -> Job | None:
+        """Begin to destroy what it has of removed tenants. None if it can't, or has nothing of them."""
+
+    def problem(self, tenant: str) -> str:
+        """Return why a tenant's records aren't destroyed yet; empty: those of removed tenants."""
+
+
+class Pending:
+    """What tiers still have to destroy of what was forgotten. They serve nothing of it, and try until it is done.
+
+    It is true as long as something is left. ``tenant``: of this tenant alone; None: of all. Any thread.
+    """
+
+    def __init__(self, disks: Iterable[Forgetful] = (), tenant: str | None = None) -> None:
+        self.disks, self._tenant = tuple(disks), tenant
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Purged or cleared tenants whose records a disk may still have."""
+        owed = frozenset[str]().union(*(each.owed for each in self.disks))
+        return owed if self._tenant is None else owed & {self._tenant}
+
+    @property
+    def num_removed(self) -> int:
+        """How many tenants that were removed before the start may still have records on a disk."""
+        return sum(each.num_removed for each in self.disks) if self._tenant is None else 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tenants or self.num_removed)
+
+    def _problem(self, tenant: str) -> str:
+        return ", ".join(
+            each.problem(tenant)
+            for each in self.disks
+            if (tenant in each.owed if tenant else each.num_removed)
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Try again now, and wait for at most this time; None: ``FORGET_S``. Returns whether nothing is left.
+
+        It goes on without anybody who waits.
+        """
+        jobs: list[Job | None] = []
+        for disk in self.disks:
+            jobs += [disk.begin_to_pay(each) for each in self.tenants & disk.owed]
+            if self._tenant is None:
+                jobs.append(disk.begin_to_pay_removed())
+        ends_at = monotonic() + (FORGET_S if timeout_s is None else timeout_s)
+        for job in jobs:
+            if job is not None:
+                job.poll(max(ends_at - monotonic(), 0.0))
+        return not self
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing is pending"
+        told = [f"of {each!r}: {self._problem(each)}" for each in sorted(self.tenants)[:_MOST_NAMED]]
+        if self.num_removed:
+            told.append(f"of {self.num_removed} tenants that it doesn't keep: {self._problem('')}")
+        return f"the disk still has to destroy the records {'; '.join(told)}. It serves nothing of them meanwhile"
 
 
 class DiskDebts:
@@ -181,6 +264,21 @@ class DiskDebts:
 
     # --- purges
 
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[Pending]:
+        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
+
+        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
+        keys. Yields what will be left to do.
+        """
+        assert scope.tenant is not None
+        self.owe(scope.tenant)
+        try:
+            yield Pending([self], scope.tenant)
+        finally:
+            self.owe(scope.tenant)
+            self.begin_to_pay(scope.tenant)
+
     def owe(self, tenant: str) -> None:
         """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""
         with self._owing:
@@ -216,25 +314,20 @@ class DiskDebts:
             self._unadopted.add(tenant)
             self._begin_to_adopt()
 
-    def owe_all_but(self, tenants: Collection[str]) -> Job | None:
+    def owe_all_but(self, tenants: Collection[str]) -> None:
         """Owe the records of all other tenants in the folder, and begin to destroy their keys. Before the disk serves.
 
-        Returns the first try; None if there is nothing to do. What fails is repeated. A thread of its own does it, so
-        it delays nobody's purge.
+        What fails is repeated. A thread of its own does it, so it delays nobody's purge.
         """
         self._removed = self._tier.tags_but(tenants)
-        if not self._removed:
-            return None
-        _log.info("the disk forgets %d tenants that it doesn't keep any more", len(self._removed))
+        if self._removed:
+            _log.info("the disk forgets %d tenants that it doesn't keep any more", len(self._removed))
+            self._pay_removed()
+
+    def begin_to_pay_removed(self) -> Job | None:
+        """Begin to destroy the keys of what ``owe_all_but`` found. Returns what runs."""
         self._pay_removed()
         return self._removing
-
-    def pay_removed(self, timeout_s: float) -> bool:
-        """Destroy the keys of what ``owe_all_but`` found. Returns whether that was done in this time."""
-        self._pay_removed()
-        if self._removing is not None:
-            self._removing.poll(timeout_s)
-        return not self._removed
 
     @property
     def num_removed(self) -> int:

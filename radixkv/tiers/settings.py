@@ -23,8 +23,6 @@ _SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]iB)?")
 
 UNCACHED_SALT: Final = "uncached-"
 """Salts that begin so are of requests that leave nothing. Their KV never goes below."""
-FORGET_S: Final = 5.0
-"""The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 
 
 @dataclass(frozen=True, slots=True)

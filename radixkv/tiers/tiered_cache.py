@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from radixkv.config import Tenant
 from radixkv.errors import ArgumentError, ConfigError
-from radixkv.index.below import Below
+from radixkv.index.below import Below, Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.index.validation import require_namespace, require_seconds
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import DiskOptions, Disks, TierSettings, disks_of, require_fingerprint
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from radixkv.tiers.tiers_by_dtype import TiersByDtype
 
     Lower = LowerTiers | TiersByDtype
+
+_log = logging.getLogger(__name__)
 
 
 class TieredCache(PrefixCache):
@@ -36,7 +40,7 @@ class TieredCache(PrefixCache):
     HFEngine calls ``add_tiers`` for a cache without ``host_blocks``: the fingerprint is its model's.
 
     No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
-    see ``unforgotten``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
+    see ``pending``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
     """
 
     def __init__(
@@ -132,15 +136,58 @@ class TieredCache(PrefixCache):
         if self._lower is not None:
             self._lower.prefetch(namespace, key, lambda: self.match(namespace, key).num_tokens, in_s)
 
-    # --- Tiered
+    # --- what is forgotten reaches the tiers
 
-    def unforgotten(self, tenant: str) -> bool:
-        """Whether a disk may still have what a purge or a clear of the tenant was to destroy."""
-        return tenant in self.owed()
+    def forget_in_tiers(self, scope: Scope, wait_s: float | None = None) -> Pending:
+        """Forget something in the tiers, also what lies nowhere else. Returns what a disk still has to destroy of it.
 
-    def owed(self) -> frozenset[str]:
-        """Return the tenants that are ``unforgotten``."""
-        return frozenset() if self._lower is None else self._lower.owed()
+        It doesn't change what this cache has: ``purge`` and ``clear`` do, and reach the tiers too. With
+        ``Scope(None, but=tenants)``, before the first request, a disk forgets the tenants that were removed while no
+        process had it. One that was removed and made again has another ``incarnation``: ``add_tenant`` forgets what the
+        earlier one left.
+
+        No tier serves any of it from now on. Waits for a disk for ``wait_s`` seconds at most (None:
+        ``pending.FORGET_S``). What isn't done by then is repeated until it is. Raises TierError for a disk that was
+        closed.
+        """
+        if self._lower is None:
+            return Pending()
+        return self._waited(self._lower.forget_scope(scope), wait_s)
+
+    def pending(self, tenant: str | None = None) -> Pending:
+        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed; None: of all."""
+        return Pending() if self._lower is None else self._lower.pending(tenant)
+
+    def purge(self, tenant: str, *, generation: int = 0, wait_s: float | None = None) -> int:
+        """See PrefixCache. A disk forgets the tenant too: see ``forget_in_tiers``, and ``Scope`` for ``generation``."""
+        num_blocks = self._purged(tenant, generation)
+        self._waited(self.pending(tenant), wait_s)
+        return num_blocks
+
+    def clear(self, namespace: Namespace, *, wait_s: float | None = None) -> int:
+        """See PrefixCache. A disk forgets the whole tenant: see ``forget_in_tiers``."""
+        num_blocks = super().clear(namespace)
+        self._waited(self.pending(namespace.tenant), wait_s)
+        return num_blocks
+
+    def add_tenant(self, tenant: Tenant, *, wait_s: float | None = None) -> None:
+        """See PrefixCache. A disk forgets what an earlier tenant of that name left: see ``forget_in_tiers``."""
+        was_pending = isinstance(tenant, Tenant) and bool(self.pending(tenant.id))
+        super().add_tenant(tenant)
+        if not was_pending:
+            self._waited(self.pending(tenant.id), wait_s)
+
+    def remove_tenant(self, tenant: str, *, wait_s: float | None = None) -> None:
+        """See PrefixCache. A disk forgets the tenant: see ``forget_in_tiers``."""
+        super().remove_tenant(tenant)
+        self._waited(self.pending(tenant), wait_s)
+
+    def _waited(self, pending: Pending, wait_s: float | None) -> Pending:
+        if pending and wait_s != 0 and not pending.wait(wait_s):
+            if self._lower is not None:
+                self._lower.require_disk()
+            _log.error("%s", pending)
+        return pending
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether a disk has, or may have, records of a tenant."""
@@ -151,31 +198,7 @@ class TieredCache(PrefixCache):
         """Whether there is a disk."""
         return self._lower is not None and self._lower.has_disk
 
-    def forgotten_on_disk(self, tenant: str) -> AbstractContextManager[None]:
-        """Forget what a disk has of a tenant, also what lies nowhere else: see ``Tiered``."""
-        return nullcontext() if self._lower is None else self._lower.forgotten_on_disk(tenant)
-
-    def without_waiting(self) -> AbstractContextManager[None]:
-        """Let purges and clears by this thread not wait for a disk: see ``Tiered``."""
-        return nullcontext() if self._lower is None else self._lower.without_waiting()
-
-    def applying(self, generation: int) -> AbstractContextManager[None]:
-        """Let a purge by this thread be one of the fleet: see ``Tiered``."""
-        return nullcontext() if self._lower is None else self._lower.applying(generation)
-
-    def settle(self, tenant: str) -> None:
-        """Wait some seconds for a disk that owes something of a tenant: see ``Tiered``."""
-        if self._lower is not None:
-            self._lower.settle(tenant)
-
-    def forget_all_but(self, tenants: Collection[str]) -> None:
-        """Forget what a disk has of any other tenant: see ``Tiered``."""
-        if self._lower is not None:
-            self._lower.forget_all_but(tenants)
-
-    def owes_removed(self) -> bool:
-        """Whether a disk may still have what ``forget_all_but`` was to destroy."""
-        return self._lower is not None and self._lower.num_removed > 0
+    # --- Tiered
 
     def follow_generations(
         self,

@@ -14,8 +14,8 @@ request, the disks of the other dtypes forget what they have of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -26,14 +26,10 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDtype
 from radixkv.errors import ConfigError
 from radixkv.forks import OwnLock
+from radixkv.index.below import Scope
 from radixkv.tiers.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.tiers.lower_tiers import (
-    LowerTiers,
-    applying,
-    forget_all_but,
-    forget_on_disks,
-    without_waiting,
-)
+from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import TierSettings
 from radixkv.uncopied import refuse_copies
 
@@ -187,8 +183,8 @@ class TiersByDtype:
     def _used(self, tenant: str) -> LowerTiers | None:
         """Return the tiers of a tenant of which KV come or go. Never waits for a disk."""
         if tenant not in self._dtypes and (others := self._others_with(tenant, self._default)):
-            with without_waiting():
-                forget_on_disks(others, tenant)
+            for each in others:
+                each.pending(tenant).wait(0.0)
         return self._of(tenant)
 
     def _others_with(self, tenant: str, dtype: TierDtype) -> list[LowerTiers]:
@@ -254,23 +250,27 @@ class TiersByDtype:
             tiers.prefetch(namespace, key, resident_tokens, in_s)
 
     @contextmanager
-    def forgotten(self, tenant: str, namespace: Namespace | None) -> Iterator[None]:
+    def forgetting(self, scope: Scope) -> Iterator[None]:
         """See ``Below``. A purge or a clear reaches the tiers of all dtypes. Their disks forget at the same time."""
-        tiers = [each for each in self.tiers.values() if namespace is None or each.has(namespace)]
-        with ExitStack() as stack:
-            for each in tiers:
-                stack.enter_context(each.forgotten_in_memory(tenant, namespace))
-            yield
-        forget_on_disks(tiers, tenant)
-
-    @contextmanager
-    def forgotten_on_disk(self, tenant: str) -> Iterator[None]:
-        """See ``Tiered``. The disks of all dtypes forget at the same time."""
         with ExitStack() as stack:
             for each in self.tiers.values():
-                stack.enter_context(each.forgotten_on_disk_later(tenant))
+                stack.enter_context(each.forgetting(scope))
             yield
-        forget_on_disks(self.tiers.values(), tenant)
+
+    def forget_scope(self, scope: Scope) -> Pending:
+        """See LowerTiers."""
+        for each in self.tiers.values():
+            each.forget_scope(scope)
+        return self.pending(scope.tenant)
+
+    def pending(self, tenant: str | None = None) -> Pending:
+        """See LowerTiers."""
+        return Pending([disk for each in self.tiers.values() for disk in each.pending().disks], tenant)
+
+    def require_disk(self) -> None:
+        """See LowerTiers."""
+        for each in self.tiers.values():
+            each.require_disk()
 
     def is_on_disk(self, tenant: str) -> bool:
         """See LowerTiers."""
@@ -292,7 +292,7 @@ class TiersByDtype:
     def add_tenant(self, tenant: Tenant) -> None:
         """Keep a tenant's KV as its settings say, in its share of that memory. See ``LowerTiers.add_tenant``.
 
-        Disks of other dtypes forget it. Waits for them for ``FORGET_S`` at most.
+        Disks of other dtypes forget it.
         """
         self._dtypes[tenant.id] = tenant.tier_dtype
         for dtype, tiers in self.tiers.items():
@@ -300,8 +300,8 @@ class TiersByDtype:
                 tiers.add_tenant(tenant)
             else:
                 tiers.leave_out(tenant.id)
-        if others := self._others_with(tenant.id, tenant.tier_dtype):
-            forget_on_disks(others, tenant.id)
+        for each in self._others_with(tenant.id, tenant.tier_dtype):
+            each.pending(tenant.id).wait(0.0)
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """See ``Below``."""
@@ -349,31 +349,6 @@ class TiersByDtype:
                 stack.callback(self._folder.close, **refused)  # after the disks in it
             for each in self.tiers.values():
                 stack.callback(each.close)
-
-    def owed(self) -> frozenset[str]:
-        """See LowerTiers."""
-        return frozenset[str]().union(*(each.owed() for each in self.tiers.values()))
-
-    def without_waiting(self) -> AbstractContextManager[None]:
-        """See ``Tiered``."""
-        return without_waiting()
-
-    def applying(self, generation: int) -> AbstractContextManager[None]:
-        """See ``Tiered``. Each tier decides for itself."""
-        return applying(generation)
-
-    def settle(self, tenant: str) -> None:
-        """See ``Tiered``."""
-        forget_on_disks([each for each in self.tiers.values() if tenant in each.owed()], tenant)
-
-    def forget_all_but(self, tenants: Collection[str]) -> None:
-        """See ``Tiered``."""
-        forget_all_but(self.tiers.values(), tenants)
-
-    @property
-    def num_removed(self) -> int:
-        """See LowerTiers."""
-        return sum(each.num_removed for each in self.tiers.values())
 
     def follow_generations(
         self,

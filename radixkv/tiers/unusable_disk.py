@@ -34,6 +34,21 @@ class UnusableDisk:
         """Return the tenants that were purged or cleared, and whose records may still be there."""
         return self._owed
 
+    @property
+    def num_removed(self) -> int:
+        """0: nobody knows what removed tenants have there."""
+        return 0
+
+    def begin_to_pay(self, tenant: str) -> None:
+        """Nothing can be destroyed there."""
+
+    def begin_to_pay_removed(self) -> None:
+        """Nothing can be destroyed there."""
+
+    def problem(self, tenant: str) -> str:
+        """Return why nothing can be destroyed there."""
+        return f"{self._folder} couldn't be opened at the start: purge it again after the next one"
+
     def owe(self, tenant: str) -> None:
         """Take that a tenant was purged or cleared."""
         if self.is_lost:

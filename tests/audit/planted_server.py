@@ -48,7 +48,10 @@ def blocks(ids: Ids) -> list[int]:
 
 
 class PlantedServer:
-    """The server. ``tokenizer`` converts a text to ids. ``tells``: usage reports the cached tokens."""
+    """The server. ``tokenizer`` converts a text to ids. ``tells``: usage reports the cached tokens.
+
+    ``num_a_step``: after so many requests of a tenant, the headers say that its rate leaves one less; 0: they don't.
+    """
 
     def __init__(
         self,
@@ -59,9 +62,11 @@ class PlantedServer:
         caches: bool = True,
         counts_prompts: bool = True,
         absent: tuple[str, ...] = (),
+        num_a_step: int = 0,
     ) -> None:
         self.leak, self.tokenizer, self.tells, self.caches = leak, tokenizer, tells, caches
         self.counts_prompts, self.absent = counts_prompts, absent
+        self.num_a_step = num_a_step
         self.known: dict[Space, set[int]] = {}
         self.uses: dict[tuple[Space, int], int] = {}
         self.pins: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -274,6 +279,10 @@ class PlantedServer:
             "usage": usage,
         }
         headers = {}
+        if self.num_a_step:
+            headers["X-RateLimit-Limit-Requests"] = "1000"
+            headers["X-RateLimit-Remaining-Requests"] = str(1000 - self.requests[tenant] // self.num_a_step)
+            headers["X-RateLimit-Reset-Requests"] = f"{self.requests[tenant] // self.num_a_step / 100}s"
         if self.leak == "a header":
             is_hit = any(self._longest(known, prompts[0]) for known in self.known.values()) and cached == 0
             seen = {name for space, known in self.known.items() if space[0] != tenant for name in known}

@@ -119,6 +119,17 @@ def test_a_sound_server_is_isolated_in_every_check_but_timing() -> None:
     assert report.exit_code == 6
 
 
+@pytest.mark.parametrize("num_a_step", range(20, 61, 4))
+def test_what_a_tenants_own_rate_leaves_is_no_leak(num_a_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the same while A alone asks, and another after B acted, because time went by or A asked more."""
+    each = remote._each
+    monkeypatch.setattr(
+        remote, "_each", lambda number, row, check: each(number, row, check) if row == SCRAPED else []
+    )
+    found = verdicts(audited(PlantedServer(num_a_step=num_a_step)))
+    assert found[SCRAPED] is Verdict.ISOLATED
+
+
 def test_very_long_prompts_and_every_pair_of_surfaces_need_more_probes() -> None:
     assert audited(PlantedServer("very long prompts"), probes=10).verdict is Verdict.LEAKS
     sound = audited(PlantedServer(), probes=10)

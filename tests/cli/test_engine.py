@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +17,7 @@ from radixkv.engines.control import ControlServer
 from radixkv.errors import ConfigError, ControlError, RadixKVError
 from radixkv.signing import PURPOSES, KeySet, derived
 from radixkv.tenancy.salt import SaltReader, make_salt
+from radixkv.tiers.pending import Pending
 
 SECRET, OLD = b"the fleet's secret" * 2, b"the fleet's previous secret"
 
@@ -108,8 +110,25 @@ class Engine:
             self.keys_file,
             salts=self.reader,
             patience_s=0.0,
-            pay_below=lambda tenant: not self.owes,
+            forgetting_below=lambda scope: nullcontext(Pending([self], scope.tenant)),
         )
+
+    # a disk below it that can't destroy anything
+
+    num_removed = 0
+
+    @property
+    def owed(self) -> frozenset[str]:
+        return frozenset(self.reader.tenant_ids("acme")) if self.owes else frozenset()
+
+    def begin_to_pay(self, tenant: str) -> None:
+        """It can't."""
+
+    def begin_to_pay_removed(self) -> None:
+        """It can't."""
+
+    def problem(self, tenant: str) -> str:
+        return "the disk doesn't answer"
 
     def compute(self, salt: str) -> Namespace:
         namespace = self.reader.read(salt).namespace("m")

@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,11 @@ from radixkv.engines.control import MAX_CLIENTS, SOCKET_NAME, ControlServer
 from radixkv.engines.control_client import ControlClient
 from radixkv.engines.control_tenants import MAX_PAGE, digest_of
 from radixkv.errors import ConfigError, ControlError, SaltError
+from radixkv.index.below import Scope
 from radixkv.index.tokens import encode
 from radixkv.signing import KeySet, key_id
 from radixkv.tenancy.salt import ANONYMOUS, SaltReader, make_salt
+from radixkv.tiers.pending import Pending
 from tests.engines.patience import patient_channels as patient_channels
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
@@ -280,10 +282,15 @@ def test_an_engine_of_salts_is_purged_by_name_and_by_id(cache: PrefixCache, tmp_
 
 
 def test_a_purge_of_an_unknown_tenant_says_that_nothing_was_there(cache: PrefixCache, tmp_path: Path) -> None:
-    below, told = {"elsewhere"}, list[str]()
+    below, told = {"elsewhere"}, list[str | None]()
+
+    def forgetting(scope: Scope) -> AbstractContextManager[Pending]:
+        told.append(scope.tenant)
+        return nullcontext(Pending())
+
     reader = SaltReader(KEYS)
     with (
-        serving(cache, tmp_path, owe_below=told.append, knows_below=below.__contains__) as control,
+        serving(cache, tmp_path, forgetting_below=forgetting, knows_below=below.__contains__) as control,
         ControlClient(control.path, KEYS) as client,
     ):
         for _ in range(2):

@@ -19,8 +19,8 @@ from radixkv.coordination.store.memory import MemoryStore
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.errors import ConfigError, LeaseError, TierError
 from radixkv.files.system import Files
+from radixkv.index.below import Scope
 from radixkv.index.tokens import encode
-from radixkv.tiers import lower_tiers
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import DiskOptions, TierSettings
@@ -219,7 +219,7 @@ def forget_it(engine: HFEngine, how: str) -> None:
         engine.cache.purge("a")
     else:
         engine.cache.clear(engine.namespace("a"))
-    assert not engine.cache.unforgotten("a")
+    assert not engine.cache.pending("a")
 
 
 def test_a_purge_that_skips_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,23 +307,20 @@ def test_the_disk_learns_no_purge_that_the_cache_has_not_applied(tmp_path: Path)
         cache.follow_generations(lambda tenant: applied[-1], lambda: True)
         assert ask(engine, PROMPT) == (answer, 0) and not disk.debts.is_known("a")
         assert disk.tier.generation("a") == 0
-        with cache.applying(7):
-            cache.purge("a")
+        cache.purge("a", generation=7, wait_s=0.0)
         applied.append(7)
-        assert eventually(lambda: not cache.owed() and disk.debts.is_known("a"))
+        assert eventually(lambda: not cache.pending() and disk.debts.is_known("a"))
         assert disk.tier.generation("a") == 7
         assert ask(engine, PROMPT) == (answer, 0)
     with on_disk(tmp_path / "disk") as engine:
         cache = engine.cache
         assert isinstance(cache, TieredCache)
         cache.follow_generations(lambda tenant: 7, lambda: True)
-        with cache.applying(7):
-            cache.purge("a")
-        assert not cache.owed() and ask(engine, PROMPT) == (answer, 40)
+        cache.purge("a", generation=7, wait_s=0.0)
+        assert not cache.pending() and ask(engine, PROMPT) == (answer, 40)
         for generation in (6, 8):
-            with cache.applying(generation):
-                cache.purge("a")
-            assert eventually(lambda: not cache.owed()) and ask(engine, PROMPT) == (answer, 0)
+            cache.purge("a", generation=generation, wait_s=0.0)
+            assert eventually(lambda: not cache.pending()) and ask(engine, PROMPT) == (answer, 0)
 
 
 def lower_of(engine: HFEngine) -> LowerTiers:
@@ -402,11 +399,11 @@ def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
             case "weights":
                 engine.weights_changed()
             case "removed meanwhile":
-                cache.forget_all_but(["b"])
+                cache.forget_in_tiers(Scope(None, but=frozenset(["b"])))
             case _:
                 notes.store.is_reachable = False
                 cache.purge("a")
-                assert not cache.owed() and not notes.num(), (
+                assert not cache.pending() and not notes.num(), (
                     "the disk forgot it, and the store doesn't know yet"
                 )
                 notes.store.is_reachable = True
@@ -441,7 +438,7 @@ def test_a_store_that_hangs_holds_up_one_clear_at_most(
         try:
             for _ in range(2):
                 engine.cache.purge("a")
-                assert isinstance(engine.cache, TieredCache) and not engine.cache.owed()
+                assert isinstance(engine.cache, TieredCache) and not engine.cache.pending()
                 assert ask(engine, PROMPT) == (answer, 0)
                 assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
         finally:
@@ -478,7 +475,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
         assert isinstance(cache, TieredCache)
         files.before = failing("write sync rename", errno.EIO)
         cache.purge("a")
-        assert cache.owed() == {"a"}
+        assert cache.pending().tenants == {"a"}
 
         def fail(*_: object) -> None:
             raise RuntimeError("an error in the tiers")
@@ -487,7 +484,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
         ask(engine, prompt_of(41, 9), "b")
         assert disk_counts(engine)["open"] == 0, "off"
         files.before = lambda call: None
-        assert eventually(lambda: not cache.owed())
+        assert eventually(lambda: not cache.pending())
     with on_disk(tmp_path / "disk") as engine:
         assert ask(engine, PROMPT)[1] == 0
 
@@ -513,7 +510,7 @@ def test_an_error_in_the_tiers_thread_does_not_end_it(
         cache.follow_generations(lambda tenant: 0, knows)
         files.before = failing("write sync rename", errno.EIO, times=3)
         cache.purge("a")
-        assert eventually(lambda: not cache.owed()), "repeated, whatever fails beside it"
+        assert eventually(lambda: not cache.pending()), "repeated, whatever fails beside it"
         assert eventually(lambda: disk_counts_of(lower)["errors"] >= 3)
         assert caplog.text.count("a tick of the tiers below the cache failed") == 1, "told once"
         errors.clear()
@@ -558,7 +555,7 @@ def test_a_close_tells_what_the_disk_still_owes(
             engine.cache.purge("a")
         else:
             engine.cache.clear(engine.namespace("a"))
-        assert engine.cache.owed() == {"a"}
+        assert engine.cache.pending().tenants == {"a"}
     assert any(each.levelname == "ERROR" and "Purge them again" in each.message for each in caplog.records)
     with on_disk(tmp_path / "disk") as engine:
         assert ask(engine, PROMPT) == (answer, 0)
@@ -569,7 +566,7 @@ def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
 ) -> None:
     """A descriptor that was closed under the purge might be another file's by the time it goes on."""
     filled(tmp_path / "disk")
-    for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "lower_tiers.FORGET_S"):
+    for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "pending.FORGET_S"):
         monkeypatch.setattr(f"radixkv.tiers.{name}", 0.1)
     hang = HangingDisk("write")
     with (
@@ -613,7 +610,7 @@ def test_a_disk_that_never_answers_holds_nobody_up(
     """It hangs until all have got their answers: otherwise this test would hang too."""
     answer = filled(tmp_path / "disk")
     monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 0.05)
-    monkeypatch.setattr(lower_tiers, "FORGET_S", 0.2)
+    monkeypatch.setattr("radixkv.tiers.pending.FORGET_S", 0.2)
     hang = HangingDisk(calls)
     with on_disk(tmp_path / "disk", files=FaultyFiles(hang)) as engine:
         cache = engine.cache
@@ -626,10 +623,10 @@ def test_a_disk_that_never_answers_holds_nobody_up(
         cache.purge("a")
         assert ask(engine, PROMPT)[0] == answer
         if calls != "read":
-            assert cache.unforgotten("a"), "shown until it is done"
+            assert cache.pending("a"), "shown until it is done"
         hang.is_armed = False
         hang.is_over.set()
-        assert eventually(lambda: not cache.unforgotten("a"))
+        assert eventually(lambda: not cache.pending("a"))
     with on_disk(tmp_path / "disk") as engine:
         assert ask(engine, PROMPT)[0] == answer
 

@@ -49,7 +49,7 @@ def test_a_disk_knows_whose_records_it_has(tmp_path: Path) -> None:
     with on_disk(kv) as owner:
         owner.cache.add_tenant(SECOND)
         assert found(owner) == 0
-        assert eventually(lambda: not owner.cache.owed())
+        assert eventually(lambda: not owner.cache.pending())
         assert not key.exists() and held.read_bytes() == bytes(len(content)), "the key is destroyed"
         fill(owner)
     with on_disk(kv) as owner:

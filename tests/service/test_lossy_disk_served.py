@@ -87,6 +87,12 @@ def test_a_start_destroys_what_removed_tenants_left_on_every_disk(place: Path) -
         assert ask(live.acme)[1] == ask(live.globex)[1] == 0
 
 
+def are_open(live: Running) -> None:
+    """Wait until the disks know their fleet's purges, and serve."""
+    for tier in ("disk", "disk_int8"):
+        eventually(lambda tier=tier: metric(live.operator, "open", tier) == 1, f"{tier} is open")
+
+
 def tiers_of_service(live: Running) -> TiersByDtype:
     from radixkv.tiers.tiered_cache import TieredCache
     from radixkv.tiers.tiers_by_dtype import TiersByDtype
@@ -247,13 +253,13 @@ def test_a_purge_in_the_fleet_holds_for_a_lossy_disk_that_was_down(
     fleet = {"redis": redis_server.url, "replica": "one"}
     _, num_blocks = filled(place, **fleet)
     with serving(place, **fleet) as live:
-        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        are_open(live)
         assert ask(live.acme)[1] == num_blocks * 16, "nothing was purged"
     alone = {"keys": str(place / "keys.json"), "fleet-secret": str(place / "secret")}
     with service_in_thread(None, **alone, redis=redis_server.url, replica="two") as other:
         other.operator.post("/v1/tenants/acme/purge").raise_for_status()
     with serving(place, **fleet) as live:
-        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        are_open(live)
         assert ask(live.acme)[1] == 0
         assert metric(live.operator, "hit_blocks_total", "disk_int8") == 0
         assert ask(live.globex)[1] == num_blocks * 16
@@ -264,12 +270,12 @@ def test_a_purge_in_the_fleet_that_a_lossy_disk_has_paid_costs_nothing_at_the_ne
 ) -> None:
     fleet = {"redis": redis_server.url, "replica": "b"}
     with serving(place, **fleet) as live:
-        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        are_open(live)
         ask(live.acme)
         live.operator.post("/v1/tenants/acme/purge").raise_for_status()
         assert ask(live.acme)[1] == 0
     with serving(place, **fleet) as live:
-        assert eventually(lambda: metric(live.operator, "open", "disk_int8"))
+        are_open(live)
         assert ask(live.acme)[1] > 100
         assert metric(live.operator, "hit_blocks_total", "disk_int8") > 0
 

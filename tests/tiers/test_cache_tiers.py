@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +17,7 @@ from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError, ConfigError, LeaseError
-from radixkv.index.below import Loading
+from radixkv.index.below import Loading, Scope
 from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv.tiers import lower_tiers
@@ -399,16 +400,18 @@ def test_what_is_computed_after_a_clear_is_not_kept() -> None:
     assert owner.below.level.cache.namespaces() == []
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupted_purge_leaves_the_tenant_usable(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, calls = Owner(), [0]
+@pytest.mark.parametrize("at", ["its beginning", "its end"])
+def test_an_interrupted_purge_leaves_the_tenant_usable(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
 
-    def interrupt(self: LowerTiers, tenant: str) -> None:
-        calls[0] += 1
-        if calls[0] == at:
+    @contextmanager
+    def interrupt(self: LowerTiers, scope: Scope) -> Iterator[None]:
+        if at == "its beginning":
             raise KeyboardInterrupt
+        yield
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(LowerTiers, "_owe", interrupt)
+    monkeypatch.setattr(LowerTiers, "_forgetting_on_disk", interrupt)
     before = owner.below.mark("a")
     with pytest.raises(KeyboardInterrupt):
         owner.cache.purge("a")

@@ -15,6 +15,7 @@ from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
+from radixkv.index.below import Scope
 from radixkv.tiers import lower_tiers
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.settings import DiskOptions
@@ -124,7 +125,7 @@ def test_a_dtype_that_comes_back_finds_nothing_of_before(folder: Path, is_asked:
     """Tenant a is int8, exact, int8; tenant b is exact, int8, exact. The first settings of a start count."""
     with on_disk(folder, dtype_of_a="exact") as owner:
         owner.cache.add_tenant(Tenant("b", tier_dtype="int8"))
-        assert not owner.cache.owed() and owner.on_disk("int8") == owner.on_disk("exact") == 0
+        assert not owner.cache.pending() and owner.on_disk("int8") == owner.on_disk("exact") == 0
         for namespace in (NS, OTHER) if is_asked else ():
             assert loaded(owner, namespace) == 0
             owner.ask(PROMPT, namespace)
@@ -138,7 +139,7 @@ def test_the_first_request_without_settings_decides_on_the_dtype(folder: Path) -
         owner.cache.prefetch(NS, PROMPT)
         assert owner.on_disk("int8") == 10, "to ask for a prompt decides nothing"
         owner.ask(PROMPT)
-        assert eventually(lambda: owner.on_disk("int8") == 0 and not owner.cache.owed())
+        assert eventually(lambda: owner.on_disk("int8") == 0 and not owner.cache.pending())
     with on_disk(folder) as owner:
         assert loaded(owner, NS) == 0
 
@@ -158,7 +159,7 @@ def test_a_tenant_that_is_exact_after_a_restart_finds_nothing_lossy(folder: Path
     with on_disk(folder) as owner:
         owner.cache.add_tenant(Tenant("a"))
         assert loaded(owner, NS) == 0
-        assert eventually(lambda: not owner.cache.unforgotten("a"))
+        assert eventually(lambda: not owner.cache.pending("a"))
         owner.cache.add_tenant(Tenant("a", tier_dtype="int8"))
         assert loaded(owner, NS) == 0, "the change has forgotten it"
 
@@ -166,9 +167,9 @@ def test_a_tenant_that_is_exact_after_a_restart_finds_nothing_lossy(folder: Path
 def test_a_start_destroys_records_of_a_dtype_that_a_tenant_no_longer_has(folder: Path) -> None:
     with on_disk(folder, dtype_of_a="exact") as owner:
         owner.cache.add_tenant(Tenant("b", tier_dtype="int8"))
-        owner.cache.forget_all_but({"a", "b"})
+        owner.cache.forget_in_tiers(Scope(None, but=frozenset({"a", "b"})))
         assert eventually(lambda: owner.on_disk("int8") == owner.on_disk("exact") == 0)
-        assert eventually(lambda: not owner.cache.owes_removed())
+        assert eventually(lambda: not owner.cache.pending())
         for namespace in (NS, OTHER):
             owner.ask(PROMPT, namespace)
         assert eventually(lambda: owner.on_disk("int8") == owner.on_disk("exact") == 10), (
@@ -180,7 +181,7 @@ def test_a_start_destroys_records_of_a_dtype_that_a_tenant_no_longer_has(folder:
 
 def test_a_start_keeps_records_of_tenants_whose_dtype_is_not_known_yet(folder: Path) -> None:
     with on_disk(folder) as owner:
-        owner.cache.forget_all_but({"a", "b"})
+        owner.cache.forget_in_tiers(Scope(None, but=frozenset({"a", "b"})))
         assert owner.on_disk("int8") == owner.on_disk("exact") == 10
         assert loaded(owner, NS) == loaded(owner, OTHER) == 40
 
@@ -190,7 +191,7 @@ def test_what_was_forgotten_does_not_come_back(folder: Path, forget: str) -> Non
     with on_disk(folder) as owner:
         owner.cache.purge("a") if forget == "purge" else owner.cache.clear(NS)
         assert loaded(owner, NS) == 0
-        assert eventually(lambda: not owner.cache.unforgotten("a"))
+        assert eventually(lambda: not owner.cache.pending("a"))
     with on_disk(folder) as owner:
         assert (loaded(owner, NS), loaded(owner, OTHER)) == (0, 40), "also after a restart"
 
@@ -238,7 +239,7 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
 ) -> None:
     """Disks that don't answer cost one wait, and don't keep the others from forgetting."""
     clock, poll = ManualClock(), Job.poll
-    monkeypatch.setattr(lower_tiers, "FORGET_S", 5.0)
+    monkeypatch.setattr("radixkv.tiers.pending.FORGET_S", 5.0)
     monkeypatch.setattr(lower_tiers, "monotonic", clock)
 
     def polled(job: Job, timeout_s: float) -> bool:
@@ -258,14 +259,14 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
         with monkeypatch.context() as patch:
             patch.setattr(Job, "poll", polled)
             cache.purge("a")
-        assert clock() == 5.0 and cache.unforgotten("a")
+        assert clock() == 5.0 and cache.pending("a")
 
         def owing() -> set[str]:
             return {dtype for dtype, disk in disks.items() if disk is not None and disk.debts.owed}
 
         assert eventually(lambda: owing() == set(hangs))
         released.set()
-        assert eventually(lambda: not cache.unforgotten("a"))
+        assert eventually(lambda: not cache.pending("a"))
 
 
 def test_all_dtypes_close_while_each_still_wants_to_evict_ahead(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_purge_destroys_its_records_alone(tmp_path: Path) -> None:
         owner.stored("a", PROMPT, 10)
         owner.stored("b", PROMPT, 10)
         owner.cache.purge("a")
-        assert eventually(lambda: owner.records("a") == 0) and not owner.cache.owed()
+        assert eventually(lambda: owner.records("a") == 0) and not owner.cache.pending()
         assert owner.records("b") == 10 and owner.ask_again(PROMPT) == 0
         owner.stored("a", PROMPT, 10)
         assert owner.ask_again(PROMPT) == 40, "it is served again"

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import Tiered, without_waiting
+from radixkv.engines.engine_protocol import Tiered
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
+from radixkv.index.below import Scope
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.fleet.warm_jobs import Order
@@ -178,7 +179,7 @@ async def clear(call: Call[Service]) -> Response:
 
     cache.endings.end_waiting(tenant, **wanted)
     known = await service.threads.ask_cache(tenant, found)
-    on_disk = cache.forgotten_on_disk if isinstance(cache, Tiered) and cache.has_disk else None
+    on_disk = cache if isinstance(cache, Tiered) and cache.has_disk else None
     if wanted and not known and on_disk is None:
         raise not_found("namespace")
     cleared = set(known)
@@ -188,11 +189,15 @@ async def clear(call: Call[Service]) -> Response:
         for namespace in known:
             num_blocks += await service.threads.run(tenant, partial(cache.clear, namespace))
     else:
+        own = service.engine.namespace(tenant, adapter=wanted.get("adapter"), salt=wanted.get("salt", ""))
+        scope = Scope(tenant, own)
 
         def clear_all() -> int:
-            with on_disk(tenant), without_waiting(cache):
-                cleared.update(found())  # something may have come from the disk since
-                return sum(map(cache.clear, cleared))
+            on_disk.forget_in_tiers(scope, 0.0)  # from now on nothing comes from the disk
+            cleared.update(found())
+            num_blocks = sum(on_disk.clear(each, wait_s=0.0) for each in cleared)
+            on_disk.forget_in_tiers(scope)
+            return num_blocks
 
         num_blocks = await service.threads.run(tenant, clear_all)
     return reply(ClearReply(namespaces=len(cleared), blocks=num_blocks, owed=service.owes(tenant)))

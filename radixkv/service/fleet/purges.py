@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import Tiered, without_waiting
+from radixkv.engines.engine_protocol import pending_of, purge
 from radixkv.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class TenantPurges:
         return num_blocks, purge
 
     def _forget(self, tenant: str) -> int:
-        with without_waiting(self._cache):
-            return self._cache.purge(tenant)
+        return purge(self._cache, tenant)
 
     async def _settle(self, tenant: str) -> None:
-        if isinstance(self._cache, Tiered):
-            await self._administer(partial(self._cache.settle, tenant))
+        pending = pending_of(self._cache, tenant)
+        if pending:
+            await self._administer(pending.wait)
 
     async def purge_removed(self, *, waits: bool = False) -> None:
         """Purge tenants that were removed, for example from the keys file.
@@ -103,8 +103,7 @@ class TenantPurges:
             if self._purged_at.get(tenant) != removal:
                 await self._purge_removed(tenant, waits)
                 self._purged_at[tenant] = removal
-            is_owed = isinstance(self._cache, Tiered) and tenant in self._cache.owed()
-            if not is_owed and self._tenant_sync.num_removals(tenant) == removal:
+            if not pending_of(self._cache, tenant) and self._tenant_sync.num_removals(tenant) == removal:
                 del self._purged_at[tenant]
                 self._tenant_sync.purged(tenant)
 
