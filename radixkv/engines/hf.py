@@ -102,8 +102,8 @@ class HFEngine(StockLoop):
     - ``lends_beams``: whether the device makes the steps of beam searches by itself (``PrefixCache.lend``). None: only
       if it is a GPU.
     - ``control``: the cache's control channel. Its commands run between steps of prefill and generation.
-    - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then. Evicted KV comes back from
-      there. ``close`` gives the disk's folder back.
+    - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then (``TieredCache.add_tiers``).
+      Evicted KV comes back from there. ``close`` gives the disk's folder back.
     - ``vocabulary``: the texts of the model's tokens. Without them it lacks the ability ``forms``. So does a model
       without an end-of-sequence token. A model with an attention of its own lacks ``logprobs``.
 
