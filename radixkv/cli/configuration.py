@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from radixkv.cli.output import examples, json_option, print_json, table
-from radixkv.configuration.definitions import COMMANDS
+from radixkv.configuration.definitions import COMMANDS, REMOVED, variable_of
 from radixkv.configuration.precedence import Sources, Value, names, texts
 from radixkv.errors import ConfigError, MissingExtra, require_extra
 from radixkv.tiers.lossy_folder import disks_in
@@ -39,6 +40,14 @@ def settings_options(command_name: str) -> Callable[[Command], Command]:
                 multiple=setting.many,
                 callback=_joined if setting.many else None,
             )(command)
+        for name, allowed in REMOVED[command_name].items():
+            command = click.option(
+                f"--{name}",
+                envvar=variable_of(name),
+                hidden=True,
+                expose_value=False,
+                callback=partial(_refuse_removed, name, allowed),
+            )(command)
         return click.option(
             "--config",
             envvar=_CONFIG_VARIABLE,
@@ -52,6 +61,15 @@ def settings_options(command_name: str) -> Callable[[Command], Command]:
 def _joined(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
     """Return the values of an option that may be given several times as one text."""
     return ",".join(values) or None
+
+
+def _refuse_removed(
+    name: str, allowed: str, context: click.Context, parameter: click.Parameter, value: str | None
+) -> None:
+    """Raise ConfigError for a setting of an earlier version."""
+    if value is not None:
+        is_variable = context.get_parameter_source(str(parameter.name)) is ParameterSource.ENVIRONMENT
+        raise ConfigError(variable_of(name) if is_variable else f"--{name}", value, allowed)
 
 
 def sources_of(context: click.Context) -> Sources:

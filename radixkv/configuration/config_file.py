@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from radixkv.configuration.definitions import COMMANDS, Setting, without_password
+from radixkv.configuration.definitions import COMMANDS, REMOVED, Setting, without_password
 from radixkv.errors import ConfigError, require_extra, shown
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ def _setting(path: str, command: str, key: Event) -> Setting:
     known = COMMANDS[command]
     if key.value in known:
         return known[key.value]
+    if key.value in REMOVED[command]:
+        raise _refused(f"{_place(path, key)}: {key.value}", "was removed", REMOVED[command][key.value])
     raise ConfigError(
         f"{_place(path, key)}:",
         key.value,

@@ -58,7 +58,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return "RADIXKV_" + self.name.replace("-", "_").upper()
+        return variable_of(self.name)
 
     @property
     def help(self) -> str:
@@ -73,6 +73,11 @@ class Setting:
         if self.kind == "number":
             return f"a number{' of seconds' if self.name.endswith('-s') else ''} from {self.low:g} to {self.high:g}"
         return f"one of {', '.join(self.choices)}" if self.kind == "choice" else FORMS[self.kind]
+
+
+def variable_of(setting: str) -> str:
+    """Return the environment variable of a setting."""
+    return "RADIXKV_" + setting.replace("-", "_").upper()
 
 
 def without_password(url: str) -> str:
@@ -267,12 +272,6 @@ SERVE: Final = (
         "text",
         unset="no bound",
     ),
-    Setting(
-        "disk-bandwidth",
-        "What the device of all disks reads and writes, such as 3GB/s: strict tenants get their parts of it.",
-        "text",
-        unset="unknown: they only get threads of their own",
-    ),
     _choice(
         "scrub",
         "Zero reused blocks: cross-tenant (if the tenant changes), always or never.",
@@ -393,6 +392,15 @@ COMMANDS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "route": {each.name: each for each in ROUTE},
 }
 """The settings of each command, by name."""
+
+REMOVED: Final[Mapping[str, Mapping[str, str]]] = {
+    "serve": {
+        "disk-bandwidth": "no value any more: strict tenants have no part of the disk, their KV is kept in host memory "
+        "alone (--host-memory); --disk-writes bounds what is written for the others",
+    },
+    "route": {},
+}
+"""Settings that a command had in earlier versions, and what to use in their place. A start that has one is refused."""
 
 
 def defaults(command: str) -> dict[str, str]:

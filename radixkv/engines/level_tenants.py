@@ -24,7 +24,6 @@ from radixkv.tenancy.salt import SaltReader
 from radixkv.tiers.pending import Pending
 
 if TYPE_CHECKING:
-    from radixkv.tiers.disk.shares import DiskShares
     from radixkv.tiers.second_level import SecondLevel
 
 OWED: Final = "disk_owed_purges"
@@ -32,12 +31,10 @@ OWED: Final = "disk_owed_purges"
 
 
 class LevelTenants:
-    """Lets a second level follow the settings of its index's tenants. ``shares``: of its disk, if it has one."""
+    """Lets a second level, and its disk if it has one, follow the settings of its index's tenants."""
 
     def __init__(self, level: SecondLevel) -> None:
         self._level, self._lock = level, OwnLock()
-        self.shares: DiskShares | None = None
-        self._strict: set[str] = set()
         self._to_own: dict[str, int] = {}
         self._told_owed = 0
 
@@ -55,25 +52,14 @@ class LevelTenants:
                     f"tenants[{name!r}]", dict(given), "settings that can be kept", problem=str(error)
                 ) from None
 
-    def serves(self, tenant: str) -> bool:
-        """Whether a tenant's blocks may be on the disk, where others could tell a strict one's traffic. Any thread."""
-        return tenant not in self._strict
-
     def follow(self, tenant: str) -> None:
         """Follow the settings that a tenant has now; None of them takes its quotas back. Any thread."""
         with self._lock:
             settings = self._level.cache.tenant(tenant)
             is_strict = settings is not None and settings.mode == "strict"
-            (self._strict.add if is_strict else self._strict.discard)(tenant)
             self._to_own[tenant] = settings.guaranteed_blocks if settings is not None and is_strict else 0
-            if settings is not None and self._level.disk is not None:
-                self._level.disk.debts.set_incarnation(tenant, settings.incarnation)
-            if self.shares is None:
-                return
-            if settings is None or is_strict:
-                self.shares.set(tenant)
-            else:
-                self.shares.set(tenant, settings.guaranteed_blocks, settings.max_blocks, settings.weight)
+            if self._level.disk is not None:
+                self._level.disk.follow(tenant, settings)
 
     @contextmanager
     def forgetting(self, scope: Scope) -> Iterator[Pending]:
@@ -84,7 +70,7 @@ class LevelTenants:
         if self._level.disk is None:
             yield Pending()
         else:
-            with self._level.disk.debts.forgetting(scope) as pending:
+            with self._level.disk.forgetting(scope) as pending:
                 yield pending
 
     def is_on_disk(self, tenant: str) -> bool:

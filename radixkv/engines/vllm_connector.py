@@ -238,7 +238,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: Any, settings: SecondLevelSettings, salts: SaltReader | None, block_bytes: int
     ) -> None:
         """Open the disk tier. Raises ConfigError."""
-        from radixkv.tiers.disk.shares import DiskShares
         from radixkv.tiers.disk.tier import DiskSettings, DiskTier
         from radixkv.tiers.disk_level import DiskLevel
 
@@ -257,7 +256,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 ),
                 settings.secrets(),
             )
-        self._tenants.shares = DiskShares(tier, self._num_slots)
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
         self.radixkv.disk = DiskLevel(
             tier,
@@ -265,7 +263,6 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             memory,
             self.radixkv.fill,
             fleet_generation=fleet_generation,
-            serves=self._tenants.serves,
             bytes_per_s=settings.disk_bytes_per_s,
         )
         self.radixkv.disk.debts.begin_to_retry()

@@ -83,6 +83,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         raise ConfigError("keys", str(settings.keys), allowed)
     if isinstance(cache, Tiered):
         cache.forget_in_tiers(Scope(None, but=frozenset({*keys.ring.tenants, OPERATOR_ACCOUNT})))
+        if cache.has_disk:
+            _tell_of_strict_tenants(keys)
     fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
@@ -107,6 +109,15 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         lines=settings.prompt_rules,
         answer_tokens=DEMO_ANSWER_TOKENS if settings.model is None else DEFAULT_MAX_TOKENS,
     )
+
+
+def _tell_of_strict_tenants(keys: KeyStore) -> None:
+    """Log once which tenants a disk keeps nothing of."""
+    strict = [name for name, own in keys.ring.settings.items() if own.mode == "strict"]
+    if strict:
+        log.info(
+            "strict tenants have no disk, their KV is kept in host memory alone: %s", shown(", ".join(strict))
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, num_ids: int, settings: ServeSettings) -> None:

@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import TypeVar, cast
 from urllib.parse import quote, urlsplit
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -56,9 +56,6 @@ EVENT_OPTIONS: Mapping[str, str] = {
     "block_size": "block-size",
 }
 """Settings of KV events, and the names of their options."""
-
-_RATES: Final = {"disk-writes": "bytes_per_s", "disk-bandwidth": "bandwidth"}
-"""Rates of all disks, by their names in DiskOptions. Each disk has its part by its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +358,14 @@ class _Reader:
             one, other = (Path(os.path.realpath(each.folder)) for each in (disk, lossy_disk))
             if one.is_relative_to(other) or other.is_relative_to(one):
                 raise self.refuse("lossy-disk", f"a folder outside of {self.name('disk')}, and not around it")
-        whole = sum(each.num_bytes for each in (disk, lossy_disk) if each is not None)
-        for setting, name in _RATES.items():
-            rate = self.text(setting)
-            if rate is not None:
-                bytes_per_s = self._amount(rate_of, setting, rate)
-                disk, lossy_disk = (
-                    None if each is None else replace(each, **{name: bytes_per_s * each.num_bytes / whole})  # type: ignore[arg-type]
-                    for each in (disk, lossy_disk)
-                )
+        writes = self.text("disk-writes")
+        if writes is not None:  # each disk has its part by its size
+            bytes_per_s = self._amount(rate_of, "disk-writes", writes)
+            whole = sum(each.num_bytes for each in (disk, lossy_disk) if each is not None)
+            disk, lossy_disk = (
+                None if each is None else replace(each, bytes_per_s=bytes_per_s * each.num_bytes / whole)
+                for each in (disk, lossy_disk)
+            )
         return TierSettings(exact, disk, lossy_host_bytes=lossy, lossy_disk=lossy_disk)
 
     def _require_parts_of_disks(self) -> None:
@@ -384,10 +380,9 @@ class _Reader:
             ):
                 if is_missing:
                     raise self.refuse(name, f"a value, because {self.name(other)} is set")
-        for setting in _RATES:
-            if setting in given and not given & {"disk", "lossy-disk"}:
-                either = f"a value, or {self.name('lossy-disk')} with one"
-                raise self.refuse("disk", f"{either}, because {self.name(setting)} is set")
+        if "disk-writes" in given and not given & {"disk", "lossy-disk"}:
+            either = f"a value, or {self.name('lossy-disk')} with one"
+            raise self.refuse("disk", f"{either}, because {self.name('disk-writes')} is set")
 
     def _memory(self, setting: str) -> int:
         """Return the bytes of host memory; 0 without."""

@@ -11,36 +11,38 @@ The scheduler's thread uses it, except for ``purge``. Only threads of the tier w
 Its parts, which engines may hold themselves:
 
     debts         purges that are owed, news of the fleet, resets         (``pending``)
+    promotions    what comes: promotions, single flight, single records   (``promotions``)
+    stores        what goes: what waits, leaves, is stored; the budget    (``stores``)
+    rows          staging memory and its shares                           (``staging``)
+    patience      for how long requests wait, when the disk rests         (``patience``)
     filling       slots whose bytes haven't come yet: they aren't stored  (``filling_slots``)
-    lane_of       what a tenant shares with others, or has for itself     (``DiskLane``)
 
-        promotions    what comes: promotions, single flight, single records   (``promotions``)
-        stores        what goes: what waits, leaves, is stored; the budget    (``stores``)
-        rows          staging memory and its shares                           (``staging``)
-        patience      for how long requests wait, when the disk rests         (``patience``)
+**Tenants** have parts of the disk (``follow``): as much of it as their settings give them of the tier above.
 
-**Strict tenants** notice nothing of others here, nor are they noticed. ``set_partition`` gives each slots of the disk,
-threads and a part of its bandwidth (``tiers.tier_lanes``), and a lane. In its lane it has rows, waiting stores, a bound
-of running ones, rests, and a part of the write budget, as large as its part of the disk. What is left is that all use
-one device and one process: how long a step computes is measured for all lanes, because its tokens are those of all.
-What one load measured while it computed counts for its tenant's lane alone (``TierLoading``).
+**Strict tenants** have nothing on the disk. How long it takes to read, to store or to forget would tell them of others'
+traffic. So nothing of them is stored or looked for, and no request, purge or clear of theirs waits for the disk. If the
+folder has records of a tenant that is strict now, their keys are destroyed. That is pending until it is done, like a
+purge.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Final
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import Namespace
+from radixkv.config import Tenant
 from radixkv.errors import ArgumentError
+from radixkv.forks import OwnLock
+from radixkv.index.below import Scope
 from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.filling_slots import FillingSlots
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.promotions import DiskPromotions
+from radixkv.tiers.disk.slot_owners import NO_QUOTA, Quota
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
@@ -51,8 +53,6 @@ from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
 """The longest time for which ``close`` stores what waits."""
-LEAST_ROWS: Final = 2
-"""Rows of staging memory of a lane: for a request, and for what comes before anybody waits for it."""
 _MOST_NAMED: Final = 8
 _POLL_S: Final = 0.001
 _ADMIN_S: Final = 0.5
@@ -61,23 +61,13 @@ _ADMIN_S: Final = 0.5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DiskLane:
-    """What the tenants without a partition share, or one with a partition has for itself."""
-
-    rows: StagingRows
-    patience: DiskPatience
-    stores: DiskStores
-    promotions: DiskPromotions
-
-
 class DiskLevel:
     """Promotes and stores the blocks of ``index`` by ``tier``, whose segments are blocks.
 
     - ``memory``: the slots' bytes. ``fill``: makes the worker copy rows of staging memory into slots, in this step.
     - ``fleet_generation``: returns the newest generation of a tenant that its salts have shown, or the fleet. None
       while what is above may have older KV: then the disk isn't asked, and stores nothing.
-    - ``serves``: whether a tenant's blocks may be on the disk.
+    - ``num_blocks``: blocks that tenants' settings count, in the tier above; None for the slots of host memory.
     - ``bytes_per_s``: the most that is written on average; None for no bound.
     - ``num_ahead_rows``: rows of the memory for what comes before anybody waits for it.
 
@@ -92,185 +82,111 @@ class DiskLevel:
         fill: Callable[[Slots, Slots], None],
         *,
         fleet_generation: Callable[[str], int | None] = lambda tenant: 0,
-        serves: Callable[[str], bool] = lambda tenant: True,
+        num_blocks: int | None = None,
         bytes_per_s: float | None = None,
         num_ahead_rows: int = 0,
         clock: Clock = monotonic,
     ) -> None:
         self.tier, self._clock = tier, clock
-        self._index, self._fill, self._serves, self._bytes_per_s = index, fill, serves, bytes_per_s
+        self._num_blocks = index.num_slots if num_blocks is None else num_blocks
+        self._strict: set[str] = set()
+        self._unmet: dict[str, Quota] = {}
+        """Quotas whose guarantee didn't fit yet."""
+        self._following = OwnLock()
         self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
         self.load_durations = Durations()
-        """How long requests' loads took, of all lanes."""
-        self._lanes: dict[str, DiskLane] = {}
+        """How long requests' loads took."""
         self._filling = FillingSlots(index.num_slots)
-        self._left_counts: Counter[str] = Counter()
-        self._left_rows: list[StagingRows] = []
-        """Of lanes that have ended; some of their rows were in use then."""
-        self.shared = self._made_lane(
-            StagingRows.of(memory, num_ahead_rows, clock),
-            memory,
-            lambda tenant: serves(tenant) and tenant not in self._lanes,
-            index.num_slots,
+        self.rows = StagingRows(memory, num_ahead_rows, clock)
+        self.patience = DiskPatience(index.cache.config.block_size, clock)
+        self.stores = DiskStores(
+            tier, index, memory, self.debts, self.patience, self._filling, self.serves, bytes_per_s, clock
         )
-        """The lane of all tenants without a partition."""
-        self._memory, self._num_rows = memory, memory.num_staging - num_ahead_rows
-        index.watch(self._leave, self._reserve_for)
-
-    def _made_lane(
-        self,
-        rows: StagingRows,
-        memory: HostMemory,
-        serves: Callable[[str], bool],
-        num_slots: int,
-        tenant: str = "",
-    ) -> DiskLane:
-        tier, index, clock, rate = self.tier, self._index, self._clock, self._bytes_per_s
-        if tenant and rate is not None:
-            rate *= tier.partition(tenant) / tier.num_slots
-        patience = DiskPatience(index.cache.config.block_size, clock)
-        debts, filling = self.debts, self._filling
-        stores = DiskStores(
-            tier, index, memory, debts, patience, filling, serves, rate, clock, num_slots, tenant
-        )
-        promotions = DiskPromotions(
+        self.promotions = DiskPromotions(
             tier,
             index,
-            self._fill,
-            rows,
-            patience,
-            debts,
-            stores,
-            filling,
-            serves,
+            fill,
+            self.rows,
+            self.patience,
+            self.debts,
+            self.stores,
+            self._filling,
+            self.serves,
             clock,
             self.load_durations,
         )
-        return DiskLane(rows, patience, stores, promotions)
-
-    # --- lanes
-
-    def lane_of(self, tenant: str) -> DiskLane:
-        """Return a tenant's lane. O(1)."""
-        return self._lanes.get(tenant, self.shared)
-
-    def own_lane(self, tenant: str) -> DiskLane | None:
-        """Return the lane that a tenant has for itself, if it has one."""
-        return self._lanes.get(tenant)
-
-    @property
-    def lanes(self) -> list[DiskLane]:
-        """All lanes."""
-        return [self.shared, *self._lanes.values()]
+        index.watch(self.stores.leave, self.stores.reserve_for)
 
     @property
     def is_open(self) -> bool:
-        """Whether the disk serves the tenants of all lanes now. O(lanes). Any thread."""
-        states = [self.tier.state, *map(self.tier.state_for, list(self._lanes))]
-        return set(states) == {"open"} and not any(lane.patience.is_resting for lane in self.lanes)
+        """Whether the disk serves requests now. Any thread."""
+        return self.tier.state == "open" and not self.patience.is_resting
 
-    def set_partition(self, tenant: str, num_slots: int, num_host_slots: int) -> None:
-        """Give a tenant slots of the disk and a lane of its own, 0 for none.
+    # --- tenants, any thread
 
-        If that changes, its lane ends. What comes in it is dropped and read again when it is asked for; what waits or
-        leaves in it isn't stored, which is counted. What waits in the shared lane is stored all the same. Raises
-        ArgumentError, and leaves it none, if the slots or the rows of staging memory don't suffice.
+    def serves(self, tenant: str) -> bool:
+        """Whether a tenant's blocks may be on the disk: those of strict ones may not."""
+        return tenant not in self._strict
+
+    def may_have(self, tenant: str) -> bool:
+        """Whether there may be records of a tenant: of a strict one only until its old ones are destroyed. O(1)."""
+        return self.serves(tenant) or self.tier.is_known(tenant)
+
+    def follow(self, tenant: str, settings: Tenant | None, *, has_share: bool = True) -> None:
+        """Take the settings that a tenant has now; None: it has none any more. Never waits for the disk.
+
+        It has as much of the disk as its guarantee and its limit are of ``num_blocks``, without ``has_share`` no such
+        part. Two tenants' changes may come in another order than to the cache. Then a guarantee may not fit yet, which
+        is logged; the next change gives it. What the disk has of a strict tenant is pending from now on, and its keys
+        are destroyed. O(log tenants), and O(guarantees that don't fit).
         """
-        if tenant in self._lanes and self.tier.partition(tenant) == num_slots:
-            return
-        self._end_lane(tenant)
-        num_rows = max(self._num_rows * num_slots // self.tier.num_slots, LEAST_ROWS)
-        if num_slots and self.shared.rows.num_rows < num_rows + LEAST_ROWS:
-            self.tier.set_partition(tenant, 0)
-            allowed = (
-                f"at most {self.shared.rows.num_rows - LEAST_ROWS}: others have the rest of staging memory"
-            )
-            raise ArgumentError("staging rows", num_rows, allowed)
+        is_strict = settings is not None and settings.mode == "strict"
+        with self._following:
+            if is_strict:
+                self._leave_out(tenant)
+            else:
+                self._strict.discard(tenant)
+                if settings is not None:
+                    self.debts.set_incarnation(tenant, settings.incarnation)
+            has_share &= settings is not None and not is_strict
+            self._give(tenant, self._quota_of(settings) if settings is not None and has_share else NO_QUOTA)
+
+    def _leave_out(self, tenant: str) -> None:
+        """Have nothing of a strict tenant from now on."""
+        was_served = self.serves(tenant) and self.debts.known(tenant) is not None  # a store of it may run
+        self._strict.add(tenant)
+        if was_served or self.tier.is_known(tenant):
+            _log.info("the disk forgets what it has of tenant %r, which is strict", tenant)
+            self.debts.owe(tenant)
+            self.debts.begin_to_pay(tenant)
+
+    def _quota_of(self, settings: Tenant) -> Quota:
+        least, limit = (
+            blocks * self.tier.num_slots // self._num_blocks
+            for blocks in (settings.guaranteed_blocks, settings.max_blocks or 0)
+        )
+        return Quota(least, None if settings.max_blocks is None else max(limit, least, 1), settings.weight)
+
+    def _give(self, tenant: str, quota: Quota) -> None:
+        self._unmet.pop(tenant, None)
         try:
-            self.tier.set_partition(tenant, num_slots)
-        except ArgumentError:
-            self.tier.set_partition(tenant, 0)
-            raise
-        if num_slots:
-            self.debts.set_strict(tenant, True)
-            rows = self.shared.rows.part(num_rows)
-            self._lanes[tenant] = self._made_lane(
-                rows,
-                self._memory,
-                lambda each: each == tenant and self._serves(tenant),
-                num_host_slots,
-                tenant,
-            )
-        self._share_budget()
-
-    def _end_lane(self, tenant: str) -> None:
-        lane = self._lanes.pop(tenant, None)
-        if lane is not None:
-            lane.promotions.close()
-            lane.stores.close()
-            lane.rows.end()
-            self._left_rows = [each for each in (*self._left_rows, lane.rows) if each.num_used]
-            self.debts.set_strict(tenant, False)
-            self._left_counts.update(_counts_of(lane))
-            self._share_budget()
-
-    def _share_budget(self) -> None:
-        """Leave the others the part of the write budget that strict tenants don't have."""
-        if self._bytes_per_s is not None:
-            num_slots = self.tier.num_slots
-            num_left = max(num_slots - sum(map(self.tier.partition, self._lanes)), 1)
-            self.shared.stores.set_rate(self._bytes_per_s * num_left / num_slots)
-
-    def _leave(self, namespace: Namespace, key: bytes, first: int, slots: Slots) -> None:
-        self.lane_of(namespace.tenant).stores.leave(namespace, key, first, slots)
-
-    def _reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
-        return self.lane_of(tenant).stores.reserve_for(tenant, num_blocks, num_slots)
-
-    # --- requests, by their ids
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended; what comes from the disk for it is dropped. O(lanes)."""
-        for lane in self.lanes:
-            lane.promotions.forget(request_id)
-
-    def num_brought(self, request_id: str) -> int:
-        """Return how many blocks came from the disk for a request, which it hasn't ``used``. O(lanes)."""
-        return sum(lane.promotions.num_brought(request_id) for lane in self.lanes)
-
-    def used(self, request_id: str, num_blocks: int) -> None:
-        """Take that a request has loaded so many blocks of these, and doesn't need the others. O(lanes)."""
-        for lane in self.lanes:
-            lane.promotions.used(request_id, num_blocks)
+            self.tier.set_quota(tenant, quota)
+        except ArgumentError as error:
+            _log.warning("tenant %r is guaranteed no part of the disk: %s", tenant, error)
+            self.tier.set_quota(tenant, replace(quota, guaranteed=0))
+            self._unmet[tenant] = quota
+            return
+        for each, unmet in list(self._unmet.items()):
+            with suppress(ArgumentError):
+                self.tier.set_quota(each, unmet)
+                del self._unmet[each]
 
     # --- steps
 
     @property
-    def is_storing(self) -> bool:
-        """Whether blocks are being stored. O(lanes)."""
-        return any(lane.stores.num_running for lane in self.lanes)
-
-    @property
     def num_running(self) -> int:
         """Promotions, stores, and steps that fill slots, which haven't ended."""
-        return sum(
-            lane.promotions.num_running + lane.stores.num_running + lane.rows.num_filling
-            for lane in self.lanes
-        )
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the budgets had left when they were last asked."""
-        return sum(lane.stores.budget_bytes for lane in self.lanes)
-
-    @property
-    def num_used_rows(self) -> int:
-        """Rows of staging memory that aren't free."""
-        return sum(rows.num_used for rows in self._rows)
-
-    @property
-    def _rows(self) -> list[StagingRows]:
-        return [*(lane.rows for lane in self.lanes), *self._left_rows]
+        return self.promotions.num_running + self.stores.num_running + self.rows.num_filling
 
     def begin_step(self, step: int, num_tokens: int | None) -> None:
         """Begin a step, which computes ``num_tokens`` tokens: store what waits, and end stores that are over.
@@ -278,47 +194,49 @@ class DiskLevel:
         A step without tokens waits a moment for the disk. None: it doesn't, and isn't measured (``computed_in``).
         """
         if num_tokens is not None:
-            for lane in self.lanes:
-                lane.patience.begin_step(step, num_tokens)
+            self.patience.begin_step(step, num_tokens)
         self.debts.retry()
-        for rows in self._rows:
-            rows.begin_step(step)
+        self.rows.begin_step(step)
         self._filling.begin_step(step)
-        for lane in self.lanes:
-            lane.stores.step()
+        self.stores.step()
         self.tier.maintain()
         if num_tokens == 0:
-            self.shared.promotions.poll(_POLL_S)
-
-    def computed(self, steps: Iterable[int]) -> None:
-        """Take that these steps have ended: they tell all lanes how long computing takes."""
-        steps = list(steps)
-        for lane in self.lanes:
-            lane.patience.computed(steps)
-
-    def computed_in(self, seconds: float, num_tokens: int) -> None:
-        """Tell all lanes that the engine computed so many tokens, of any tenants, in so many seconds."""
-        for lane in self.lanes:
-            lane.patience.computed_in(seconds, num_tokens)
+            self.promotions.poll(_POLL_S)
 
     def filled(self, steps: Iterable[int]) -> None:
         """Take that the worker has filled the slots of these steps."""
         steps = list(steps)
-        for rows in self._rows:
-            rows.filled(steps)
+        self.rows.filled(steps)
         self._filling.filled(steps)
 
     def undo(self) -> None:
         """Take that no worker fills slots any more."""
-        for rows in self._rows:
-            rows.undo()
+        self.rows.undo()
         self._filling.undo()
+
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[Pending]:
+        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
+
+        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
+        keys. Of a strict tenant it owes nothing, unless older records of it are still here. Yields what will be left to
+        do.
+        """
+        tenant = scope.tenant
+        assert tenant is not None
+        if self.may_have(tenant):
+            self.debts.owe(tenant)
+        try:
+            yield Pending([self.debts], tenant)
+        finally:
+            if self.may_have(tenant):
+                self.debts.owe(tenant)
+                self.debts.begin_to_pay(tenant)
 
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
-        for lane in self.lanes:
-            lane.promotions.cancel()
-            lane.stores.forget_waiting()
+        self.promotions.cancel()
+        self.stores.forget_waiting()
         self.debts.reset()
 
     def close(self, give_all: Callable[[Callable[[], bool]], None] | None = None) -> None:
@@ -327,12 +245,10 @@ class DiskLevel:
         ``give_all``: saves what lies above host memory until its argument is true; called when the rest is stored.
         What is ``unpaid`` then stays so, and is logged.
         """
-        for lane in self.lanes:
-            lane.promotions.close()
+        self.promotions.close()
         ends_at = self._clock() + CLOSING_S
         Pending([self.debts]).wait(max(ends_at - self._clock(), 0.0))
-        for lane in self.lanes:
-            lane.stores.begin_to_close()
+        self.stores.begin_to_close()
         self._finish(ends_at)
         if give_all is not None and self.tier.state == "open":
 
@@ -342,12 +258,10 @@ class DiskLevel:
 
             give_all(is_over)
             self._finish(ends_at)
-        for lane in self.lanes:
-            lane.stores.forget_waiting()
+        self.stores.forget_waiting()
         is_idle = self.debts.close(max(ends_at - self._clock(), _ADMIN_S))
         self.tier.close(is_in_use=not is_idle)
-        for lane in self.lanes:
-            lane.stores.close()
+        self.stores.close()
         unpaid = self.unpaid()
         if unpaid is not None:
             _log.error("%s", unpaid)
@@ -373,13 +287,10 @@ class DiskLevel:
         )
 
     def _finish(self, ends_at: float) -> None:
-        """Store what waits until then, in all lanes at once."""
-        while busy := [lane.stores for lane in self.lanes if not lane.stores.is_idle]:
-            if self._clock() >= ends_at:
-                return
-            for stores in busy:
-                stores.step()
-            busy[0].poll(_POLL_S)
+        """Store what waits until then."""
+        while not self.stores.is_idle and self._clock() < ends_at:
+            self.stores.step()
+            self.stores.poll(_POLL_S)
 
     def counts(self) -> dict[str, float]:
         """Return what the disk has and did since the start, by the names of ``LowerTiers.counts``. Any thread."""
@@ -395,20 +306,12 @@ class DiskLevel:
             "errors": sum(tier.get(name, 0) for name in errors),
             "open": int(self.is_open),
             "owed_purges": self.debts.num_owed,
-            "budget_bytes": self.budget_bytes,
+            "budget_bytes": self.stores.budget_bytes,
         }
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
-        found, self._left_counts = self._left_counts, Counter()
-        for lane in self.lanes:
-            found.update(_counts_of(lane))
-        return dict(found)
+        return self.promotions.take_counts() | self.stores.take_counts() | self.patience.take_counts()
 
 
 refuse_copies(DiskLevel, "it holds threads and files. Make another")
-
-
-def _counts_of(lane: DiskLane) -> dict[str, int]:
-    """Return a lane's counts since the last call."""
-    return lane.promotions.take_counts() | lane.stores.take_counts() | lane.patience.take_counts()

@@ -38,7 +38,6 @@ from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
-    from radixkv.tiers.disk_level import DiskLane
 
 POLL_S: Final = 0.001
 MAX_FLIGHTS: Final = 64
@@ -105,7 +104,7 @@ class TierLoading:
         self._polling = OwnLock()
         if source.reader is None:
             return
-        self._ends_at += self._lane(source.reader).patience.patience_s(0)
+        self._ends_at += source.reader.disk.patience.patience_s(0)
         weakref.finalize(self, source.reader.dropped.append, self._flights).atexit = False
 
     def __repr__(self) -> str:
@@ -204,9 +203,6 @@ class TierLoading:
 
     # --- inside, within the gate
 
-    def _lane(self, reader: RecordReader) -> DiskLane:
-        return reader.disk.lane_of(self._target.namespace.tenant)
-
     def _advance(self) -> None:
         """Bring what is there, and commit what continues the committed tokens."""
         if not self._target.is_current:
@@ -246,33 +242,31 @@ class TierLoading:
         if self._place is None:
             self.end()
             return
-        now, least_s = self._clock(), self._lane(reader).patience.patience_s(0)
+        now, least_s = self._clock(), reader.disk.patience.patience_s(0)
         is_slow = any(now - each.began_at >= least_s for each in self._flights)
         if self._flights and not is_slow:
             self._ends_at = now + least_s
             return
         if is_slow:
-            self._lane(reader).patience.rest()
-        self._lane(reader).promotions.load_ended(now - self._found_at)
+            reader.disk.patience.rest()
+        reader.disk.promotions.load_ended(now - self._found_at)
         self.end()
 
     def _find(self, reader: RecordReader) -> bool:
         """Find what the disk has behind host memory's part. False if that isn't known yet, or it is shut: then done."""
         if self._place is None:
             tenant = self._target.namespace.tenant
-            place = self._lane(reader).promotions.place_of(self._target.namespace)
+            place = reader.disk.promotions.place_of(self._target.namespace)
             is_known = place is not None and reader.disk.debts.is_known(tenant)
             if place is None or not is_known:
                 is_computing = self._claimed_at is not None  # meanwhile, so it waits for nothing
                 self.is_done = place is None or not (is_computing or reader.disk.debts.may_wait(tenant))
                 return False
             self.is_done = False
-            num = self._lane(reader).promotions.located(
-                self._target.namespace, self._target.key, self._host_stop
-            )
+            num = reader.disk.promotions.located(self._target.namespace, self._target.key, self._host_stop)
             self._place, self._stop = place, self._host_stop + num
             self._next, self._found_at = self._stop, self._clock()
-            self._ends_at = self._found_at + self._lane(reader).patience.patience_s(num * self._size)
+            self._ends_at = self._found_at + reader.disk.patience.patience_s(num * self._size)
         return True
 
     def _take_records(self, reader: RecordReader) -> None:
@@ -286,7 +280,7 @@ class TierLoading:
                 if is_good and block >= low:
                     is_used = self._put(block, block + 1, self._source.row_copy(flight.row))
                 self._num_from_disk += is_used
-                self._lane(reader).promotions.read_ended(is_good=is_good, is_used=is_used)
+                reader.disk.promotions.read_ended(is_good=is_good, is_used=is_used)
             finally:
                 reader.end(flight)
         assert self._place is not None
@@ -296,12 +290,12 @@ class TierLoading:
                 break
             self._next -= 1
         tenant = self._place.tenant
-        is_refused = self._next > low and not self._flights and self._lane(reader).rows.num_for(tenant) > 0
+        is_refused = self._next > low and not self._flights and reader.disk.rows.num_for(tenant) > 0
         self.is_done = is_refused or (self._next <= low and not self._flights)
         if self.is_done and self._stop > self._host_stop:
-            self._lane(reader).promotions.load_ended(self._clock() - self._found_at)
+            reader.disk.promotions.load_ended(self._clock() - self._found_at)
         if self.is_done and self._num_from_disk:
-            self._lane(reader).patience.was_fast()
+            reader.disk.patience.was_fast()
 
     def _drop_claimed(self) -> None:
         """Give up records of claimed blocks. After the last block it is over."""
@@ -318,8 +312,8 @@ class TierLoading:
         if reader is not None and self._claimed_at is not None:
             now, num_tokens = self._clock(), self._claimed - self._measured
             if self._target.num_committed >= self._claimed:
-                self._lane(reader).patience.computed_in(now - self._claimed_at, num_tokens)
-            self._ends_at = max(self._ends_at, now + self._lane(reader).patience.patience_s(0))
+                reader.disk.patience.computed_in(now - self._claimed_at, num_tokens)
+            self._ends_at = max(self._ends_at, now + reader.disk.patience.patience_s(0))
         self._measured = self._target.num_committed
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:

@@ -28,15 +28,14 @@ _SIZES: Final = ("disk_bytes", "disk_size")
 
 
 def disks_in(whole: DiskOptions) -> Disks:
-    """Return a disk for each lossy dtype, with equal parts of the bytes and of the rates."""
-    parts, rate, bandwidth = len(LOSSY_DTYPES), whole.bytes_per_s, whole.bandwidth
+    """Return a disk for each lossy dtype, with equal parts of the bytes and of the rate."""
+    parts, rate = len(LOSSY_DTYPES), whole.bytes_per_s
     return {
         dtype: replace(
             whole,
             folder=whole.folder / dtype,
             num_bytes=whole.num_bytes // parts,
             bytes_per_s=None if rate is None else rate / parts,
-            bandwidth=None if bandwidth is None else bandwidth / parts,
         )
         for dtype in LOSSY_DTYPES
     }

@@ -17,7 +17,7 @@ cache evicts it, unless its copy is still here (``host.index``). So the two hold
 afterwards. A save or a load takes the mark before it looks at anything, and does nothing once the mark is another.
 
 **Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
-A strict tenant has its shares of host memory and of the disk for itself (``disk_level``), or nothing there.
+A strict tenant has its share of host memory for itself, or nothing there, and nothing on the disk (``disk_level``).
 
 A thread (``start``) evicts ahead, zeroes slots after purges, looks after a disk, and ends loads whose sequence was
 released or that nobody asks any more.
@@ -76,8 +76,7 @@ if TYPE_CHECKING:
     from radixkv.index.below import Expected, GiveAll
     from radixkv.index.cache import PrefixCache
     from radixkv.storage.plan import BlockIds
-    from radixkv.tiers.disk.shares import DiskShares
-    from radixkv.tiers.disk_level import DiskLane, DiskLevel
+    from radixkv.tiers.disk_level import DiskLevel
 
 _NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
@@ -132,12 +131,7 @@ class LowerTiers:
         self._changing: Counter[str] = Counter()
         self._unkept: dict[str, Tenant] = {}
         """Settings of tenants that were refused their share of host memory."""
-        self._off_disk: set[str] = set()
-        """Strict tenants without a partition of the disk."""
         self._added: set[str] = set()
-        self._shares: DiskShares | None = None
-        self._unmet_partitions: dict[str, int] = {}
-        """Slots of the disk that strict tenants were refused."""
         self.serves: Callable[[str], bool] = lambda tenant: True
         """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = OwnLock(), OwnLock()
@@ -153,15 +147,13 @@ class LowerTiers:
         self._thread: threading.Thread | None = None
         self._last_error: type[Exception] | None = None
         self._prefetch: Prefetch | None = None
-        self._own_prefetches: dict[str, Prefetch] = {}
-        """Those of strict tenants."""
         self._later = LaterPrompts()
         self._give_all: GiveAll = lambda is_over: None
         self._unusable: UnusableDisk | None = None
         if settings.disk is not None:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
             if disk is not None:
-                self._prefetch = self._made_prefetch(disk.shared)
+                self._prefetch = self._made_prefetch(disk)
         self.reader = None if self.disk is None else RecordReader(self.disk, self._size, clock)
         self._loadings: WeakSet[TierLoading] = WeakSet()
         self._weights: dict[str, int] = {}
@@ -195,16 +187,15 @@ class LowerTiers:
 
     def expect(self, expected: Expected) -> None:
         """See ``Below``. What the disk has comes into host memory. Any thread."""
-        prefetch = self._prefetch_of(expected.namespace.tenant)
-        if prefetch is not None:
-            prefetch.add(expected)
+        if self._prefetch is not None and self._brings(expected.namespace.tenant):
+            self._prefetch.add(expected)
 
     def prefetch(
         self, namespace: Namespace, key: bytes, resident_tokens: Callable[[], int], in_s: float = 0.0
     ) -> None:
         """See ``Below``. Unless it takes longer than ``ASKED_S``. O(1), or O(log(prompts)) for a later time."""
-        mark, prefetch = self.mark(namespace.tenant), self._prefetch_of(namespace.tenant)
-        if prefetch is None or mark is None or not in_s <= MAX_PAUSE_S:
+        mark, prefetch = self.mark(namespace.tenant), self._prefetch
+        if prefetch is None or mark is None or not in_s <= MAX_PAUSE_S or not self._brings(namespace.tenant):
             return
         due_at = self._clock() + BEGUN_PART * in_s
         until = due_at + (1 - BEGUN_PART) * in_s + ASKED_S
@@ -219,9 +210,9 @@ class LowerTiers:
             prefetch.ask(asked)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Take how long it took to compute tokens. A request of any lane waits for the disk for a part of that."""
+        """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
         if self.level.disk is not None:
-            self.level.disk.computed_in(seconds, num_tokens)
+            self.level.disk.patience.computed_in(seconds, num_tokens)
 
     # --- purges and tenants, any thread
 
@@ -256,7 +247,7 @@ class LowerTiers:
     @contextmanager
     def _forgetting_on_disk(self, scope: Scope) -> Iterator[None]:
         if self.level.disk is not None:
-            with self.level.disk.debts.forgetting(scope):
+            with self.level.disk.forgetting(scope):
                 yield
             return
         if self._unusable is not None and scope.tenant is not None:
@@ -379,14 +370,12 @@ class LowerTiers:
         changes may come in another order than to the cache.
         """
         self._added.add(tenant.id)
-        if self.level.disk is not None:
-            self.level.disk.debts.set_incarnation(tenant.id, tenant.incarnation)
         try:
             self._give_share(tenant)
         except ArgumentError as error:
             self._unkept[tenant.id] = tenant
             _log.warning("nothing of tenant %r is kept in host memory: %s", tenant.id, error)
-        self._give_parts(tenant)
+        self._follow_on_disk(tenant)
         self._meet_unmet()
 
     def _give_share(self, tenant: Tenant) -> None:
@@ -399,25 +388,13 @@ class LowerTiers:
         self._set_own_slots(tenant.id, own if tenant.mode == "strict" else 0)
         self._unkept.pop(tenant.id, None)
 
-    def _give_parts(self, tenant: Tenant) -> None:
-        """Give a tenant its part of the disk. One that isn't kept in host memory has no slots of its own there."""
-        is_strict = tenant.mode == "strict" and tenant.id not in self._unkept
-        has_lane = self.level.disk is not None and self.level.disk.own_lane(tenant.id) is not None
-        if tenant.mode == "strict" and not (is_strict and has_lane):
-            self._off_disk.add(tenant.id)
-        if is_strict:
-            self._share_disk(tenant.id)
-        else:
+    def _follow_on_disk(self, tenant: Tenant) -> None:
+        """Let the disk follow a tenant's settings. One that isn't kept in host memory has no slots there."""
+        is_kept = tenant.id not in self._unkept
+        if not is_kept or tenant.mode != "strict":
             self._set_own_slots(tenant.id, 0)
-        self._set_partition(tenant.id, tenant.guaranteed_blocks if is_strict else None)
-        if tenant.mode != "strict":
-            self._off_disk.discard(tenant.id)
-        if is_strict:
-            return
-        if tenant.mode == "strict" or tenant.id in self._unkept:
-            self._share_disk(tenant.id)
-        else:
-            self._share_disk(tenant.id, tenant.guaranteed_blocks, tenant.max_blocks, tenant.weight)
+        if self.level.disk is not None and not self._is_closed:
+            self.level.disk.follow(tenant.id, tenant, has_share=is_kept)
 
     def _set_own_slots(self, tenant: str, num_slots: int) -> None:
         """Give a tenant slots of its own. Waits for the gate only if that changes something. Raises ArgumentError."""
@@ -432,58 +409,18 @@ class LowerTiers:
             with suppress(ArgumentError):  # its share was refused
                 self.level.cache.remove_tenant(tenant)
         self._set_own_slots(tenant, 0)
-        self._set_partition(tenant, None)
-        self._share_disk(tenant)
+        if self.level.disk is not None:
+            self.level.disk.follow(tenant, None)
         self._unkept.pop(tenant, None)
-        self._off_disk.discard(tenant)
         self._meet_unmet()
 
-    def _set_partition(self, tenant: str, guaranteed: int | None) -> None:
-        """Give a strict tenant slots and a lane of its own on the disk, as much as its guarantee is of the cache.
-
-        None: it shares them. If that doesn't fit, nothing of it is on the disk, until another change makes room.
-        """
-        disk = self.level.disk
-        if disk is None:
-            return
-        num_slots = 0 if guaranteed is None else max(guaranteed * disk.tier.num_slots // self._num_blocks, 1)
-        self._unmet_partitions.pop(tenant, None)
-        if not num_slots and disk.own_lane(tenant) is None:
-            return
-        try:
-            self._begin_partition(disk, tenant, num_slots)
-        except ArgumentError as error:
-            _log.warning("nothing of strict tenant %r is kept on disk: %s", tenant, error)
-            self._unmet_partitions[tenant] = num_slots
-
-    def _begin_partition(self, disk: DiskLevel, tenant: str, num_slots: int) -> None:
-        with self.moving():
-            before = disk.own_lane(tenant)
-            self._off_disk.add(tenant)
-            try:
-                disk.set_partition(tenant, num_slots, self.level.index.own_slots(tenant))
-            finally:
-                lane = disk.own_lane(tenant)
-                if lane is not before:
-                    self._follow_lane(tenant, lane)
-            if num_slots:
-                self._off_disk.discard(tenant)
-
-    def _follow_lane(self, tenant: str, lane: DiskLane | None) -> None:
-        """Bring what will be requested of a tenant through its new lane; None for the shared one. Within the gate."""
-        prefetch = self._own_prefetches.pop(tenant, None)
-        if prefetch is not None:
-            prefetch.end()
-        if lane is not None:
-            self._own_prefetches[tenant] = self._made_prefetch(lane)
-
-    def _made_prefetch(self, lane: DiskLane) -> Prefetch:
+    def _made_prefetch(self, disk: DiskLevel) -> Prefetch:
         def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
             stop = len(key) // (self._size * TOKEN_BYTES)
             return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
 
         def is_loading(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
-            place = lane.promotions.place_of(namespace)
+            place = disk.promotions.place_of(namespace)
             if place is None or self.reader is None:
                 return False
             return self.reader.reads(
@@ -491,7 +428,7 @@ class LowerTiers:
             )
 
         return Prefetch(
-            lane.promotions,
+            disk.promotions,
             self.keeps,
             self.level.cache.generation,
             is_there,
@@ -499,30 +436,16 @@ class LowerTiers:
             self._has_work.set,
         )
 
-    def _prefetch_of(self, tenant: str) -> Prefetch | None:
-        return None if self._is_off else self._own_prefetches.get(tenant, self._prefetch)
-
-    def _share_disk(
-        self, tenant: str, guaranteed: int = 0, most: int | None = None, weight: float = 1.0
-    ) -> None:
-        """Give a tenant a part of the disk, if there is one: see ``DiskShares.set``."""
-        if self._shares is not None:
-            self._shares.set(tenant, guaranteed, most, weight)
+    def _brings(self, tenant: str) -> bool:
+        """Whether a disk may bring something of a tenant ahead."""
+        return not self._is_off and self.disk is not None and self.disk.serves(tenant)
 
     def _meet_unmet(self) -> None:
-        """Give what host memory or the disk refused before, if there is room now."""
+        """Give what host memory refused before, if there is room now."""
         for tenant in list(self._unkept.values()):
             with suppress(ArgumentError):
                 self._give_share(tenant)
-                self._give_parts(tenant)
-        disk, shares = self.level.disk, self._shares
-        if disk is None or shares is None:
-            return
-        shares.retry()
-        for each, num_slots in list(self._unmet_partitions.items()):
-            with suppress(ArgumentError):
-                self._begin_partition(disk, each, num_slots)
-                del self._unmet_partitions[each]
+                self._follow_on_disk(tenant)
 
     # --- the cache
 
@@ -563,7 +486,7 @@ class LowerTiers:
         disk = self.disk
         if disk is not None:
             with self.gate, self._guarded():
-                return disk.lane_of(namespace.tenant).promotions.may_have(namespace, key)
+                return disk.promotions.may_have(namespace, key)
         return False
 
     def begin(self, target: Target) -> TierLoading | None:
@@ -590,7 +513,7 @@ class LowerTiers:
         namespace, key = target.namespace, target.key
         stop = self.level.index.reach(namespace, key, target.num_committed // self._size)
         disk = self.disk
-        if disk is not None and disk.lane_of(namespace.tenant).promotions.take_over(namespace, key, stop):
+        if disk is not None and disk.promotions.take_over(namespace, key, stop):
             self._run()
             stop = self.level.index.reach(namespace, key, stop)
         return stop
@@ -720,10 +643,9 @@ class LowerTiers:
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
         self._thread.start()
 
-    def _look_after_disk(self, shared: Prefetch) -> None:
+    def _look_after_disk(self, prefetch: Prefetch) -> None:
         while not self._stop.wait(_BUSY_TICK_S):
-            prefetches = (shared, *list(self._own_prefetches.values()))
-            if self._is_off or not any(each.is_busy for each in prefetches):
+            if self._is_off or not prefetch.is_busy:
                 self._has_work.wait(_TICK_S)
             self._has_work.clear()
             self._tick_safely()
@@ -753,13 +675,10 @@ class LowerTiers:
                 disk.debts.know_generations()
         if not self._is_off:
             with self._guarded():
-                for asked in self._later.take_due(self._clock()):
-                    its = self._prefetch_of(asked.namespace.tenant)
-                    if its is not None:
-                        its.ask(asked)
                 if self._prefetch is not None:
-                    for each in (self._prefetch, *self._own_prefetches.values()):
-                        each.go_on()
+                    for asked in self._later.take_due(self._clock()):
+                        self._prefetch.ask(asked)
+                    self._prefetch.go_on()
                 self._run()
         self._sweep()
 
@@ -826,7 +745,7 @@ class LowerTiers:
 
         - ``capacity_blocks``, ``resident_blocks``; ``hit_blocks``: used by requests, each where it was found.
         - ``read_bytes``, ``written_bytes``; ``loads``, and ``load_seconds``, how long they took.
-        - ``open``: 1 if it serves all tenants; 0 also while it rests, for all or for one strict tenant. ``errors``.
+        - ``open``: 1 if it serves requests; 0 also while it rests. ``errors``.
         - ``owed_purges``: tenants whose purge isn't done there yet.
         - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
         - ``lost_blocks``: left the tier above, and found no room or no time here.
@@ -882,7 +801,6 @@ class LowerTiers:
     ) -> DiskLevel | None:
         from radixkv.tiers.disk.folder import DamagedMaster
         from radixkv.tiers.disk.identity import fingerprint_of
-        from radixkv.tiers.disk.shares import DiskShares
         from radixkv.tiers.disk.tier import DiskSettings, DiskTier
         from radixkv.tiers.disk_level import DiskLevel
 
@@ -904,7 +822,6 @@ class LowerTiers:
                         ),
                         awaits_generations=disk.awaits_generations,
                         scheme=settings.dtype,
-                        bandwidth=disk.bandwidth,
                     ),
                     [disk.secret, *disk.previous_secrets],
                     files=disk.files,
@@ -912,14 +829,13 @@ class LowerTiers:
             except (OSError, DamagedMaster) as error:
                 self._unusable = UnusableDisk(disk.folder, error)
                 return None
-        self._shares = DiskShares(tier, self._num_blocks)
         self.level.disk = level = DiskLevel(
             tier,
             self.level.index,
             self.memory,
             self.level.fill,
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
-            serves=lambda tenant: tenant not in self._off_disk,
+            num_blocks=self._num_blocks,
             bytes_per_s=disk.bytes_per_s,
             num_ahead_rows=num_ahead_rows,
             clock=self._clock,
@@ -939,7 +855,7 @@ class LowerTiers:
         self.level.reported(self.memory.take_report())
         self.level.work_done()
         self._take_counts()
-        if self.disk is not None and self.disk.is_storing:
+        if self.disk is not None and self.disk.stores.num_running:
             self._has_work.set()  # so that the next blocks follow soon
 
     def _take_counts(self) -> None:

@@ -13,8 +13,7 @@
 
 What fails is tried again at the engine's steps, or by time (``begin_to_retry``).
 
-Only threads of its own wait for the disk. Each strict tenant has one, and all others share one. So no other tenant's
-purge delays what a strict tenant learns.
+Only threads of its own wait for the disk.
 
 **Weights.** Version 0 is what the engine loaded at its start; the fingerprint of the records says what that is. A later
 version gets a random number, so nothing of it is found after a restart.
@@ -25,15 +24,13 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.errors import CoordinationError, TierError
 from radixkv.forks import OwnLock
-from radixkv.index.below import Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk.io_threads import IOThreads, Job
 from radixkv.tiers.disk.tier import DiskTier
@@ -180,26 +177,11 @@ class DiskDebts:
         self._noters = IOThreads(1, 1)
         self._admin = IOThreads(1, 1)
         self._removals: IOThreads | None = None
-        self._own: dict[str, IOThreads] = {}
-        self._left: list[IOThreads] = []
-        """Of tenants that aren't strict any more."""
         self._must_reset = False
         self._resetting: Job | None = None
         self._retrying, self._is_over = OwnLock(), threading.Event()
         self._retries = threading.Thread(target=self._retry_by_time, name="radixkv-debts", daemon=True)
         self._weights = {0: 0}
-
-    def set_strict(self, tenant: str, is_strict: bool) -> None:
-        """Give a tenant a thread of its own, or none from now on."""
-        if is_strict:
-            self._own.setdefault(tenant, IOThreads(1, 1))
-        elif tenant in self._own:
-            left = self._own.pop(tenant)
-            left.close(0.0)
-            self._left = [each for each in (*self._left, left) if each.is_alive]
-
-    def _thread_of(self, tenant: str) -> IOThreads:
-        return self._own.get(tenant, self._admin)
 
     # --- questions
 
@@ -209,7 +191,7 @@ class DiskDebts:
 
     def is_open_for(self, tenant: str) -> bool:
         """Whether the disk may be asked for a tenant's records now."""
-        return not self.is_owed(tenant) and self._tier.state_for(tenant) == "open" and not self.is_resetting
+        return not self.is_owed(tenant) and self._tier.state == "open" and not self.is_resetting
 
     def known(self, tenant: str) -> tuple[int, int] | None:
         """Return the generations of a tenant that the folder knows, of the cache and of the salts."""
@@ -242,11 +224,9 @@ class DiskDebts:
         before = self._learning.get(tenant) or _Learning(_FAILED, now + LEARNING_S, now, generations)
         is_news = before.generations != generations
         if before.job.is_done and (is_news or now >= before.again_at or before.job.wait(0)):
-            job = self._thread_of(tenant).submit(
-                lambda job, memory: self._learned(tenant, generations), is_load=True
-            )
+            job = self._admin.submit(lambda job, memory: self._learned(tenant, generations), is_load=True)
             if tenant not in self._learning and len(self._learning) >= _MAX_KNOWN:
-                self._learning = {each: begun for each, begun in self._learning.items() if each in self._own}
+                self._learning = {}
             again_at = now if job is None else now + PAY_AGAIN_S
             self._learning[tenant] = _Learning(job or _FAILED, before.waits_until, again_at, generations)
         return False
@@ -264,21 +244,6 @@ class DiskDebts:
 
     # --- purges
 
-    @contextmanager
-    def forgetting(self, scope: Scope) -> Iterator[Pending]:
-        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
-
-        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
-        keys. Yields what will be left to do.
-        """
-        assert scope.tenant is not None
-        self.owe(scope.tenant)
-        try:
-            yield Pending([self], scope.tenant)
-        finally:
-            self.owe(scope.tenant)
-            self.begin_to_pay(scope.tenant)
-
     def owe(self, tenant: str) -> None:
         """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""
         with self._owing:
@@ -288,14 +253,14 @@ class DiskDebts:
     def pay(self, tenant: str, timeout_s: float) -> bool:
         """Destroy the keys of a tenant that ``owe`` named. Returns whether that was done in this time; else it is
         repeated until it is."""
-        job = self.begin_to_pay(tenant)
+        job = self.begin_to_pay(tenant) if tenant in self._owed else None
         if job is not None:
             job.poll(timeout_s)
         return tenant not in self._owed
 
     def begin_to_pay(self, tenant: str) -> Job | None:
         """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
-        return self._thread_of(tenant).submit(lambda job, memory: self._paid(tenant), is_load=True)
+        return self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
 
     def set_incarnation(self, tenant: str, incarnation: str) -> None:
         """Serve only records of this incarnation of a tenant, if it isn't empty. Any thread; never waits.
@@ -391,7 +356,7 @@ class DiskDebts:
         self._is_over.set()
         if self._retries.is_alive():
             self._retries.join()
-        ends_at, threads = self._clock() + timeout_s, [self._admin, *self._own.values(), *self._left]
+        ends_at, threads = self._clock() + timeout_s, [self._admin]
         if self._removals is not None:
             threads.append(self._removals)
         have_ended = [each.close(max(ends_at - self._clock(), 0.0)) for each in threads]
@@ -486,9 +451,8 @@ class DiskDebts:
             self._tier.learn_generation(tenant, generations[1])
         self._begin_to_note()
         if len(self._known) >= _MAX_KNOWN:
-            self._known = {
-                each: known for each, known in self._known.copy().items() if each in self._own or known[0]
-            }  # a purge in the cache isn't to be repeated, because it would destroy what was stored since
+            # a purge in the cache isn't to be repeated, because it would destroy what was stored since
+            self._known = {each: known for each, known in self._known.copy().items() if known[0]}
         self._known[tenant] = generations
         if tenant not in self._owed:
             self._problems.pop(tenant, None)

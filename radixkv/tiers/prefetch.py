@@ -109,7 +109,7 @@ class _Line:
 
 
 class Prefetch:
-    """Brings what a lane's ``promotions`` have of prompts for which ``keeps`` is true.
+    """Brings what ``promotions`` have of prompts for which ``keeps`` is true.
 
     ``generation``: of a tenant, in host memory. ``is_there``: whether host memory has a key behind its first so many
     tokens; ``is_loading``: whether a request loads it from there on. ``wake``: is called when a prompt has come.
@@ -199,14 +199,6 @@ class Prefetch:
             if is_coming:
                 self._running = running
                 return
-
-    def end(self) -> None:
-        """Forget all prompts, and drop what comes for one. Within the gate."""
-        self._take_new()
-        self._waiting.clear()
-        running, self._running = self._running, None
-        if running is not None:
-            self._promotions.forget(running.request_id)
 
     def _prompt(self, expected: Expected, *, is_asked: bool = False) -> _Prompt:
         return _Prompt(f"ahead-{next(self._numbers)}", expected, is_asked)

@@ -17,7 +17,6 @@ from radixkv.index.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from radixkv.tiers.disk.io_threads import Job
     from radixkv.tiers.disk_level import DiskLevel
-    from radixkv.tiers.host.staging import StagingRows
 
 
 class Where(NamedTuple):
@@ -34,12 +33,10 @@ class Where(NamedTuple):
 class Flight:
     """A record that is being read for ``num_users`` loads, or was. ``key``: of its prompt, up to its end at least."""
 
-    __slots__ = ("began_at", "job", "key", "num_users", "row", "rows", "where")
+    __slots__ = ("began_at", "job", "key", "num_users", "row", "where")
 
-    def __init__(
-        self, where: Where, key: bytes, rows: StagingRows, row: int, job: Job, began_at: float
-    ) -> None:
-        self.where, self.key, self.rows, self.row, self.job, self.num_users = where, key, rows, row, job, 1
+    def __init__(self, where: Where, key: bytes, row: int, job: Job, began_at: float) -> None:
+        self.where, self.key, self.row, self.job, self.num_users = where, key, row, job, 1
         self.began_at = began_at
 
 
@@ -76,23 +73,23 @@ class RecordReader:
                 flights.append(flight)
                 flight.num_users += 1
                 return flight
-        lane = self.disk.lane_of(where.place.tenant)
-        row = lane.rows.take(where.place.tenant)
+        rows = self.disk.rows
+        row = rows.take(where.place.tenant)
         if row is None:
             return None
         made, jobs = None, list["Job"]()
         try:
-            job = lane.promotions.read(where.place, key, where.block, row, jobs)
+            job = self.disk.promotions.read(where.place, key, where.block, row, jobs)
             if job is not None:
-                made = Flight(where, key, lane.rows, row, job, self._clock())
+                made = Flight(where, key, row, job, self._clock())
                 flights.append(made)
         except BaseException:
             for begun in jobs:
                 begun.cancel()  # else it writes into a row that is free, or somebody else's
-            lane.rows.give(row)
+            rows.give(row)
             raise
         if made is None:
-            lane.rows.give(row)
+            rows.give(row)
             return None
         self._flights.setdefault(where, []).append(made)
         return made
@@ -109,7 +106,7 @@ class RecordReader:
         left = [each for each in self._flights.pop(flight.where, ()) if each is not flight]
         if left:
             self._flights[flight.where] = left
-        flight.rows.give(flight.row)
+        self.disk.rows.give(flight.row)
 
     def sweep(self) -> None:
         """End what dropped loads left."""

@@ -308,7 +308,7 @@ class SecondLevel:
             return 0
         key = request.between(0, self._usable(len(ids)))
         if request.facts.looks_up and self.disk is not None:
-            promotions = self.disk.lane_of(request.namespace.tenant).promotions
+            promotions = self.disk.promotions
             if promotions.is_waiting(
                 request_id, request.namespace, request.generation, key, num_local, is_held=True
             ):
@@ -317,7 +317,7 @@ class SecondLevel:
         request.num_saved = match.num_blocks
         num_found = self._num_loadable(match, num_local) if request.facts.looks_up else 0
         if num_found == 0 and self.disk is not None:
-            self.disk.used(request_id, 0)
+            self.disk.promotions.used(request_id, 0)
         return num_found
 
     def load(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
@@ -422,7 +422,7 @@ class SecondLevel:
         slots = source = _NO_BLOCKS
         leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
         if self.disk is not None:
-            self.disk.lane_of(namespace.tenant).stores.choose(namespace, generation, key, start, entries)
+            self.disk.stores.choose(namespace, generation, key, start, entries)
         try:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
@@ -479,7 +479,7 @@ class SecondLevel:
         """Forget a request that has ended. Its loads and saves that run go on."""
         self._requests.pop(request_id, None)
         if self.disk is not None:
-            self.disk.forget(request_id)
+            self.disk.promotions.forget(request_id)
 
     # --- steps
 
@@ -526,7 +526,7 @@ class SecondLevel:
         load may be read by running steps, so nothing of these is committed.
         """
         if self.disk is not None:
-            self.disk.computed(report.ended)
+            self.disk.patience.computed(report.ended)
             self.disk.filled(report.filled)
         others = set(invalid)
         for request_id, position in report.failed.items():
@@ -548,8 +548,9 @@ class SecondLevel:
             if load is not None and load.lease is not None:
                 self._release_load(load, load.lease)
             if load is not None and self.disk is not None:
-                num_brought = min(self.disk.num_brought(request_id), len(load.blocks))  # the last ones
-                self.disk.used(request_id, max(num_brought - load.num_failed, 0))
+                promotions = self.disk.promotions  # the last blocks came from there
+                num_brought = min(promotions.num_brought(request_id), len(load.blocks))
+                promotions.used(request_id, max(num_brought - load.num_failed, 0))
 
     def _release_load(self, load: _Load, lease: Lease) -> None:
         slots = load.slots[load.slots != NO_SLOT]
@@ -672,7 +673,7 @@ class SecondLevel:
             self.index.loaded(save.entries)
         if self.disk is None:
             return
-        stores, at = self.disk.lane_of(save.namespace.tenant).stores, save.at[:num]
+        stores, at = self.disk.stores, save.at[:num]
         if stores.has_budget:
             parts = [at[first:stop] for first, stop in self.index.chosen(save.entries[:num])]
         else:

@@ -33,9 +33,8 @@ class DiskOptions:
     - ``files``: its system calls, in place of the usual ones.
     - ``previous_secrets``: previous secrets of the fleet. A folder under one of them is sealed under ``secret`` again.
     - ``bytes_per_s``: the most that is written on average; None for no bound. It is spent on what returns most often.
-    - ``bandwidth``: bytes a second that the device reads and writes; strict tenants have parts of it. None if unknown.
 
-    Raises ConfigError for rates that aren't finite numbers above 0.
+    Raises ConfigError for a rate that isn't a finite number above 0.
     """
 
     folder: Path
@@ -45,11 +44,9 @@ class DiskOptions:
     files: Files | None = None
     bytes_per_s: float | None = None
     previous_secrets: tuple[bytes, ...] = ()
-    bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         require_rate("bytes_per_s", self.bytes_per_s)
-        require_rate("bandwidth", self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)

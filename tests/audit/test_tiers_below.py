@@ -112,8 +112,7 @@ DISK: dict[str, tuple[str, Callable[[SimpleNamespace], object]]] = {
     "a record without a slot": ("disk-slots", lambda p: p.table._entries.pop(p.slot)),
     "an owner with a slot too many": ("disk-owners", lambda p: p.owner.slots.add(p.table._free[0])),
     "an owner that counts wrongly": ("disk-owners", _more("owner", "used")),
-    "a pool that counts wrongly": ("disk-pools", _more("table._shared", "used")),
-    "partitions of too many slots": ("disk-pools", _more("table._shared", "capacity")),
+    "guarantees that are counted wrongly": ("disk-owners", _more("table", "_guaranteed")),
     "another record's header": (
         "disk-records",
         lambda p: p.headers["locator"].__setitem__(p.slot, np.void(b"x" * 16)),

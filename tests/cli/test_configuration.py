@@ -102,3 +102,20 @@ def test_check_accepts_a_valid_file_and_names_what_is_wrong(file: Path, tmp_path
 def test_the_environment_does_not_change_a_check(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_PORT", "not a port")
     assert run("check", str(file)).exit_code == 0
+
+
+def test_a_setting_that_was_removed_is_refused_with_what_to_do_instead(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an option, a variable or a line of a file; no help names it."""
+    file.write_text("port: 1\ndisk-bandwidth: 3GB/s\n")
+    said = [str(run("check", str(file)).exception), str(run("show", "--disk-bandwidth", "3GB/s").exception)]
+    monkeypatch.setenv("RADIXKV_DISK_BANDWIDTH", "3GB/s")
+    said.append(str(run("show").exception))
+    for each, name in zip(
+        said, (f"{file}:2: disk-bandwidth", "--disk-bandwidth", "RADIXKV_DISK_BANDWIDTH"), strict=True
+    ):
+        assert each.startswith(name) and "strict tenants have no part of the disk" in each
+        assert "host memory alone (--host-memory); --disk-writes bounds what is written" in each
+    assert "disk-bandwidth" not in CliRunner().invoke(commands, ["serve", "--help"]).output
+    assert run("show", "route").exit_code == 0

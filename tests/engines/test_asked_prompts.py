@@ -42,7 +42,7 @@ def is_idle(owner: DiskOwner) -> bool:
 def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that gets the need and the tokens of each prompt that the disk is asked for."""
     found: list[tuple[str, int]] = []
-    original = owner.disk.shared.promotions.is_waiting
+    original = owner.disk.promotions.is_waiting
 
     def is_waiting(
         request_id: str, namespace: Namespace, generation: int, key: bytes, *args: Any, **named: Any
@@ -50,7 +50,7 @@ def looked_at(owner: DiskOwner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
         found.append((named["need"], len(key) // 4))
         return original(request_id, namespace, generation, key, *args, **named)
 
-    monkeypatch.setattr(owner.disk.shared.promotions, "is_waiting", is_waiting)
+    monkeypatch.setattr(owner.disk.promotions, "is_waiting", is_waiting)
     return found
 
 
@@ -288,14 +288,14 @@ def test_the_write_budget_hears_only_of_what_has_come(folder: Path) -> None:
     """Else a flood of questions would say that prompts come back, and offer again what is in host memory."""
     with on_disk(folder) as owner:
         owner.known()
-        owner.disk.shared.stores._budget = heard = Heard()
+        owner.disk.stores._budget = heard = Heard()
         for _ in range(20):
             owner.cache.prefetch(NS, ELSE)
             owner.cache.prefetch(NS, PROMPT)
             assert eventually(lambda: is_idle(owner))
         assert in_host(owner) == 40
         assert heard.num_blocks == 8, "a point after 8 of 10 blocks, once"
-        assert owner.disk.shared.stores.num_waiting == 0
+        assert owner.disk.stores.num_waiting == 0
 
 
 def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand: None) -> None:
@@ -306,10 +306,10 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
         reads.is_armed = True
         owner.cache.prefetch(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        assert owner.disk.shared.rows.num_free == 6
+        assert owner.disk.rows.num_free == 6
         with owner.cache.open(OTHER, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert owner.disk.shared.rows.num_free == 1, "it has begun, with all rows but those of a newcomer"
+            assert owner.disk.rows.num_free == 1, "it has begun, with all rows but those of a newcomer"
             loading.cancel()
         reads.open()
         assert ticks(owner, lambda: in_host(owner) == 40)
@@ -319,17 +319,17 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
 def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand: None) -> None:
     """It doesn't wait for reads that others' go before: it uses what is there, and reads the rest itself."""
     with held_reads(folder) as (owner, reads):
-        owner.disk.shared.stores._budget = heard = Heard()
+        owner.disk.stores._budget = heard = Heard()
         getattr(owner.cache, call)(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
         heard.num_blocks = 0
-        (ahead,) = owner.disk.shared.promotions._promotions.values()
+        (ahead,) = owner.disk.promotions._promotions.values()
         reads.allow(4)
         assert eventually(lambda: sum(job.is_done for job in ahead.jobs) == 4)
         num_good = [*(job.is_done for job in ahead.jobs), False].index(False)
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert not owner.disk.shared.promotions.num_running
+            assert not owner.disk.promotions.num_running
             assert loading.num_host_tokens == in_host(owner) == num_good * SIZE
             assert heard.num_blocks == 8 or call == "announce", "each point once"
             reads.open()
@@ -355,20 +355,20 @@ def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:
         owner.known()
         key, filled = encode(PROMPT), list[int]()
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.shared.promotions.is_waiting("request", NS, 0, key, 0)
-            assert owner.disk.shared.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
-            jobs = [job for each in owner.disk.shared.promotions._promotions.values() for job in each.jobs]
+            assert owner.disk.promotions.is_waiting("request", NS, 0, key, 0)
+            assert owner.disk.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            jobs = [job for each in owner.disk.promotions._promotions.values() for job in each.jobs]
             assert len(jobs) == 20 and eventually(lambda: all(job.is_done for job in jobs))
-            assert not owner.disk.shared.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
+            assert not owner.disk.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
             with owner.below.level.cache.match_and_lease(NS, key):
-                assert not owner.disk.shared.promotions.is_waiting("request", NS, 0, key, 0)
+                assert not owner.disk.promotions.is_waiting("request", NS, 0, key, 0)
             filled += owner.below.level._work.fill_slots.tolist()
             owner.below.tick()
         index = owner.below.level.index
         table = index.slots_of(index.cache.match(NS, PROMPT).block_ids).tolist()
         assert sorted(filled) == sorted(table) and len(table) == 10
         for each in ("request", "ahead"):
-            owner.disk.shared.promotions.forget(each)
+            owner.disk.promotions.forget(each)
         assert owner.ask(PROMPT) == (40, 1)
 
 
@@ -381,10 +381,7 @@ def test_a_folder_that_learns_slowly_is_not_blamed(
     with on_disk(folder) as owner:
         getattr(owner.cache, call)(NS, PROMPT)
         assert eventually(lambda: is_idle(owner))
-        assert (
-            owner.disk.shared.promotions.place_of(NS) is not None
-            and owner.disk.shared.patience._num_timeouts == 0
-        )
+        assert owner.disk.promotions.place_of(NS) is not None and owner.disk.patience._num_timeouts == 0
 
 
 def test_what_is_refused_changes_nothing(folder: Path, by_hand: None) -> None:

@@ -271,7 +271,7 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
             assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
             assert eventually(lambda: not disk.debts.owed)
             with engine._gate:
-                disk.shared.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
+                disk.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
             assert eventually(lambda: disk.tier.counts()["sealed"] >= 10)
             found: int = original(self, what)
             return found
@@ -294,16 +294,17 @@ def test_new_weights_forget_all(tmp_path: Path) -> None:
         )
 
 
-def test_a_strict_tenant_finds_its_own_on_disk(tmp_path: Path) -> None:
+def test_a_strict_tenant_has_nothing_on_disk(tmp_path: Path) -> None:
     strict = Tenant("a", guaranteed_blocks=16, max_blocks=16, mode="strict")
     with on_disk(tmp_path / "disk") as engine:
         engine.cache.add_tenant(strict)
         answer, _ = ask(engine, PROMPT)
         ask(engine, PROMPT, "b")
-        assert eventually(lambda: disk_counts(engine)["resident_blocks"] == 22)
+        assert eventually(lambda: disk_counts(engine)["resident_blocks"] == 11)
     with on_disk(tmp_path / "disk") as engine:
         engine.cache.add_tenant(strict)
-        assert ask(engine, PROMPT) == (answer, 40)
+        assert disk_counts(engine)["resident_blocks"] == 11
+        assert ask(engine, PROMPT) == (answer, 0) and ask(engine, PROMPT, "b") == (answer, 40)
 
 
 def test_the_folder_waits_for_the_fleets_purges(tmp_path: Path) -> None:

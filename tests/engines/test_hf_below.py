@@ -16,7 +16,8 @@ from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import decode
 from radixkv.storage.device import DeviceStorage
-from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk import tier
+from radixkv.tiers.disk.io_threads import IOThreads
 from radixkv.tiers.loading import TierLoading
 from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import DiskOptions, TierSettings
@@ -139,9 +140,8 @@ def test_the_engine_computes_what_lies_before_the_records_that_came_in_time(
     answer = filled(tmp_path / "disk")
     assert answer == stock(model_of(), [PROMPT], 6, eos=None)
     reads, claims = Reads(), list[int]()
-    made = DiskTier._made_lane
     monkeypatch.setattr(
-        DiskTier, "_made_lane", lambda self, whose, num_threads: made(self, whose, 1)
+        tier, "IOThreads", lambda num_threads, *given, **more: IOThreads(1, *given, **more)
     )  # in order
     with tiered(disk=options(tmp_path / "disk", reads)) as engine:
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -445,6 +446,33 @@ def test_a_tenant_that_is_removed_while_the_service_is_down_leaves_nothing(tmp_p
         assert ask(live.globex)[1] > 100
 
 
+def test_a_strict_tenant_is_kept_in_host_memory_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a start finds of it on the disk is destroyed, and the log says so once."""
+    caplog.set_level(logging.INFO, logger="radixkv.service")
+    told = "strict tenants have no disk, their KV is kept in host memory alone"
+    options = tier_options(tmp_path)
+    keys = write_keys(tmp_path / "keys.json", "acme", "globex")
+    with service_in_thread(**options, **keys) as live:
+        ask(live.acme), ask(live.globex)
+        eventually(lambda: metric(live.operator, "resident_blocks", "disk") > 40)
+    assert told not in caplog.text
+    document = json.loads((tmp_path / "keys.json").read_text())
+    before = document["tenants"]["acme"]
+    own = before if isinstance(before, dict) else {"keys": before}
+    document["tenants"]["acme"] = {**own, "mode": "strict", "guaranteed_blocks": 64}
+    (tmp_path / "keys.json").write_text(json.dumps(document))
+    for _ in range(2):
+        with service_in_thread(**options, **keys) as live:
+            eventually(lambda: 0 < metric(live.operator, "resident_blocks", "disk") < 40)
+            eventually(lambda: metric(live.operator, "owed_purges", "disk") == 0)
+            assert ask(live.acme)[1] == 0 and ask(live.globex)[1] > 100
+            evict_all(live)
+            assert ask(live.acme)[1] > 100, "from host memory"
+    assert caplog.text.count(f"{told}: 'acme'") == 2
+
+
 def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,9 +719,6 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
     given = WHOLE | {"disk": str(tmp_path / "kv"), "fleet-secret": str(tmp_path / "secret")}
     tiers = ServeSettings.parse({**given, "disk-writes": text}).tiers
     assert tiers is not None and tiers.disk is not None and tiers.disk.bytes_per_s == bytes_per_s
-    tiers = ServeSettings.parse({**given, "disk-bandwidth": text}).tiers
-    assert tiers is not None and tiers.disk is not None
-    assert (tiers.disk.bandwidth, tiers.disk.bytes_per_s) == (bytes_per_s, None)
 
 
 @pytest.mark.parametrize(
@@ -713,8 +738,6 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
         ({"disk": "secret", "host-memory": "1GiB", "disk-size": "1GiB", "fleet-secret": "secret"}, "--disk"),
         ({"disk": "kv", "host-memory": "1GiB", "disk-size": "lots", "fleet-secret": "secret"}, "--disk-size"),
         ({**WHOLE, "disk-writes": "2TB"}, "--disk-writes"),
-        ({**WHOLE, "disk-bandwidth": "3GB"}, "--disk-bandwidth"),
-        ({"disk-bandwidth": "3GB/s", "host-memory": "1GiB"}, "--disk"),
         ({**WHOLE, "disk-writes": "0TB/day"}, "--disk-writes"),
         ({**WHOLE, "disk-writes": "-2TB/day"}, "--disk-writes"),
         ({"disk-writes": "2TB/day", "host-memory": "1GiB"}, "--disk"),

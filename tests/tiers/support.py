@@ -274,7 +274,7 @@ def num_of(table: SlotTable, name: bytes) -> int:
 def next_victim(table: SlotTable, name: bytes) -> int | None:
     """The sealed slot that the owner's next ``take`` evicts; None if it needs none, or finds none."""
     owner = table._owners.get(name) or Owner(name)
-    return table._victim(owner) if table._is_short(owner) else None
+    return table._victim(owner) if owner.is_full or not table.num_free else None
 
 
 def evicted_by(tier: DiskTier, record: Record) -> Record | None:

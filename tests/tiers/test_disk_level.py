@@ -23,7 +23,6 @@ from radixkv.files.system import Files
 from radixkv.tenancy.request_keys import RequestFacts
 from radixkv.tenancy.salt import SaltReader, make_salt
 from radixkv.tiers.disk.io_threads import Job
-from radixkv.tiers.disk.shares import DiskShares
 from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.disk_level import DiskLevel
@@ -72,14 +71,12 @@ class DiskEngine(Engine):
         generation = (lambda tenant: 0) if salts is None else salts.generation
         self.tenants = LevelTenants(self.level)
         tier = DiskTier(settings, [SECRET], files=files or FaultyFiles())
-        self.tenants.shares = DiskShares(tier, num_slots)
         self.disk = DiskLevel(
             tier,
             self.level.index,
             self.workers[0],
             self.level.fill,
             fleet_generation=generation,
-            serves=self.tenants.serves,
             bytes_per_s=bytes_per_s,
             clock=self.clock,
         )
@@ -96,10 +93,8 @@ class DiskEngine(Engine):
 
     def _jobs(self) -> list[Job]:
         """What the disk does for promotions, stores, a reset, and tenants whose purges it learns."""
-        lanes, debts = self.disk.lanes, self.disk.debts
-        promotions = chain.from_iterable(lane.promotions._promotions.values() for lane in lanes)
-        stores = chain.from_iterable(lane.stores._stores for lane in lanes)
-        jobs = [job for each in chain(promotions, stores) for job in each.jobs]
+        debts, running = self.disk.debts, self.disk.promotions._promotions.values()
+        jobs = [job for each in chain(running, self.disk.stores._stores) for job in each.jobs]
         resetting = [] if debts._resetting is None else [debts._resetting]
         return [*jobs, *(each.job for each in debts._learning.values()), *resetting]
 
@@ -107,14 +102,12 @@ class DiskEngine(Engine):
         """Run until all is done, the stores too."""
         super().run(max_steps)
         for _ in range(60_000):
-            if not (
-                self.disk.num_running or self.disk.shared.stores._waiting or self.disk.debts.is_resetting
-            ):
+            if not (self.disk.num_running or self.disk.stores._waiting or self.disk.debts.is_resetting):
                 break
             self.step(0)
             while self.outputs:
                 self._take(*self.outputs.popleft())
-        assert not self.disk.num_running and not self.disk.shared.stores._waiting
+        assert not self.disk.num_running and not self.disk.stores._waiting
 
     def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
         """Run a request alone, and return how many tokens it computed."""
@@ -128,13 +121,13 @@ class DiskEngine(Engine):
 
         def is_promoting() -> bool:
             self._admit()
-            return self.disk.shared.promotions.num_running > 0
+            return self.disk.promotions.num_running > 0
 
         assert eventually(is_promoting)
 
     def stop(self) -> None:
         self.check()
-        assert sorted(self.disk.shared.rows._free_rows) == list(range(16)), "staging memory is given back"
+        assert sorted(self.disk.rows._free_rows) == list(range(16)), "staging memory is given back"
         self.disk.close()
 
 
@@ -163,8 +156,8 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
 def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path) -> None:
     """One prompt in five is asked again after it has left host memory; the budget has bytes for a third of all."""
     engine = DiskEngine(tmp_path / "disk", num_slots=24, bytes_per_s=1.0)
-    record_bytes = engine.disk.shared.stores._record_bytes
-    budget = engine.disk.shared.stores._budget = WriteBudget(4.0 * record_bytes, SLOTS)
+    record_bytes = engine.disk.stores._record_bytes
+    budget = engine.disk.stores._budget = WriteBudget(4.0 * record_bytes, SLOTS)
     computed = {True: [0, 0], False: [0, 0]}
     for number in range(240):
         engine.clock.advance(1.0)
@@ -181,17 +174,17 @@ def test_a_write_budget_is_spent_on_prompts_that_are_asked_again(tmp_path: Path)
     written = engine.disk.tier.counts()["stored"]
     assert written <= 4 * 240 + 4 * 60 + 16 and counts["disk_unchosen_blocks"] > 240 * 4
     assert computed[True][0] < 0.4 * computed[True][1], computed
-    assert 0 <= engine.disk.budget_bytes <= budget.left_bytes(engine.clock()) + 1
-    before = engine.disk.budget_bytes
+    assert 0 <= engine.disk.stores.budget_bytes <= budget.left_bytes(engine.clock()) + 1
+    before = engine.disk.stores.budget_bytes
     engine.clock.advance(2.0)
     engine.step(0)
-    assert engine.disk.budget_bytes == before + 2 * 4 * record_bytes, "it grows without a store too"
+    assert engine.disk.stores.budget_bytes == before + 2 * 4 * record_bytes, "it grows without a store too"
     engine.stop()
 
 
 def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
-    budget = engine.disk.shared.stores._budget = WriteBudget(1e9, SLOTS)
+    budget = engine.disk.stores._budget = WriteBudget(1e9, SLOTS)
     assert budget.spend("anonymous", 2_000_000_000, engine.clock())
     engine.again("a", ids_of(41))
     assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
@@ -429,7 +422,7 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
     engine.stop()
     released, files = threading.Event(), FaultyFiles()
     engine = DiskEngine(tmp_path / "disk", files=files)
-    patience = engine.disk.shared.patience
+    patience = engine.disk.patience
     patience.computed_in(41 * 1e-3, 41)
     waits_s = patience.patience_s(40)
     files.before = lambda call: is_set(released) if call == "read" else None
@@ -453,17 +446,13 @@ def test_a_disk_that_never_answers_costs_one_request_a_moment(
 
 def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk")
-    patience = engine.disk.shared.patience
+    patience = engine.disk.patience
     patience.rest()
     assert engine.again("a", ids_of(41)) == 41 and len(engine.disk.tier) == 10, "once is no reason"
     patience.rest()
     engine.add("b", ids_of(41, 1))
     Engine.run(engine, 60_000)
-    assert (
-        len(engine.disk.tier) == 10
-        and engine.disk.shared.stores.num_waiting == 2
-        and not engine.disk.num_running
-    )
+    assert len(engine.disk.tier) == 10 and engine.disk.stores.num_waiting == 2 and not engine.disk.num_running
     patience._rests_until = engine.disk._clock()
     engine.run()
     assert len(engine.disk.tier) == 20
@@ -479,13 +468,13 @@ def test_what_leaves_for_a_disk_that_is_slow_twice_is_lost_and_counted(tmp_path:
     engine.disk.take_counts()
     stored = engine.disk.tier.counts()["stored"]
     for _ in range(2):
-        engine.disk.shared.patience.rest()
+        engine.disk.patience.rest()
     for seed in range(prompts, prompts + 3):
         assert engine.again(f"b{seed}", ids_of(41, seed)) == 41
     counts = engine.disk.take_counts()
     assert engine.disk.tier.counts()["stored"] == stored and counts["disk_unstored_blocks"] >= 20
-    engine.disk.shared.patience.was_fast()
-    assert not engine.disk.shared.patience.is_worthless
+    engine.disk.patience.was_fast()
+    assert not engine.disk.patience.is_worthless
     engine.stop()
 
 

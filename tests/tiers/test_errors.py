@@ -244,7 +244,7 @@ def test_an_error_behind_a_begun_read_leaves_no_staging_memory(
             reads.open()
             assert sequence.loading is not None and sequence.loading.wait()
         assert owner.below.counts()["host"]["errors"] == 1 and len(jobs) == 5
-        assert not owner.disk.num_used_rows
+        assert not owner.disk.rows.num_used
         reads.open()
         assert all(eventually(lambda job=job: job.is_done) for job in jobs)
         assert owner.is_idle(), "no row holds what came afterwards"
@@ -316,6 +316,6 @@ def test_a_prompt_that_fails_to_come_ahead_is_not_tried_again(
             with owner.below.gate:
                 owner.below.tick()
         assert owner.is_quiet() and owner.below.counts()["host"]["errors"] == 1
-        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk.shared.promotions._promotions
+        assert owner.below.counts()["host"]["open"] == 1 and not owner.disk.promotions._promotions
     finally:
         owner.cache.close()

@@ -98,11 +98,11 @@ class DiskOwner(Owner):
     def is_idle(self) -> bool:
         """Whether no record is on its way, and all staging memory is free and zero."""
         rows, memory = range(self.below.memory.num_staging), self.below.memory
-        return not self.disk.num_used_rows and not any(any(memory.staging_bytes(row)) for row in rows)
+        return not self.disk.rows.num_used and not any(any(memory.staging_bytes(row)) for row in rows)
 
-    def is_quiet(self, tenant: str = "") -> bool:
-        """Whether nothing comes ahead any more, in the lane of a tenant; never in the middle of a step."""
-        prefetch = self.below._prefetch_of(tenant)
+    def is_quiet(self) -> bool:
+        """Whether nothing comes ahead any more; never in the middle of a step."""
+        prefetch = self.below._prefetch
         assert prefetch is not None
         with self.below.gate:
             return not prefetch.is_busy
@@ -256,13 +256,13 @@ def test_a_disk_that_hangs_is_not_waited_for(
     monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 1.0)
     with held_reads(folder) as (owner, _):
         assert owner.ask(PROMPT) == (0, 41), "claims go on"
-        assert owner.disk.shared.promotions.place_of(NS) is not None
+        assert owner.disk.promotions.place_of(NS) is not None
         with owner.cache.open(OTHER, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert not loading.poll()
             clock.advance(1.0)
             assert loading.poll() and loading.num_loaded_tokens == 0
-            assert owner.disk.shared.promotions.place_of(OTHER) is None, "the disk rests"
+            assert owner.disk.promotions.place_of(OTHER) is None, "the disk rests"
             owner.compute(sequence, 41)
 
 
@@ -278,9 +278,7 @@ def test_who_polls_rarely_isnt_taken_for_a_slow_disk(folder: Path, monkeypatch: 
                 loading._ends_at = 0.0
                 loading.poll()
                 assert loading.num_loaded_tokens == num_loaded
-            assert (
-                owner.disk.shared.promotions.place_of(NS) is not None and sequence.num_committed_tokens == 40
-            )
+            assert owner.disk.promotions.place_of(NS) is not None and sequence.num_committed_tokens == 40
 
 
 def test_a_record_that_fails_leaves_a_gap(folder: Path) -> None:
@@ -444,7 +442,7 @@ def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: p
         assert isinstance(owner.below, object)
         reader = owner.below.reader  # type: ignore[attr-defined]
         with owner.below.gate:  # type: ignore[attr-defined]
-            place = owner.disk.shared.promotions.place_of(NS)
+            place = owner.disk.promotions.place_of(NS)
             assert place is not None
             key = memoryview(b"".join(each.to_bytes(4, "little") for each in PROMPT[:4])).tobytes()
             old, new = (reader.begin(Where(mark, place, 0), key, []) for mark in (1, 2))
@@ -467,7 +465,7 @@ def emptied(owner: DiskOwner) -> None:
 
 def rested_twice(owner: DiskOwner) -> DiskPatience:
     """Return the patience of a disk that was slow twice in a row, after its rest."""
-    patience = owner.disk.shared.patience
+    patience = owner.disk.patience
     patience.rest()
     patience.rest()
     patience._rests_until = 0.0
@@ -523,5 +521,5 @@ def test_a_late_record_is_no_hit(folder: Path) -> None:
             loading._claimed = 16
             loading._take()
         assert loading.num_loaded_tokens == 24
-        assert owner.disk.shared.promotions._counts["disk_loaded_blocks"] == 6
+        assert owner.disk.promotions._counts["disk_loaded_blocks"] == 6
         owner.compute(sequence, 41)

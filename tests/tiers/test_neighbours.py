@@ -51,7 +51,7 @@ def test_a_load_that_nobody_polls_gives_its_memory_back(folder: Path, clock: Man
         owner.known()
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
-            assert owner.disk.num_used_rows
+            assert owner.disk.rows.num_used
             clock.advance(PATIENT_S)
             assert eventually(owner.is_idle), "though the sequence is open"
             assert loading.is_done and loading.num_loaded_tokens == 0
@@ -72,7 +72,7 @@ def test_a_load_goes_on_while_claimed_tokens_are_computed(
         clock.advance(0.9 * PATIENT_S)
         with owner.below.gate:
             owner.below.tick()
-            assert not loading.is_done and owner.disk.num_used_rows
+            assert not loading.is_done and owner.disk.rows.num_used
         owner.compute(sequence, stop)
         assert eventually(lambda: loading.is_done), "nothing is computed, nobody polls"
         assert eventually(owner.is_idle)
@@ -83,7 +83,7 @@ def test_records_of_computed_tokens_are_given_up(folder: Path) -> None:
     with held_reads(folder) as (owner, _), owner.cache.open(NS, PROMPT) as sequence:
         loading = loading_of(sequence)
         owner.compute(sequence, 20)
-        assert eventually(lambda: owner.disk.num_used_rows == 5)
+        assert eventually(lambda: owner.disk.rows.num_used == 5)
         assert not loading.is_done
         owner.compute(sequence, 41)
         assert eventually(owner.is_idle) and loading.is_done
@@ -92,22 +92,22 @@ def test_records_of_computed_tokens_are_given_up(folder: Path) -> None:
 def test_tenants_share_staging_memory(folder: Path) -> None:
     with on_disk(folder) as owner:
         disk, clock = owner.disk, ManualClock()
-        disk.shared.rows._clock = clock
+        disk.rows._clock = clock
 
         def takes(tenant: str) -> list[int]:
             rows = list[int]()
-            while (row := disk.shared.rows.take(tenant)) is not None:
+            while (row := disk.rows.take(tenant)) is not None:
                 rows.append(row)
             return rows
 
         with owner.below.gate:  # type: ignore[attr-defined]
-            assert disk.shared.rows.num_free == 16
+            assert disk.rows.num_free == 16
             mine = takes("a")
             assert len(mine) == 12, "a quarter is for those that come"
             theirs = takes("b")
             assert len(theirs) == 4
             for row in mine[:8]:
-                disk.shared.rows.give(row)
+                disk.rows.give(row)
             mine = mine[8:]
             theirs += takes("b")
             assert len(theirs) == 6 and len(takes("c")) == 4
@@ -115,13 +115,13 @@ def test_tenants_share_staging_memory(folder: Path) -> None:
             assert len(mine) == 4, "its share of three"
             clock.advance(SHARED_S + 1)
             mine += takes("a")
-            assert len(mine) == 6 and disk.shared.rows.num_free == 0
+            assert len(mine) == 6 and disk.rows.num_free == 0
             for row in range(16):
-                disk.shared.rows.give(row)
-            assert not disk.shared.rows._num_held
+                disk.rows.give(row)
+            assert not disk.rows._num_held
             assert len(takes("a")) == 12
-            for row in sorted(set(range(16)) - set(disk.shared.rows._free_rows)):
-                disk.shared.rows.give(row)
+            for row in sorted(set(range(16)) - set(disk.rows._free_rows)):
+                disk.rows.give(row)
 
 
 def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_requests_that_wait_share_it_too(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", files=(files := FaultyFiles()))
     files.before = lambda call: is_set(released)
     engine.add("b", ids_of(121))
-    assert eventually(lambda: engine.step(0) is None and bool(engine.disk.shared.promotions._promotions))
-    assert engine.disk.shared.rows.num_free == 4
+    assert eventually(lambda: engine.step(0) is None and bool(engine.disk.promotions._promotions))
+    assert engine.disk.rows.num_free == 4
     released.set()
     engine.run()
-    assert engine.disk.shared.rows.num_free == 16
+    assert engine.disk.rows.num_free == 16
     engine.stop()
 
 
@@ -210,19 +210,17 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
     with on_disk(tmp_path / "disk", host_blocks=32) as owner:
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.tier) == 10)
-        monkeypatch.setattr(type(owner.disk.shared.stores), "_stores_later", property(lambda self: True))
-        owner.disk.shared.stores._leaving_slots._most_now = 4
+        monkeypatch.setattr(type(owner.disk.stores), "_stores_later", property(lambda self: True))
+        owner.disk.stores._leaving_slots._most_now = 4
         tier, uses = owner.disk.tier, owner.below.level.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.level.cache.evict(4)
-            assert len(owner.disk.shared.stores._leaving) and int(uses.sum()) == 4
+            assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
             tier._shared._opens_at = tier._clock() + PATIENT_S
             owner.below.tick()
             assert (
-                not owner.disk.shared.stores._leaving
-                and not uses.any()
-                and not owner.disk.shared.stores._leaving_slots.num
+                not owner.disk.stores._leaving and not uses.any() and not owner.disk.stores._leaving_slots.num
             )
             tier._shared._opens_at = None
 
@@ -411,8 +409,8 @@ class Filling:
     """A promotion of the prompt's first block, which was proven: its slot still holds another tenant's bytes."""
 
     def __init__(self, owner: DiskOwner) -> None:
-        self.owner, self.tier, self.stores = owner, owner.disk.tier, owner.disk.shared.stores
-        self.level, self.promotions = owner.below.level, owner.disk.shared.promotions
+        self.owner, self.tier, self.stores = owner, owner.disk.tier, owner.disk.stores
+        self.level, self.promotions = owner.below.level, owner.disk.promotions
         owner.ask(PROMPT[:5])
         assert eventually(lambda: len(self.tier) == 1)
         self.evict()
@@ -547,7 +545,7 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
                 assert (loading is None) == (number > 0), "only the first one waits"
                 clock.advance(disk_debts.LEARNING_S)
                 assert loading is None or loading.wait()
-            assert not owner.disk.shared.patience.is_resting
+            assert not owner.disk.patience.is_resting
         assert eventually(lambda: owner.disk.debts.is_known("a"))
         with owner.cache.open(NS, PROMPT) as sequence:
             assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
@@ -598,7 +596,7 @@ def test_a_tenant_that_cannot_be_learned_holds_up_no_close(
     """Otherwise this test would hang."""
     with unlearnable(folder, monkeypatch) as owner:
         owner.ask([900 + each for each in range(41)], OTHER)
-        assert eventually(lambda: owner.disk.debts.has_failed("b")) and len(owner.disk.shared.stores._waiting)
+        assert eventually(lambda: owner.disk.debts.has_failed("b")) and len(owner.disk.stores._waiting)
         owner.cache.close()
 
 
@@ -607,7 +605,7 @@ def test_a_limit_that_falls_while_a_range_is_looked_at(
 ) -> None:
     """Another thread evicts in the middle: what has no slot any more is never stored out of another one's."""
     engine = DiskEngine(tmp_path / "disk", 64)
-    index, stores = engine.level.index, engine.disk.shared.stores
+    index, stores = engine.level.index, engine.disk.stores
     most, stores._most_stores = stores._most_stores, 0
     for number, size in enumerate((41, 121, 97)):
         engine.add(str(number), ids_of(size, 7 * number))
@@ -673,7 +671,7 @@ def test_a_tenant_that_cannot_be_learned_stops_no_stores(
         for namespace in (OTHER, NS):
             owner.ask([900 + each for each in range(41)], namespace)
         assert eventually(lambda: len(owner.disk.tier) == before + 10)
-        assert {each.namespace.tenant for each in owner.disk.shared.stores._waiting} == {"b"}
+        assert {each.namespace.tenant for each in owner.disk.stores._waiting} == {"b"}
 
 
 def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,7 +679,7 @@ def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pyt
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
     namespace = engine.level.cache.namespaces()[0]
-    stores, patience, num_looks = engine.disk.shared.stores, engine.disk.shared.patience, list[int]()
+    stores, patience, num_looks = engine.disk.stores, engine.disk.patience, list[int]()
     locate = engine.disk.tier.locate
     monkeypatch.setattr(engine.disk.tier, "locate", lambda *given: (num_looks.append(1), locate(*given))[1])
     for most_bytes, most_looks in ((1 << 20, 8), (3 * 4 * 40, 3)):
@@ -710,9 +708,9 @@ def test_what_waits_is_bounded_by_the_bytes_of_its_keys(
     monkeypatch.setattr(waiting_stores, "MAX_WAITING_BYTES", 10 * 4 * 40)
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
-    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.shared.stores
+    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.stores
     for _ in range(2):
-        engine.disk.shared.patience.rest()
+        engine.disk.patience.rest()
     for number in range(30):
         stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 8, 10)
     assert stores.num_waiting == 10 and stores._waiting.num_bytes == 10 * 4 * 40
@@ -729,7 +727,7 @@ def test_an_interruption_leaves_no_slot_in_use(
     """The interruption comes before the slots are free, or just afterwards."""
     with on_disk(tmp_path / "disk") as owner:
         index = owner.below.level.index
-        unuse, stores = index.unuse, owner.disk.shared.stores
+        unuse, stores = index.unuse, owner.disk.stores
 
         def interrupted(slots: Any) -> None:
             if is_done:
@@ -757,7 +755,7 @@ def test_what_the_disk_is_too_busy_for_goes_on_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:
     engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
-    stores, store, num_calls = engine.disk.shared.stores, engine.disk.tier.store, list[int]()
+    stores, store, num_calls = engine.disk.stores, engine.disk.tier.store, list[int]()
 
     def busy(*given: Any, **named: Any) -> Job | None:
         num_calls.append(1)
@@ -783,7 +781,7 @@ def test_what_leaves_and_is_refused_is_counted(
 ) -> None:
     with on_disk(tmp_path / "disk") as owner:
         owner.ask(PROMPT)
-        disk, stores = owner.disk, owner.disk.shared.stores
+        disk, stores = owner.disk, owner.disk.stores
         assert eventually(lambda: len(disk.tier) == 10 and not owner.below.level.index._uses.any())
         with owner.below.gate, monkeypatch.context() as patch:
             patch.setattr(type(stores), "_stores_later", property(lambda self: True))

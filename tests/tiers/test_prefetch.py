@@ -88,11 +88,11 @@ def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.M
     reads = Reads()
     with on_disk(folder, files=FaultyFiles(reads)) as owner:
         owner.known()
-        num_rows = owner.disk.shared.rows.num_free
+        num_rows = owner.disk.rows.num_free
         reads.is_armed = True
         owner.cache.announce(OTHER, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        assert owner.disk.shared.rows.num_free == num_rows
+        assert owner.disk.rows.num_free == num_rows
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert loading.num_tokens == 40
@@ -146,7 +146,7 @@ def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
     with on_disk(folder) as owner:
         owner.known()
         told = list[str]()
-        stores = owner.disk.shared.stores
+        stores = owner.disk.stores
         original = stores.tell_budget
 
         def tell_budget(namespace: Namespace, *others: Any) -> None:
@@ -236,18 +236,18 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["announce", "prefetch"])
-def test_a_strict_tenants_prompt_waits_for_nobodys_reads(folder: Path, call: str) -> None:
-    reads = Reads()
-    with on_disk(folder, files=FaultyFiles(reads)) as owner:
-        owner.known()
-        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
-        reads.is_armed = True
-        getattr(owner.cache, call)(OTHER, PROMPT)
-        assert eventually(lambda: reads.num_held == owner.disk.tier.settings.num_threads)
-        reads.is_armed = False  # those that run go on to wait
+def test_nothing_comes_for_a_strict_tenant(folder: Path, call: str) -> None:
+    """Neither after it became strict, nor of what was on its way then."""
+    with held_reads(folder) as (owner, reads):
         getattr(owner.cache, call)(NS, PROMPT)
-        assert eventually(lambda: in_host(owner) == 40)
+        assert eventually(lambda: reads.num_held > 0)
+        owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20, max_blocks=20, mode="strict"))
+        assert eventually(lambda: not owner.cache.pending()), "its keys are destroyed"
+        num_before = reads.num + reads.num_held
+        getattr(owner.cache, call)(NS, PROMPT)
         reads.open()
+        assert eventually(lambda: owner.is_quiet() and owner.is_idle())
+        assert reads.num == num_before and in_host(owner) == 0
 
 
 def test_a_slow_disk_is_not_blamed(folder: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_slow_disk_is_not_blamed(folder: Path, clock: ManualClock, monkeypatch
         assert eventually(lambda: owner.disk.num_running == 1)
         clock.advance(2.0)
         assert eventually(owner.is_quiet)
-        assert owner.disk.shared.promotions.place_of(NS) is not None
+        assert owner.disk.promotions.place_of(NS) is not None
 
 
 def a_promotion_that_a_purge_does_not_stop(patch: pytest.MonkeyPatch) -> None:

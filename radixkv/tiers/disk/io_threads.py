@@ -17,7 +17,6 @@ from typing import Final, TypeAlias
 
 from radixkv.clock import Clock, monotonic
 from radixkv.files.system import aligned
-from radixkv.tiers.disk.pace import Pace
 from radixkv.uncopied import refuse_copies
 
 Work: TypeAlias = "Callable[[Job, memoryview], bool]"
@@ -31,16 +30,14 @@ log = logging.getLogger("radixkv.tiers")
 
 
 class Job:
-    """One operation, of ``num_bytes``. ``wait`` returns its result."""
+    """One operation. ``wait`` returns its result."""
 
     __slots__ = (
-        "_changed", "_has_memory_back", "_is_abandoned", "_is_claimed", "_result", "_unwanted", "_work", "num_bytes",
+        "_changed", "_has_memory_back", "_is_abandoned", "_is_claimed", "_result", "_unwanted", "_work",
     )  # fmt: skip
 
-    def __init__(
-        self, work: Work, unwanted: Callable[[], object] | None = None, *, num_bytes: int = 0
-    ) -> None:
-        self._work, self._unwanted, self.num_bytes = work, unwanted, num_bytes
+    def __init__(self, work: Work, unwanted: Callable[[], object] | None = None) -> None:
+        self._work, self._unwanted = work, unwanted
         self._changed = threading.Condition(threading.Lock())
         self._is_abandoned = self._is_claimed = self._has_memory_back = False
         self._result: bool | None = None
@@ -141,8 +138,7 @@ class IOThreads:
 
     After ``MOST_LOADS`` loads in a row a store that waits has its turn.
 
-    ``max_queued``: loads that may wait, and stores. ``most_stores``: stores that run at once; None for as many as
-    threads. ``hang_s``: an operation that takes longer counts as hanging.
+    ``max_queued``: loads that may wait, and stores. ``hang_s``: an operation that takes longer counts as hanging.
     """
 
     def __init__(
@@ -151,7 +147,6 @@ class IOThreads:
         buffer_bytes: int,
         *,
         max_queued: int = 256,
-        most_stores: int | None = None,
         hang_s: float = 5.0,
         clock: Clock = monotonic,
     ) -> None:
@@ -166,15 +161,6 @@ class IOThreads:
         self._starts_at = clock()
         """When a thread may be started: some time after the system refused one."""
         self._loads_in_a_row = 0
-        self._storing: set[int] = set()
-        self._most_stores = num_threads if most_stores is None else most_stores
-        self._pace = Pace(None, clock)
-
-    def set_rate(self, bytes_per_s: float | None) -> None:
-        """Begin operations of at most so many bytes a second on average; None for no bound. Any thread."""
-        with self._changed:
-            self._pace.bytes_per_s = bytes_per_s
-            self._changed.notify_all()
 
     @property
     def num_hung(self) -> int:
@@ -193,10 +179,9 @@ class IOThreads:
         *,
         is_load: bool,
         unwanted: Callable[[], object] | None = None,
-        num_bytes: int = 0,
         begun: list[Job] | None = None,
     ) -> Job | None:
-        """Queue a job of so many bytes. None if the queue is full, all threads hang, or this is closed. O(threads).
+        """Queue a job. None if the queue is full, all threads hang, or this is closed. O(threads).
 
         ``unwanted``: called in place of the work if the job never begins: abandoned before, closed, or no memory.
         ``begun``: gets the job before it can begin. So a caller knows it also after an error or an interruption, and
@@ -212,7 +197,7 @@ class IOThreads:
                 self._start()
             if not self._threads:
                 return None
-            job = Job(work, unwanted, num_bytes=num_bytes)
+            job = Job(work, unwanted)
             try:
                 if begun is not None:
                     begun.append(job)
@@ -280,34 +265,14 @@ class IOThreads:
     def _next(self, number: int) -> Job | None:
         with self._changed:
             self._began.pop(number, None)
-            if number in self._storing:
-                self._storing.discard(number)
-                self._changed.notify()
-            while True:
-                if self._is_closing and not self._loads and not self._stores:
+            while not self._loads and not self._stores:
+                if self._is_closing:
                     return None
-                may_store = bool(self._stores) and len(self._storing) < self._most_stores
-                if not self._loads and not may_store:
-                    self._changed.wait()
-                    continue
-                is_load = bool(self._loads) and (not may_store or self._loads_in_a_row < MOST_LOADS)
-                job = (self._loads if is_load else self._stores)[0]
-                is_free = self._is_closing or job.is_abandoned  # what nobody waits for costs no bytes
-                if not is_free and (pause_s := self._pace.pause_s()):
-                    self._changed.wait(pause_s)
-                    continue
-                return self._taken(number, is_load)
-
-    def _taken(self, number: int, is_load: bool) -> Job:
-        """Return the job whose turn it is. With the lock."""
-        job = (self._loads if is_load else self._stores).popleft()
-        self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
-        if not is_load:
-            self._storing.add(number)
-        if not job.is_abandoned:
-            self._pace.spend(job.num_bytes)
-        self._began[number] = self._clock()
-        return job
+                self._changed.wait()
+            is_load = bool(self._loads) and (not self._stores or self._loads_in_a_row < MOST_LOADS)
+            self._loads_in_a_row = self._loads_in_a_row + 1 if is_load else 0
+            self._began[number] = self._clock()
+            return (self._loads if is_load else self._stores).popleft()
 
 
 refuse_copies(IOThreads, "it holds threads. Make another")

@@ -21,7 +21,7 @@ from radixkv.config import MAX_WEIGHT, MIN_WEIGHT
 from radixkv.errors import ArgumentError
 
 _MOST_SKIPPED: Final = 64
-"""Leased records of an owner that an eviction passes. A lane has at most as many threads, each with one lease."""
+"""Leased records of an owner that an eviction passes. A tier has at most as many threads, each with one lease."""
 _UNRANKED: Final = -1
 
 
@@ -80,10 +80,6 @@ class Owner:
     def is_above(self) -> bool:
         """Whether it has more than it may have."""
         return self.quota.most is not None and self.used > self.quota.most
-
-    def unrank(self) -> None:
-        """Take it out of the order of those that share slots."""
-        self.ranked = self.entry = _UNRANKED
 
     def oldest(self, leased: Container[int]) -> int | None:
         """Return the slot of its least recently used record that isn't leased. O(leases)."""
@@ -174,5 +170,5 @@ class Overuse:
 def _is_ranked(_: float, entry: int, owner: Owner) -> bool:
     """Whether this is the rank of an owner that has records. One without records has no rank afterwards."""
     if entry == owner.entry and not owner.order:
-        owner.unrank()
+        owner.ranked = owner.entry = _UNRANKED
     return entry == owner.entry

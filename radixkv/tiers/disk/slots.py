@@ -5,16 +5,15 @@
 
 Only sealed slots are found. A table belongs to one tier, whose lock guards it. Each slot belongs to an *owner*, a
 tenant. When there is none free, the owner that is furthest above its share loses its least recently used record
-(``slot_owners``). An owner with a *partition* has slots of its own that no other owner takes, and takes none of the
-others', so neither sees the other's load. Which slots these are is not fixed: a partition is a number of them.
+(``slot_owners``).
 
-Three laws hold between calls (``check``). Each slot is in exactly one state. An owner's counts sum up to its slots. A
-pool has at most its slots, or nothing in it can be evicted.
+Two laws hold between calls (``check``). Each slot is in exactly one state. An owner's counts sum up to its slots, and
+guarantees to no more than all slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,23 +35,10 @@ class Entry(NamedTuple):
     owner: bytes
 
 
-class _Pool:
-    """The slots that one owner has for itself, or that all others share: at most ``capacity``."""
-
-    __slots__ = ("capacity", "used")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used = 0
-
-
 class SlotTable:
-    """The states of ``num_slots`` slots. ``partitions``: slots of their own, by owner. Not thread-safe.
+    """The states of ``num_slots`` slots. Not thread-safe."""
 
-    Raises ArgumentError for partitions that don't fit.
-    """
-
-    def __init__(self, num_slots: int, partitions: Mapping[bytes, int] | None = None) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._states = bytearray(num_slots)
@@ -61,10 +47,7 @@ class SlotTable:
         self._slots: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
         self._owners: dict[bytes, Owner] = {}
-        self._own: dict[bytes, _Pool] = {}
-        self._shared, self._overuse, self._guaranteed = _Pool(num_slots), Overuse(), 0
-        for owner, size in (partitions or {}).items():
-            self.set_partition(owner, size)
+        self._overuse, self._guaranteed = Overuse(), 0
 
     def __len__(self) -> int:
         """Number of sealed slots."""
@@ -75,84 +58,13 @@ class SlotTable:
         """Number of free slots."""
         return len(self._free)
 
-    def is_full(self, owner: bytes) -> bool:
-        """Whether the next record of an owner takes the slot of another one, unless it has a limit. O(1)."""
-        pool = self._pool(owner)
-        return pool.used >= pool.capacity
-
-    def partition(self, owner: bytes) -> int:
-        """Number of slots that an owner has for itself."""
-        return self._own[owner].capacity if owner in self._own else 0
-
-    def set_partition(self, name: bytes, size: int) -> None:
-        """Give an owner ``size`` slots of its own, in place of a quota; 0 for none. O(records that must go).
-
-        It keeps its newest records, as many as fit. A partition that grows takes free slots, then those of others'
-        records beyond their guarantees. Of records in use the slots follow when they are not. Raises ArgumentError, and
-        changes nothing, if others are guaranteed too many.
-        """
-        own, shared, owner = self._own.get(name), self._shared, self._owners.get(name)
-        quota = NO_QUOTA if owner is None else owner.quota
-        before = self.partition(name)
-        most = shared.capacity + before - self._guaranteed + quota.guaranteed
-        if not 0 <= size <= most:
-            raise ArgumentError("size", size, f"0 to {most}: others have the rest")
-        self._change_quota(name, NO_QUOTA)
-        owner = self._owners.get(name)
-        shared.capacity += before - size
-        if own is None and size:
-            own = self._own[name] = _Pool(size)
-            self._move(owner, shared, own)
-        elif own is not None:
-            own.capacity = size
-            if not size:
-                del self._own[name]
-                self._move(owner, own, shared)
-        self._trim(name)
-        self._trim(None)
-
-    def _move(self, owner: Owner | None, before: _Pool, now: _Pool) -> None:
-        """Count an owner's slots to another pool."""
-        if owner is None:
-            return
-        before.used -= len(owner.slots)
-        now.used += len(owner.slots)
-        if now is self._shared:
-            self._overuse.rank(owner)
-        else:
-            owner.unrank()
-
-    def _trim(self, name: bytes | None) -> None:
-        """Drop records while a pool has too many: of an owner with a partition, or of those without. O(records)."""
-        pool = self._shared if name is None else self._own.get(name, self._shared)
-        while pool.used > pool.capacity:
-            slot = self._excess(pool, name)
-            if slot is None:
-                return
-            self.drop(slot)
-
-    def _excess(self, pool: _Pool, name: bytes | None) -> int | None:
-        """Return the slot of the record that a pool with too many loses first; None if all are in use."""
-        if pool is self._shared:
-            return self._overuse.victim(Owner(b""), self._sharing(), self._leases)
-        return None if name is None else self._owners[name].oldest(self._leases)
-
     def set_quota(self, name: bytes, quota: Quota) -> None:
         """Give an owner a quota from now on. What it has above ``most`` goes with its next records. O(log owners).
 
-        Raises ArgumentError, and changes nothing, for an owner with a partition, and for more guaranteed slots than
-        there are.
+        Raises ArgumentError, and changes nothing, for more guaranteed slots than there are.
         """
-        self._change_quota(name, quota)
-        self._trim(None)  # what was guaranteed beyond the capacity can go now
-
-    def _change_quota(self, name: bytes, quota: Quota) -> None:
-        if name in self._own:
-            if quota != NO_QUOTA:
-                raise ArgumentError("quota", quota, "none for an owner with a partition")
-            return
         owner = self._owners.get(name) or Owner(name)
-        most = self._shared.capacity - self._guaranteed + owner.quota.guaranteed
+        most = self.num_slots - self._guaranteed + owner.quota.guaranteed
         if quota.guaranteed > most:
             raise ArgumentError("guaranteed", quota.guaranteed, f"0 to {most}: others have the rest")
         self._guaranteed += quota.guaranteed - owner.quota.guaranteed
@@ -188,14 +100,11 @@ class SlotTable:
             return None
         owner = self._owners.get(name) or Owner(name)
         for _ in range(1 + owner.is_above):
-            if self._is_short(owner):
+            if owner.is_full or not self._free:
                 victim = self._victim(owner)
                 if victim is None:
                     return None
                 self.drop(victim)
-        pool = self._pool(name)
-        if pool.used >= pool.capacity or not self._free:  # a pool has more than its slots, all of them in use
-            return None
         slot = self._free.pop()
         self._states[slot] = FILLING
         self._entries[slot] = Entry(locator, name)
@@ -203,21 +112,17 @@ class SlotTable:
         self._owners[name] = owner
         owner.slots.add(slot)
         owner.used += 1
-        pool.used += 1
-        self._grew(owner)
+        self._overuse.grew(owner)
         return slot
 
     def restore(self, records: Iterable[tuple[int, bytes, bytes]]) -> list[int]:
         """Seal slots of a new table with the records from before a restart: slot, locator and owner, the newest first.
 
-        Leaves out what is there already, and what an owner has no more room for. Returns the slots that it sealed.
-        O(slots), about 2 µs each.
+        Leaves out what is there already. Returns the slots that it sealed. O(slots), about 2 µs each.
         """
         orders: dict[Owner, list[tuple[bytes, int]]] = {}
         for slot, locator, name in records:
-            pool = self._pool(name)
-            if locator not in self._slots and pool.used < pool.capacity:
-                pool.used += 1
+            if locator not in self._slots:
                 self._states[slot] = SEALED
                 self._entries[slot] = Entry(locator, name)
                 self._slots[locator] = slot
@@ -241,9 +146,8 @@ class SlotTable:
         self._slots[entry.locator] = slot
         owner = self._owners[entry.owner]
         owner.order[entry.locator] = slot
-        self._grew(owner)
-        self._trim(entry.owner)
-        return self._states[slot] == SEALED
+        self._overuse.grew(owner)
+        return True
 
     def give_up(self, slot: int) -> None:
         """Free a slot that could not be filled."""
@@ -264,8 +168,6 @@ class SlotTable:
         del self._leases[slot]
         if self._states[slot] == LEAVING:
             self._free_up(slot)
-        else:
-            self._trim(self._entries[slot].owner)
 
     def drop(self, slot: int) -> None:
         """Forget a record: it is not found any more. O(1)."""
@@ -297,9 +199,9 @@ class SlotTable:
         """Return the laws that the counts break, and where. O(free slots + owners): 7 ms for 100,000 free slots."""
         states = np.frombuffer(self._states, np.uint8)
         free, filling, sealed, leaving = map(self._states.count, (FREE, FILLING, SEALED, LEAVING))
-        owners, pools = self._owners.values(), [self._shared, *self._own.values()]
+        owners = self._owners.values()
         held, used = sum(len(owner.slots) for owner in owners), sum(owner.used for owner in owners)
-        ordered, in_pools = sum(len(owner.order) for owner in owners), sum(pool.used for pool in pools)
+        ordered = sum(len(owner.order) for owner in owners)
         guaranteed = sum(owner.quota.guaranteed for owner in owners)
         laws = {
             "slots": (
@@ -314,19 +216,14 @@ class SlotTable:
                 and used == filling + sealed
                 and ordered == sealed
                 and all(owner.slots or owner.quota != NO_QUOTA for owner in owners)
-                and self._overuse.is_right(self._sharing())
-            ),
-            "pools": (
-                in_pools == held
-                and self._guaranteed == guaranteed <= self._shared.capacity
-                and sum(pool.capacity for pool in pools) == self.num_slots
-                and all(pool.used <= pool.capacity or self._is_in_use(pool) for pool in pools)
+                and self._guaranteed == guaranteed <= self.num_slots
+                and self._overuse.is_right(owners)
             ),
         }
         counts = (
             f"{free} slots are free, {filling} filling, {sealed} sealed, {leaving} leaving; {len(self._free)} are "
             f"listed as free, {len(self._entries)} have records; owners have {held}, {used} of them filling or sealed, "
-            f"{ordered} sealed; pools have {in_pools}"
+            f"{ordered} sealed; they are guaranteed {guaranteed}, {self._guaranteed} by the table's count"
         )
         return [(law, counts) for law, is_kept in laws.items() if not is_kept]
 
@@ -353,30 +250,10 @@ class SlotTable:
         states = enumerate(self._states[first:stop], first)
         return [(slot, self._entries[slot]) for slot, state in states if state == SEALED]
 
-    def _is_in_use(self, pool: _Pool) -> bool:
-        """Whether no record of a pool could be evicted, so that it keeps more than its slots for a while."""
-        name = next((name for name, own in self._own.items() if own is pool), None)
-        return self._excess(pool, name) is None
-
-    def _pool(self, name: bytes) -> _Pool:
-        return self._own.get(name, self._shared)
-
-    def _sharing(self) -> Iterable[Owner]:
-        return (owner for owner in self._owners.values() if owner.name not in self._own)
-
-    def _is_short(self, owner: Owner) -> bool:
-        """Whether a record must go before the owner can have another."""
-        pool = self._pool(owner.name)
-        return owner.is_full or pool.used >= pool.capacity
-
     def _victim(self, owner: Owner) -> int | None:
-        if owner.is_full or owner.name in self._own:
+        if owner.is_full:
             return owner.oldest(self._leases)
-        return self._overuse.victim(owner, self._sharing(), self._leases)
-
-    def _grew(self, owner: Owner) -> None:
-        if owner.name not in self._own:
-            self._overuse.grew(owner)
+        return self._overuse.victim(owner, self._owners.values(), self._leases)
 
     def _leave(self, slot: int) -> None:
         """Let a slot that is filled or sealed be so no longer."""
@@ -391,7 +268,6 @@ class SlotTable:
 
     def _free_up(self, slot: int) -> None:
         name = self._entries.pop(slot).owner
-        self._pool(name).used -= 1
         owner = self._owners[name]
         owner.slots.discard(slot)
         if not owner.slots and owner.quota == NO_QUOTA:

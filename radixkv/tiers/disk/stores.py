@@ -86,10 +86,7 @@ class _Store:
 
 
 class DiskStores:
-    """Stores the blocks of ``index`` by ``tier``, of ``tenant`` or of all that share a lane: ``serves`` says whose.
-
-    ``num_slots``: the slots of host memory that these have. See DiskLevel for the rest.
-    """
+    """Stores the blocks of ``index`` by ``tier``: those of tenants for which ``serves`` is true. See DiskLevel."""
 
     def __init__(
         self,
@@ -102,8 +99,6 @@ class DiskStores:
         serves: Callable[[str], bool],
         bytes_per_s: float | None,
         clock: Clock,
-        num_slots: int,
-        tenant: str = "",
     ) -> None:
         self._tier, self._index, self._cache, self._memory = tier, index, index.cache, memory
         self._debts, self._patience, self._serves, self._clock = debts, patience, serves, clock
@@ -113,11 +108,10 @@ class DiskStores:
         self._num_looks = self._num_look_bytes = 0
         self._stores: list[_Store] = []
         self._leaving: deque[_Leaving] = deque()
-        self._leaving_slots, self._tenant = LeavingSlots(num_slots), tenant
-        self._most_stores = min(MAX_STORES, max(num_slots // 8, 1))
+        self._leaving_slots = LeavingSlots(index.num_slots)
+        self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
         self._is_closing = False
-        num_blocks = (tier.partition(tenant) if tenant else 0) or tier.num_slots
-        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, num_blocks)
+        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
         self.budget_bytes = 0
         """What the budget had left within the last second, or at the last step."""
         self._told_at = -inf
@@ -133,11 +127,6 @@ class DiskStores:
         self._leaving_slots.given(num_blocks, num_slots)
         is_needed = self._stores_later and self._is_open and not self._is_worthless
         return self._leaving_slots.reserve if is_needed else 0
-
-    def set_rate(self, bytes_per_s: float) -> None:
-        """Let the budget, if there is one, spend so many bytes a second from now on."""
-        if self._budget is not None:
-            self._budget.set_rate(bytes_per_s)
 
     @property
     def num_running(self) -> int:
@@ -180,7 +169,7 @@ class DiskStores:
 
         What is chosen is stored when host memory has its bytes. O(a hash of the key).
         """
-        if self._budget is None or not len(entries):
+        if self._budget is None or not len(entries) or not self._serves(namespace.tenant):
             return
         stop = len(key) // (self._size * TOKEN_BYTES)
         kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
@@ -335,13 +324,11 @@ class DiskStores:
     @property
     def _stores_later(self) -> bool:
         """Whether blocks are stored when they leave host memory, and not before."""
-        is_full = self._tier.is_full_for(self._tenant) if self._tenant else self._tier.is_full
-        return self._budget is None and is_full and not self._is_closing
+        return self._budget is None and self._tier.is_full and not self._is_closing
 
     @property
     def _is_open(self) -> bool:
-        state = self._tier.state_for(self._tenant) if self._tenant else self._tier.state
-        return state == "open"
+        return self._tier.state == "open"
 
     def _store_leaving(self, most: int) -> None:
         """Begin to store up to ``most`` blocks that have left host memory. What the disk can't take now is lost."""
@@ -475,7 +462,7 @@ class DiskStores:
             self._waiting.give_back(saved, is_next=False)
 
     def _is_wanted(self, saved: Saved) -> bool:
-        """Whether a range may be stored: nothing was purged since it was saved, nor is to be."""
+        """Whether a range may be stored: the disk serves the tenant, and nothing was purged since, nor is to be."""
         tenant = saved.namespace.tenant
-        is_current = self._cache.generation(tenant) == saved.generation
+        is_current = self._serves(tenant) and self._cache.generation(tenant) == saved.generation
         return is_current and not self._debts.is_resetting and not self._debts.is_owed(tenant)

@@ -17,12 +17,8 @@ torn, flipped, exchanged or replayed. Memory that a failed decryption may have w
 **When it is sealed.** A store clears the slot's old header, writes the payload, then the header. Then the record can be
 found. ``sync`` makes all records durable at once. ``maintain`` does it every ``sync_s`` seconds, in its own thread.
 
-**Strict tenants** have partitions: slots that no other tenant takes (``slots``), and lanes of their own for I/O
-(``tier_lanes``). A tenant is strict from ``set_partition`` on. It keeps what it had before, as much as fits. A restart
-finds all records, but knows no partitions: give them before the first request, or others' stores may evict them.
-
-**When it stops.** After ``MOST_ERRORS`` errors in a row a lane is closed for ``retry_s`` seconds. The tier closes
-for good once another process took the folder over. With ``awaits_generations`` it is closed until
+**When it stops.** After ``MOST_ERRORS`` errors in a row the tier is closed for ``retry_s`` seconds. It closes for good
+once another process took the folder over. With ``awaits_generations`` it is closed until
 ``apply_generations``: a replica that was down during a purge must not serve before it knows of the purge.
 """
 
@@ -37,7 +33,6 @@ from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
 from itertools import takewhile
-from math import inf
 from pathlib import Path
 from typing import Final, Literal
 
@@ -54,7 +49,6 @@ from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.folder import InvalidTag, TenantKeys, TierFolder
 from radixkv.tiers.disk.identity import FINGERPRINT_BYTES, SCHEMES, TOKEN_BYTES, segment_identity
 from radixkv.tiers.disk.io_threads import IOThreads, Job, Work
-from radixkv.tiers.disk.lanes import LANE_THREADS, USED_PART, TierLane
 from radixkv.tiers.disk.slab import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
@@ -72,6 +66,7 @@ from radixkv.tiers.disk.slots import SlotTable
 from radixkv.uncopied import refuse_copies
 
 MAX_THREADS: Final = 64
+MOST_ERRORS: Final = 8
 _NONCE_BYTES: Final = 12
 _MOST_DROPPED: Final = 4_096
 """Records that are forgotten under one hold of the lock: some milliseconds."""
@@ -79,8 +74,6 @@ _MOST_CHECKED: Final = 2_048
 """Slots that are checked under one hold of the lock: some milliseconds."""
 _LAST_SYNC: Final = 0.25
 """Part of the time of ``close`` that is for the last sync, if what is queued takes that long."""
-_LEAST_PART: Final = 0.01
-"""Part of the bandwidth that tenants without partitions have, if these take all slots."""
 
 MISSED: Final = (
     "absent", "refused", "mismatched", "stale", "abandoned", "read_errors", "closed", "too_busy"
@@ -110,10 +103,7 @@ class DiskSettings:
     - ``num_threads``: threads for I/O, each with a buffer of a record, 1 to 64.
     - ``sync_s``: seconds between syncs. A crash loses at most what was sealed since the last.
     - ``hang_s``: an operation that takes longer counts as hanging.
-    - ``retry_s``: seconds for which a lane of the tier is closed after errors, and until a failed sync is repeated.
-    - ``partitions``: slots of their own for tenants, by name: for strict tenants, which must not notice others.
-    - ``bandwidth``: bytes a second that the device reads and writes, of which partitions have their parts; None if that
-      isn't known (``tier_lanes``).
+    - ``retry_s``: seconds for which the tier is closed after errors, and until a failed sync is repeated.
     - ``awaits_generations``: closed until ``apply_generations``.
     - ``direct``: bypass the page cache where the file system can.
 
@@ -130,8 +120,6 @@ class DiskSettings:
     sync_s: float = 5.0
     hang_s: float = 5.0
     retry_s: float = 30.0
-    partitions: Mapping[str, int] = field(default_factory=dict)
-    bandwidth: float | None = None
     awaits_generations: bool = False
     direct: bool = True
 
@@ -158,20 +146,10 @@ class DiskSettings:
         for name in ("awaits_generations", "direct"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "True or False")
-        for tenant, size in self.partitions.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise ConfigError("partitions", {tenant: size}, "a number of slots >= 0 for each tenant")
-        rate: object = self.bandwidth
-        is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < inf
-        if rate is not None and not is_rate:
-            raise ConfigError("bandwidth", rate, "bytes a second > 0, or None")
         if not 1 <= self.num_slots <= MAX_SLOTS:
             least, most = self._bytes_of(1), self._bytes_of(MAX_SLOTS)
             allowed = f"at least {least:,} bytes, one record; at most {most:,} bytes"
             raise ConfigError("disk_bytes", self.disk_bytes, allowed)
-        if sum(self.partitions.values()) > self.num_slots:
-            allowed = f"at most {self.num_slots} slots in all, which disk_bytes has"
-            raise ConfigError("partitions", dict(self.partitions), allowed)
 
     @property
     def num_slots(self) -> int:
@@ -209,13 +187,14 @@ class DiskTier:
         )
         try:
             self._slab = Slab(self._folder, direct=settings.direct, disk_bytes=settings.disk_bytes)
-            self._table = SlotTable(self._slab.num_slots, self._partitions())
-            self._shared = self._made_lane("all tenants without a partition", settings.num_threads)
-            self._lanes = {owner: self._own_lane() for owner in self._partitions()}
-            self._left_lanes: list[TierLane] = []
-            """Of tenants that have no partition any more, in which operations run."""
+            self._table = SlotTable(self._slab.num_slots)
+            self._io = IOThreads(
+                settings.num_threads, buffer_bytes(settings.record_bytes), hang_s=settings.hang_s, clock=clock
+            )
             self._syncs = IOThreads(1, 1, hang_s=settings.hang_s, clock=clock)
-            self._share_bandwidth()
+            self._errors_in_a_row = 0
+            self._opens_at: float | None = None
+            """Until when it is closed after errors."""
             self._counts: Counter[str] = Counter()
             self._missed, self._unstored = Counter[str](), Counter[str]()
             self._purges: Counter[str] = Counter()
@@ -250,19 +229,20 @@ class DiskTier:
 
     @property
     def state(self) -> TierState:
-        """Whether the tier serves tenants without partitions, or why not."""
-        return self._state(self._shared)
-
-    def state_for(self, tenant: str) -> TierState:
-        """Whether the tier serves a tenant, or why not."""
-        return self._state(self._lane_of(tenant))
-
-    def _state(self, lane: TierLane) -> TierState:
+        """Whether the tier serves, or why not."""
         if self._is_closed:
             return "closed"
         if self._is_fenced:
             return "fenced"
-        return "awaiting-generations" if self._awaits else lane.state
+        if self._awaits:
+            return "awaiting-generations"
+        return "degraded" if self._is_resting or self._io.is_stuck else "open"
+
+    @property
+    def _is_resting(self) -> bool:
+        """Whether it is closed for a while after errors."""
+        opens_at = self._opens_at  # once: other threads change it
+        return opens_at is not None and self._clock() < opens_at
 
     @property
     def num_slots(self) -> int:
@@ -281,16 +261,8 @@ class DiskTier:
 
     @property
     def is_full(self) -> bool:
-        """Whether a record of a tenant without a partition takes the slot of another one from now on."""
-        return self._table.is_full(b"")
-
-    def is_full_for(self, tenant: str) -> bool:
-        """Whether a record of a tenant takes the slot of another one from now on, unless it has a limit."""
-        return self._table.is_full(self._owner_of(tenant))
-
-    def partition(self, tenant: str) -> int:
-        """Return how many slots a tenant has for itself."""
-        return self._table.partition(self._owner_of(tenant))
+        """Whether a record takes the slot of another one from now on."""
+        return not self._table.num_free
 
     def counts(self) -> dict[str, int]:
         """Return what happened since the opening, by name. Every refused or failed record is in one of them.
@@ -302,7 +274,7 @@ class DiskTier:
             found = self._counts.copy()
             found.update(self._missed)
             found.update(self._unstored)
-            num_hung = sum(io.num_hung for io in self._threads())
+            num_hung = self._io.num_hung + self._syncs.num_hung
         found.update(sealed=sealed, free=free, hung_threads=num_hung)
         return dict(sorted(found.items()))
 
@@ -347,8 +319,7 @@ class DiskTier:
         """Return for each segment from ``first`` on whether it is on this disk; nothing if the disk isn't open."""
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
         stop = num_segments if most is None else min(num_segments, first + most)
-        is_resting = self._lane_of(namespace.tenant).is_resting
-        is_shut = self._is_closed or self._is_fenced or self._awaits or is_resting
+        is_shut = self._is_closed or self._is_fenced or self._awaits or self._is_resting
         if is_shut or not 0 <= first < stop:
             return
         keys = self._folder.keys(namespace.tenant)
@@ -426,7 +397,7 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._load(job, memory, namespace, prefix, segment, target)
 
-        return self._submit(namespace.tenant, work, self._missed, is_load=is_awaited, begun=begun)
+        return self._submit(work, self._missed, is_load=is_awaited, begun=begun)
 
     def num_purges(self, tenant: str) -> int:
         """Return how often a tenant was purged since the opening, with a purge that runs. O(1)."""
@@ -460,29 +431,7 @@ class DiskTier:
         def work(job: Job, memory: memoryview) -> bool:
             return self._store(job, memory, namespace, prefix, segment, source, before)
 
-        return self._submit(namespace.tenant, work, self._unstored, is_load=False, begun=begun)
-
-    def set_partition(self, tenant: str, num_slots: int) -> None:
-        """Give a tenant slots and a lane of its own from now on, 0 for none, in place of a quota. Repeat it after each
-        opening.
-
-        It keeps its newest records, as many as fit. Slots that it lacks are taken from free ones, then from others'
-        records beyond their guarantees. No I/O. O(records that must go). Raises ArgumentError, and changes nothing, if
-        others are guaranteed too many.
-        """
-        owner = self._owner_of(tenant)
-        with self._lock:
-            before = len(self._table)
-            self._table.set_partition(owner, num_slots)
-            self._counts["evicted"] += before - len(self._table)
-            left = self._lanes.pop(owner, None) if not num_slots else None
-            if num_slots and owner not in self._lanes:
-                self._lanes[owner] = self._own_lane()
-            self._share_bandwidth()
-        if left is not None:
-            left.io.close(0.0)
-            with self._lock:
-                self._left_lanes = [each for each in (*self._left_lanes, left) if each.io.is_alive]
+        return self._submit(work, self._unstored, is_load=False, begun=begun)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Give a tenant a quota of slots from now on; ``NO_QUOTA`` takes it back. Repeat it after each opening.
@@ -491,8 +440,7 @@ class DiskTier:
         oldest one for the next, and two while it has more. Else a full disk evicts the oldest record of the tenant that
         is furthest above its guarantee, by its weight. No I/O. O(log tenants).
 
-        Raises ArgumentError, and changes nothing, for a tenant with a partition, and for a guarantee that doesn't fit
-        beside the others'.
+        Raises ArgumentError, and changes nothing, for a guarantee that doesn't fit beside the others'.
         """
         with self._lock:
             self._table.set_quota(self._owner_of(tenant), quota)
@@ -695,9 +643,7 @@ class DiskTier:
         now = self._clock()
         is_due = now - self._synced_at >= self.settings.sync_s and now >= self._syncs_at
         is_running = self._sync_job is not None and not self._sync_job.is_done
-        with self._lock:
-            lanes = [self._shared, *self._lanes.values()]
-        if is_due and not is_running and any(self._state(lane) == "open" for lane in lanes):
+        if is_due and not is_running and self.state == "open":
             self._submit_sync()
 
     def close(self, timeout_s: float = 10.0, *, is_in_use: bool = False) -> None:
@@ -709,15 +655,11 @@ class DiskTier:
         if self._is_closed:
             return
         self._is_closed = True
-        with self._lock:
-            *lanes, syncs = self._threads()
-        for io in lanes:
-            io.begin_to_close()
         ends_at = self._clock() + timeout_s
-        have_ended = [io.close(max(ends_at - _LAST_SYNC * timeout_s - self._clock(), 0.0)) for io in lanes]
+        has_ended = self._io.close((1 - _LAST_SYNC) * timeout_s)
         self._submit_sync()
-        have_ended.append(syncs.close(max(ends_at - self._clock(), 0.0)))
-        if all(have_ended) and not is_in_use:
+        has_ended &= self._syncs.close(max(ends_at - self._clock(), 0.0))
+        if has_ended and not is_in_use:
             self._folder.close()
         else:
             log.error("the disk tier's I/O hangs; its folder stays locked until the process ends")
@@ -733,7 +675,7 @@ class DiskTier:
         segment: int,
         into: memoryview,
     ) -> bool:
-        keys, lane = self._folder.keys(namespace.tenant), self._lane_of(namespace.tenant)
+        keys = self._folder.keys(namespace.tenant)
         found = None if keys is None else self._leased(self._locator(keys, namespace, prefix))
         if keys is None or found is None:
             return self._miss("absent")
@@ -747,11 +689,11 @@ class DiskTier:
             try:
                 self._slab.read_slot(slot, memory, header.payload_bytes)
             except OSError as error:
-                lane.failed(error)
+                self._failed(error)
                 return self._miss("read_errors")
             finally:
                 seconds = self._clock() - began_at
-            lane.worked()
+            self._errors_in_a_row = 0
             if not job.claim():
                 return self._miss("abandoned")
             return self._opened(keys, namespace.tenant, slot, header, memory, identity, into)
@@ -780,7 +722,7 @@ class DiskTier:
             )
         except InvalidTag:
             _zero(into)
-            self._drop(tenant, slot, header)
+            self._drop(slot, header)
             log.warning("a record of the disk tier was refused: its bytes are not those that were sealed")
             return self._miss("refused")
         if not self._is_current(keys, tenant):
@@ -804,7 +746,7 @@ class DiskTier:
         except TierError:
             return self._leave_out("damaged")
         except OSError as error:
-            self._lane_of(namespace.tenant).failed(error)
+            self._failed(error)
             return self._leave_out("write_errors")
         if self.num_purges(namespace.tenant) != num_purges:  # these may be the keys after the purge
             return self._leave_out("stale")
@@ -828,9 +770,7 @@ class DiskTier:
             header = Header(len(payload), sequence, locator, keys.key_id, self._part, b"", b"", identity)
             sealed = self._sealed(job, memory, payload, keys, header)
             began_at = self._clock()
-            is_written = sealed is not None and self._written(
-                self._lane_of(namespace.tenant), slot, memory, sealed
-            )
+            is_written = sealed is not None and self._written(slot, memory, sealed)
         except BaseException:
             self._give_up(slot)
             raise
@@ -863,17 +803,30 @@ class DiskTier:
         job.unclaim()
         return header._replace(tag=bytes(sealed[len(payload) :]))
 
-    def _written(self, lane: TierLane, slot: int, memory: memoryview, header: Header) -> bool:
+    def _written(self, slot: int, memory: memoryview, header: Header) -> bool:
         """Clear the old header, then write the payload, then its header. Return whether the disk took all."""
         try:
             self._put_header(slot, None)
             self._slab.write_slot(slot, memory, header.payload_bytes)
             self._put_header(slot, header)
         except OSError as error:
-            lane.failed(error)
+            self._failed(error)
             return False
-        lane.worked()
+        self._errors_in_a_row = 0
         return True
+
+    def _failed(self, error: OSError) -> None:
+        """Count an error of the disk. After ``MOST_ERRORS`` in a row the tier is closed for a while."""
+        self._errors_in_a_row += 1
+        if self._errors_in_a_row >= MOST_ERRORS:
+            self._opens_at = self._clock() + self.settings.retry_s
+            self._errors_in_a_row = 0
+            log.error(
+                "the disk tier is closed for %g s after %d errors, then tried again; the last: %s",
+                self.settings.retry_s,
+                MOST_ERRORS,
+                error,
+            )
 
     # --- parts
 
@@ -881,45 +834,8 @@ class DiskTier:
         if self._is_closed:
             raise TierError("the disk tier is closed: open it again, then purge")
 
-    def _partitions(self) -> dict[bytes, int]:
-        sizes = self.settings.partitions.items()
-        return {self._owner_of(tenant): size for tenant, size in sizes if size}
-
     def _owner_of(self, tenant: str) -> bytes:
         return bytes.fromhex(self._folder.tag(tenant))
-
-    def _own_lane(self) -> TierLane:
-        return self._made_lane("a tenant with a partition", LANE_THREADS, most_stores=1)
-
-    def _made_lane(self, whose: str, num_threads: int, most_stores: int | None = None) -> TierLane:
-        io = IOThreads(
-            num_threads,
-            buffer_bytes(self.settings.record_bytes),
-            most_stores=most_stores,
-            hang_s=self.settings.hang_s,
-            clock=self._clock,
-        )
-        return TierLane(io, self.settings.retry_s, self._clock, whose)
-
-    def _threads(self) -> list[IOThreads]:
-        """Return the threads of all lanes, then the one that syncs."""
-        lanes = self._shared, *self._lanes.values(), *self._left_lanes
-        return [*(lane.io for lane in lanes), self._syncs]
-
-    def _lane_of(self, tenant: str) -> TierLane:
-        return self._lanes.get(self._owner_of(tenant), self._shared) if self._lanes else self._shared
-
-    def _share_bandwidth(self) -> None:
-        """Give each lane its part of the bandwidth; no lane has a bound while all tenants share one."""
-        bandwidth, shared = self.settings.bandwidth, 1.0
-        if bandwidth is None:
-            return
-        for owner, lane in self._lanes.items():
-            part = self._table.partition(owner) / self._slab.num_slots
-            shared -= part
-            lane.io.set_rate(USED_PART * bandwidth * part)
-        rate = USED_PART * bandwidth * max(shared, _LEAST_PART)
-        self._shared.io.set_rate(rate if self._lanes else None)
 
     def _range(self, key: bytes | memoryview, segment: int) -> tuple[int, int]:
         """Return the tokens of a segment. Raises ArgumentError."""
@@ -963,7 +879,7 @@ class DiskTier:
             self._table.touch(slot)
             return slot, self._slab.header(slot)
 
-    def _drop(self, tenant: str, slot: int, header: Header) -> None:
+    def _drop(self, slot: int, header: Header) -> None:
         """Forget a record that didn't open. Its slot is leased, so nobody else writes it meanwhile."""
         with self._lock:
             is_there = self._table.find(header.locator) == slot
@@ -973,7 +889,7 @@ class DiskTier:
             try:
                 self._put_header(slot, None)
             except OSError as error:
-                self._lane_of(tenant).failed(error)
+                self._failed(error)
 
     def _give_up(self, slot: int) -> None:
         with self._lock:
@@ -1074,17 +990,13 @@ class DiskTier:
         self._sync_job = self._syncs.submit(work, is_load=True)
 
     def _submit(
-        self, tenant: str, work: Work, reasons: Counter[str], *, is_load: bool, begun: list[Job] | None
+        self, work: Work, reasons: Counter[str], *, is_load: bool, begun: list[Job] | None
     ) -> Job | None:
         """Begin a job, unless the tier is closed or too busy. What comes to nothing counts in ``reasons``."""
-        is_open, job = self.state_for(tenant) == "open", None
+        is_open, job = self.state == "open", None
         if is_open:
-            job = self._lane_of(tenant).io.submit(
-                work,
-                is_load=is_load,
-                unwanted=partial(self._count_in, reasons, "abandoned"),
-                num_bytes=self.settings.record_bytes,
-                begun=begun,
+            job = self._io.submit(
+                work, is_load=is_load, unwanted=partial(self._count_in, reasons, "abandoned"), begun=begun
             )
         if job is None:
             self._count_in(reasons, "too_busy" if is_open else "closed")

@@ -131,10 +131,6 @@ class WriteBudget:
         self._common = 0.0
         self._filled_at: float | None = None
 
-    def set_rate(self, bytes_per_s: float) -> None:
-        """Spend so many bytes a second from now on."""
-        self.bytes_per_s, self._most = bytes_per_s, bytes_per_s * BURST_S
-
     def left_bytes(self, now: float) -> float:
         """Return the bytes that could be written now, by all tenants together. O(tenants)."""
         self._fill(now)

@@ -2,14 +2,14 @@
 
 Tenants that asked in the last ``SHARED_S`` seconds have equal shares of three quarters of the rows. The last quarter is
 for one that comes, so it finds rows, whatever the others do. What comes before anybody waits for it has rows of its
-own. A strict tenant has rows for itself (``part``), which others give back to it first.
+own.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 from radixkv.clock import Clock
 
@@ -30,17 +30,12 @@ class HostMemory(Protocol):
 
 
 class StagingRows:
-    """Rows of ``memory``: ``rows`` for those that wait, ``ahead`` for what comes ahead."""
+    """The rows of ``memory``: the last ``num_ahead`` for what comes ahead, the others for those that wait."""
 
-    def __init__(
-        self, memory: HostMemory, rows: Iterable[int], ahead: Iterable[int], num_rows: int, clock: Clock
-    ) -> None:
-        self._memory, self._clock, self._num_rows = memory, clock, num_rows
-        self._free_rows, self._free_ahead = list(rows), list(ahead)
-        self._of_ahead = set(self._free_ahead)
-        self._whole: StagingRows | None = None
-        self._parts: deque[StagingRows] = deque()
-        """Those that lack rows, which come back first."""
+    def __init__(self, memory: HostMemory, num_ahead: int, clock: Clock) -> None:
+        self._memory, self._clock, self._num_rows = memory, clock, memory.num_staging - num_ahead
+        self._free_rows = list(range(self._num_rows))
+        self._free_ahead = list(range(self._num_rows, memory.num_staging))
         self._holder_of = [""] * memory.num_staging
         self._num_held: Counter[str] = Counter()
         """Rows of tenants, those for what comes ahead excepted."""
@@ -48,56 +43,6 @@ class StagingRows:
         """When tenants asked for staging memory, the latest last."""
         self._filling: dict[int, list[int]] = {}
         self._filled_now: list[int] = []
-
-    @classmethod
-    def of(cls, memory: HostMemory, num_ahead: int, clock: Clock) -> Self:
-        """Return all rows of a memory, of which the last ``num_ahead`` are for what comes ahead."""
-        num_rows = memory.num_staging - num_ahead
-        return cls(memory, range(num_rows), range(num_rows, memory.num_staging), num_rows, clock)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows for those that wait, free or not."""
-        return self._num_rows
-
-    def part(self, num_rows: int) -> StagingRows:
-        """Return rows of their own for a tenant, of which one is for what comes ahead. At least two; less than all.
-
-        Those that are in use now follow when they are free.
-        """
-        part = StagingRows(self._memory, (), (), num_rows - 1, self._clock)
-        part._whole = self
-        self._num_rows -= num_rows
-        self._parts.extend([part] * num_rows)
-        self._settle()
-        return part
-
-    def end(self) -> None:
-        """Give the rows of a part back; those in use follow when they are free."""
-        whole = self._whole
-        assert whole is not None
-        whole._num_rows += self._num_rows + 1
-        whole._parts = deque(each for each in whole._parts if each is not self)
-        self._num_rows = 0
-        self._of_ahead -= set(self._free_ahead)
-        free, self._free_rows, self._free_ahead = self._free_rows + self._free_ahead, [], []
-        whole._free_rows += free
-        whole._settle()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was a part, and has no rows any more."""
-        return self._whole is not None and not self._num_rows
-
-    def _settle(self) -> None:
-        """Give free rows to the parts that lack some."""
-        while self._parts and self._free_rows:
-            part, row = self._parts.popleft(), self._free_rows.pop()
-            if part._of_ahead:
-                part._free_rows.append(row)
-            else:
-                part._free_ahead.append(row)
-                part._of_ahead.add(row)
 
     def bytes_of(self, row: int) -> memoryview:
         """Return the bytes of a row."""
@@ -151,7 +96,7 @@ class StagingRows:
     @property
     def num_used(self) -> int:
         """Rows that aren't free."""
-        return self._num_held.total() + len(self._of_ahead) - len(self._free_ahead)
+        return self._memory.num_staging - len(self._free_rows) - len(self._free_ahead)
 
     # --- steps that copy rows into slots
 
@@ -189,16 +134,11 @@ class StagingRows:
 
     def _take_back(self, rows: Iterable[int]) -> None:
         for row in rows:
-            if row not in self._of_ahead:
-                tenant = self._holder_of[row]
-                self._num_held[tenant] -= 1
-                if not self._num_held[tenant]:
-                    del self._num_held[tenant]
-            if self.has_ended:
-                self._of_ahead.discard(row)
-                assert self._whole is not None
-                self._whole._free_rows.append(row)
-                self._whole._settle()
-            else:
-                (self._free_ahead if row in self._of_ahead else self._free_rows).append(row)
-        self._settle()
+            if row >= self._num_rows:
+                self._free_ahead.append(row)
+                continue
+            self._free_rows.append(row)
+            tenant = self._holder_of[row]
+            self._num_held[tenant] -= 1
+            if not self._num_held[tenant]:
+                del self._num_held[tenant]

@@ -166,8 +166,6 @@ def test_a_slash_at_the_end_follows_no_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"partitions": {"a": 1.5}},
-        {"partitions": {"a": -1}},
         {"sync_s": "5"},
         {"awaits_generations": "no"},
         {"fingerprint": "f" * 32},

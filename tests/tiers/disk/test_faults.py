@@ -16,8 +16,7 @@ import pytest
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.tiers.disk.io_threads import IOThreads, Job
-from radixkv.tiers.disk.lanes import MOST_ERRORS
-from radixkv.tiers.disk.tier import MISSED, UNSTORED, DiskTier
+from radixkv.tiers.disk.tier import MISSED, MOST_ERRORS, UNSTORED, DiskTier
 from tests.tiers.support import (
     ACME,
     GLOBEX,
@@ -436,13 +435,10 @@ def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: P
     assert files.calls.count("sync") == num_syncs + 1, "all is durable"
 
 
-@pytest.mark.parametrize("partitions", [{}, {"acme": 4}])
-def test_the_last_sync_comes_after_the_last_write(tmp_path: Path, partitions: dict[str, int]) -> None:
-    """Also of a store that hadn't begun, and of a lane that ends after the others."""
+def test_the_last_sync_comes_after_the_last_write(tmp_path: Path) -> None:
+    """Also of a store that hadn't begun."""
     files = HeldWrites()
-    tier = DiskTier(
-        settings(tmp_path / "t", direct=False, num_threads=1, partitions=partitions), [SECRET], files=files
-    )
+    tier = DiskTier(settings(tmp_path / "t", direct=False, num_threads=1), [SECRET], files=files)
     assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
     tier.sync()
     files.is_armed = True
@@ -462,32 +458,13 @@ def test_the_last_sync_comes_after_the_last_write(tmp_path: Path, partitions: di
     assert last["sync"] > last["write"]
 
 
-def test_strict_records_are_synced_while_the_others_rest(tmp_path: Path) -> None:
-    files, clock = FaultyFiles(), ManualClock()
-    given = settings(tmp_path / "t", direct=False, partitions={"acme": 4})
-    tier = DiskTier(given, [SECRET], files=files, clock=clock)
-    assert store(tier, GLOBEX, prompt(1))
-    files.before = failing("read")
-    for _ in range(MOST_ERRORS):
-        assert load(tier, GLOBEX, prompt(1)) is None
-    files.before = lambda call: None
-    assert tier.state == "degraded" and tier.state_for("acme") == "open" and store(tier, ACME, prompt(1))
-    num_syncs = files.calls.count("sync")
-    clock.advance(10.0)
-    tier.maintain()
-    assert tier._sync_job is not None and tier._sync_job.wait(WAIT_S)
-    assert files.calls.count("sync") == num_syncs + 1
-    tier.close()
-
-
 def test_a_disk_that_cannot_sync_is_asked_again_from_time_to_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also beside a partition, whose lane doesn't rest. Reads and writes go on."""
+    """Reads and writes go on."""
     files, clock = FaultyFiles(failing("sync")), ManualClock()
     files.before = lambda call: None
-    given = settings(tmp_path / "t", direct=False, partitions={"globex": 4})
-    tier = DiskTier(given, [SECRET], files=files, clock=clock)
+    tier = DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
     assert store(tier, ACME, prompt(1))
     num_syncs, files.before = files.calls.count("sync"), failing("sync")
     for _ in range(200):  # 100 s
@@ -503,13 +480,23 @@ def test_a_disk_that_cannot_sync_is_asked_again_from_time_to_time(
     tier.close()
 
 
-def test_lanes_that_came_and_went_leave_nothing(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t", direct=False) as tier:
-        for _ in range(20):
-            tier.set_partition("acme", 4)
-            assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
-            tier.set_partition("acme", 0)
-        assert eventually(lambda: not any(lane.io.is_alive for lane in tier._left_lanes))
-        tier.set_partition("acme", 4)
-        tier.set_partition("acme", 0)
-        assert len(tier._left_lanes) <= 1
+def test_a_rest_that_ends_between_two_looks(tmp_path: Path) -> None:
+    """Another thread asks at the moment at which the rest ends."""
+    files, clock, asked = FaultyFiles(), ManualClock(), [True]
+
+    def now() -> float:
+        if not asked:
+            asked.append(False)
+            asked[0] = tier.state == "degraded"
+        return clock()
+
+    with DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=now) as tier:
+        assert store(tier, ACME, prompt(1))
+        files.before = failing("read")
+        for _ in range(MOST_ERRORS):
+            assert load(tier, ACME, prompt(1)) is None
+        files.before = lambda call: None
+        assert tier.state == "degraded"
+        clock.advance(31.0)
+        asked.clear()
+        assert tier.state == "open" and asked == [False]

@@ -947,7 +947,7 @@ def test_all_is_forgotten_also_of_a_tenant_whose_keys_are_made_meanwhile(tmp_pat
 
     with tier_in(tmp_path / "t", num_threads=1) as tier:
         tier.meet_store("one")
-        assert tier._shared.io.submit(hold, is_load=True)
+        assert tier._io.submit(hold, is_load=True)
         is_set(begun)
         job = tier.store(ACME, prompt(1), 0, memoryview(kv(ACME, prompt(1))))
         tier.meet_store("another")

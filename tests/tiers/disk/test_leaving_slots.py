@@ -34,7 +34,7 @@ class FullDisk(DiskEngine):
 
     def __init__(self, folder: Path, files: FaultyFiles | None = None) -> None:
         super().__init__(folder, NUM_SLOTS, files=files, disk_slots=DISK_SLOTS)
-        self.index, self.leaving = self.level.index, self.disk.shared.stores._leaving_slots
+        self.index, self.leaving = self.level.index, self.disk.stores._leaving_slots
         number = 1_000
         while not (self.disk.tier.is_full and self.index.num_used >= NUM_SLOTS - NUM_SLOTS // LEAST_PART):
             self.serve(number, SHORT)
@@ -146,12 +146,12 @@ def test_a_disk_that_takes_nothing_has_no_reserve(tmp_path: Path) -> None:
         engine.serve(0, LONG)
         engine.run()
         for _ in range(2):
-            engine.disk.shared.patience.rest()
+            engine.disk.patience.rest()
         for number in range(1, 4):
             engine.serve(number, LONG)
         assert engine.index.num_used == NUM_SLOTS and engine.lost() >= 2 * LONG
-        engine.disk.shared.patience.was_fast()
-        engine.disk.shared.patience._rests_until = engine.disk._clock()
+        engine.disk.patience.was_fast()
+        engine.disk.patience._rests_until = engine.disk._clock()
 
 
 # --- the rule

@@ -106,13 +106,11 @@ def test_a_lower_limit_shrinks_a_tenant_with_each_record_and_a_moment_of_it_cost
 
 
 def test_a_guarantee_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t", partitions={"strict": 2}) as tier:
-        tier.set_quota("acme", Quota(guaranteed=NUM_SLOTS - 4))
+    with tier_in(tmp_path / "t") as tier:
+        tier.set_quota("acme", Quota(guaranteed=NUM_SLOTS - 2))
         allowed = "guaranteed=3 is not allowed; allowed: 0 to 2: others have the rest"
         with pytest.raises(ArgumentError, match=allowed):
             tier.set_quota("globex", Quota(guaranteed=3))
-        with pytest.raises(ArgumentError, match="none for an owner with a partition"):
-            tier.set_quota("strict", Quota(guaranteed=1))
         tier.set_quota("globex", Quota(guaranteed=2))
         tier._table.check()
 

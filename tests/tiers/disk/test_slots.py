@@ -1,4 +1,4 @@
-"""The table of slots keeps its law, never hands out a leased slot, keeps partitions apart, and evicts by quotas."""
+"""The table of slots keeps its law, never hands out a leased slot, and evicts by quotas."""
 
 from __future__ import annotations
 
@@ -53,117 +53,11 @@ def test_a_record_is_filled_once_and_not_found_after_its_owner_left() -> None:
     table.check()
 
 
-def test_partitions_take_nothing_of_each_other() -> None:
-    table = SlotTable(4, {B: 1})
-    for each in range(9):
-        sealed(table, b"%d" % each)
-    assert num_of(table, A) == 3
-    mine = sealed(table, b"own", B)
-    sealed(table, b"another", B)
-    assert table.find(b"own") is None and table.find(b"another") == mine and num_of(table, A) == 3
-    table.set_quota(A, Quota(2))
-    with pytest.raises(ArgumentError, match="size=3 is not allowed; allowed: 0 to 2"):
-        table.set_partition(B, 3)
-    with pytest.raises(ArgumentError, match="size=5 is not allowed"):
-        SlotTable(4, {B: 5})
-    table.check()
-
-
-def test_a_partition_that_grows_takes_free_slots_and_then_others_records_beyond_their_guarantees() -> None:
-    table = SlotTable(10)
-    table.set_quota(A, Quota(3))
-    for number in range(6):
-        sealed(table, b"a%d" % number, A)
-    sealed(table, b"b0", B)
-    table.set_partition(B, 3)
-    assert there(table, "a", 6) == [*range(6)] and there(table, "b", 1) == [0]
-    table.set_partition(B, 6)
-    assert there(table, "a", 6) == [2, 3, 4, 5] and table.partition(B) == 6
-    with pytest.raises(ArgumentError, match="size=8 is not allowed; allowed: 0 to 7"):
-        table.set_partition(B, 8)
-    assert there(table, "a", 6) == [2, 3, 4, 5]
-    table.set_partition(B, 7)
-    assert there(table, "a", 6) == [3, 4, 5]
-    for number in range(1, 20):
-        sealed(table, b"b%d" % number, B)
-    assert there(table, "b", 20) == [*range(13, 20)] and there(table, "a", 6) == [3, 4, 5]
-    assert table.is_full(B) and table.is_full(A)
-    table.check()
-
-
-def test_a_partition_that_shrinks_or_ends_keeps_the_newest_records() -> None:
-    table = filled(10, a=8)
-    table.set_partition(A, 5)
-    assert there(table, "a", 8) == [3, 4, 5, 6, 7] and table.num_free == 5 and not table.is_full(B)
-    table.set_partition(A, 2)
-    assert there(table, "a", 8) == [6, 7]
-    table.set_partition(A, 0)
-    for number in range(20):
-        sealed(table, b"b%d" % number, B)
-    assert there(table, "a", 8) == [6, 7], "it has its share like any other"
-    table.set_quota(A, Quota(1))
-    table.check()
-
-
-def test_a_partition_gets_the_slots_of_records_in_use_when_they_are_not() -> None:
-    table = filled(4, b=4)
-    slots = [table.find(b"b%d" % number) for number in range(4)]
-    for slot in slots:
-        assert slot is not None
-        table.lease(slot)
-    table.set_partition(A, 2)
-    assert table.take(b"a0", A) is None and there(table, "b", 4) == [0, 1, 2, 3]
-    table.check()
-    for number, slot in enumerate(slots):
-        assert slot is not None
-        assert number > 1 or table.take(b"b9", B) is None, "what others have too much is never given again"
-        table.release(slot)
-        table.check()
-    assert there(table, "b", 4) == [2, 3]
-    for number in range(5):
-        sealed(table, b"a%d" % number, A)
-    assert there(table, "a", 5) == [3, 4] and there(table, "b", 4) == [2, 3]
-    table.check()
-
-
-def test_random_partitions_lose_nothing_to_others() -> None:
-    """Between changes of partitions, nobody's take drops a record of a partition but its owner's."""
-    num_changes = num_full = 0
-    for seed in range(60):
-        chance = random.Random(seed)
-        table, filling, leased = SlotTable(chance.randint(2, 12)), list[int](), list[int]()
-        for number in range(150):
-            name, deed = chance.choice((A, B, C)), chance.random()
-            own = {each: num_of(table, each) for each in table._own}
-            if deed < 0.6 and (slot := table.take(b"%d" % number, name)) is not None:
-                filling.append(slot)
-                assert all(num_of(table, each) >= num for each, num in own.items() if each != name)
-                assert all(num_of(table, each) <= table.partition(each) for each in own if each == name)
-                num_full += name in own and table.is_full(name)
-            elif deed < 0.75 and filling:
-                table.seal(filling.pop())
-            elif deed < 0.8 and (slot := table.find(b"%d" % chance.randint(0, number))) is not None:
-                table.lease(slot)
-                leased.append(slot)
-            elif deed < 0.9 and leased:
-                table.release(leased.pop())
-            elif deed < 0.95 and table._guaranteed == 0:
-                table.set_partition(name, chance.randint(0, table._shared.capacity + table.partition(name)))
-                num_changes += 1
-            table.check()
-        for slot in leased:
-            table.release(slot)
-        for slot in filling:
-            table.seal(slot)
-        table.check()
-        assert all(num_of(table, each) <= table.partition(each) for each in table._own)
-    assert num_changes > 100 and num_full > 100
-
-
 def test_random_lives_keep_the_law() -> None:
     for seed in range(40):
         chance = random.Random(seed)
-        table = SlotTable(chance.randint(1, 6), {B: 1} if seed % 2 else None)
+        table = SlotTable(chance.randint(1, 6))
+        table.set_quota(B, Quota(seed % 2))
         filling: list[int] = []
         leased: list[int] = []
         for _ in range(150):
@@ -325,17 +219,14 @@ def test_a_wrong_quota_is_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_more_guarantees_than_slots_are_refused() -> None:
-    table = SlotTable(10, {C: 2})
+    table = SlotTable(8)
     table.set_quota(A, Quota(5))
     with pytest.raises(ArgumentError, match="guaranteed=4 is not allowed; allowed: 0 to 3"):
         table.set_quota(B, Quota(4))
     table.set_quota(A, Quota(4))
     table.set_quota(B, Quota(4))
-    for quota in (Quota(1), Quota(0, 1), Quota(weight=2.0)):
-        with pytest.raises(ArgumentError, match="none for an owner with a partition"):
-            table.set_quota(C, quota)
-    with pytest.raises(ArgumentError, match="size=1 is not allowed; allowed: 0 to 0"):
-        table.set_partition(b"d" * 16, 1)
+    with pytest.raises(ArgumentError, match="guaranteed=1 is not allowed; allowed: 0 to 0"):
+        table.set_quota(C, Quota(1))
     table.check()
 
 
@@ -477,21 +368,3 @@ def test_an_owner_that_grows_without_being_ranked_breaks_the_law(monkeypatch: py
     sealed(table, b"c1", C)
     with pytest.raises(IntegrityError, match="owners: 0 slots are free"):
         table.check()
-
-
-def test_a_guarantee_that_is_taken_back_gives_its_slots_to_a_partition() -> None:
-    """Others have all but two slots by guarantee, and these are in use. The partition is as large as promised."""
-    table = SlotTable(6)
-    table.set_quota(A, Quota(4))
-    for number in range(4):
-        sealed(table, bytes([number]))
-    in_use = [sealed(table, b"c%d" % number, C) for number in range(2)]
-    for slot in in_use:
-        table.lease(slot)
-    table.set_partition(B, 2)
-    assert len(table) == 6 and table.take(b"b1", B) is None
-    table.set_quota(A, NO_QUOTA)
-    table.check()
-    assert len(table) == 4 and table.num_free == 2
-    assert sealed(table, b"b1", B) != sealed(table, b"b2", B) and len(table) == 6
-    table.check()

@@ -360,12 +360,6 @@ def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
         ({"scheme": "int4"}, "scheme='int4' is not allowed; allowed: one of exact, fp8, int8"),
         ({"sync_s": 0}, "sync_s=0 is not allowed; allowed: a number of seconds > 0"),
         ({"sync_s": float("nan")}, "sync_s=nan is not allowed"),
-        (
-            {"partitions": {"acme": 17}},
-            r"partitions=\{'acme': 17\} is not allowed; allowed: at most 16 slots in all",
-        ),
-        ({"bandwidth": 0.0}, "bandwidth=0.0 is not allowed; allowed: bytes a second > 0, or None"),
-        ({"bandwidth": float("inf")}, "bandwidth=inf is not allowed"),
     ],
 )
 def test_a_wrong_setting_is_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
@@ -398,19 +392,6 @@ def test_another_size_makes_a_new_slab_and_keeps_generations(tmp_path: Path) -> 
     with tier_in(tmp_path / "t", record_bytes=RECORD_BYTES + 1) as tier:
         assert not right_or_missing(tier, ACME, prompt(1)) and tier._folder.generation("acme") > 0
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
-
-
-def test_a_partition_belongs_to_its_tenant_alone(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t", partitions={"acme": 2}) as tier:
-        assert all(store(tier, ACME, prompt(number)) for number in range(3))
-        assert all(store(tier, GLOBEX, prompt(number)) for number in range(NUM_SLOTS))
-        assert [right_or_missing(tier, ACME, prompt(number)) for number in range(3)] == [False, True, True]
-        held = sum(right_or_missing(tier, GLOBEX, prompt(number)) for number in range(NUM_SLOTS))
-        assert held == NUM_SLOTS - 2
-    with tier_in(tmp_path / "t", partitions={"acme": 1}) as tier:
-        assert [right_or_missing(tier, ACME, prompt(number)) for number in range(3)] == [False, False, True]
-        tier.purge("acme")
-        assert all(store(tier, ACME, prompt(number)) for number in range(2)) and len(tier) == NUM_SLOTS - 1
 
 
 def test_a_miss_is_quick_and_makes_no_system_call(tmp_path: Path) -> None:

@@ -21,17 +21,17 @@ def waiting(tmp_path: Path) -> Iterator[DiskEngine]:
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", PROMPTS[0])
     for _ in range(2):
-        engine.disk.shared.patience.rest()
+        engine.disk.patience.rest()
     engine.add("b", PROMPTS[1])
     Engine.run(engine, 60_000)
-    assert len(engine.disk.tier) == 10 and engine.disk.shared.stores.num_waiting
+    assert len(engine.disk.tier) == 10 and engine.disk.stores.num_waiting
     yield engine
     engine.stop()
 
 
 def stored(engine: DiskEngine) -> int:
     """Let the disk go on. Returns how many blocks were lost."""
-    engine.disk.shared.patience._rests_until = engine.disk._clock()
+    engine.disk.patience._rests_until = engine.disk._clock()
     engine.run()
     return engine.disk.take_counts()["disk_unstored_blocks"]
 
@@ -47,7 +47,7 @@ def test_what_is_evicted_while_it_waits_is_counted_once(waiting: DiskEngine, num
 def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
     waiting: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(waiting.disk.shared.stores), "_stores_later", property(lambda self: True))
+    monkeypatch.setattr(type(waiting.disk.stores), "_stores_later", property(lambda self: True))
     waiting.level.cache.evict(10 + 4)
     assert waiting.disk.take_counts()["disk_unstored_blocks"] == 10 + 4
     assert stored(waiting) == 0 and len(waiting.disk.tier) == 16
@@ -57,7 +57,7 @@ def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
 def test_what_is_evicted_and_on_the_disk_is_not_lost(
     waiting: DiskEngine, dropped: list[int], lost: int
 ) -> None:
-    stores, tier, key = waiting.disk.shared.stores, waiting.disk.tier, encode(PROMPTS[0])
+    stores, tier, key = waiting.disk.stores, waiting.disk.tier, encode(PROMPTS[0])
     namespace = waiting.level.cache.namespaces()[0]
     on_disk = waiting.disk.debts.on_disk(namespace)
     tags = tier._folder.keys(on_disk.tenant)
