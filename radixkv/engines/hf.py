@@ -152,11 +152,10 @@ class HFEngine(StockLoop):
                 kind, allowed = type(cache).__name__, "a TieredCache, because there are tiers below it"
                 raise ConfigError("cache", kind, allowed)
             cache.add_tiers(tiers, self.fingerprint)
-        lower = cache.lower if isinstance(cache, TieredCache) else None
-        self._tiers = lower
+        self._tiers = cache.lower if isinstance(cache, TieredCache) else None
         if serves(model, layout):
             forward, after_step = PackedForward(model, storage), self._run_commands
-            computed = None if lower is None else lower.computed
+            computed = None if self._tiers is None else self._tiers.computed
             self._batch = Batch(cache, forward, chunk_tokens, self._gate, after_step, clock, computed)
             self._is_plain = not has_own_processors(
                 model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}

@@ -309,9 +309,7 @@ class SecondLevel:
         key = request.between(0, self._usable(len(ids)))
         if request.facts.looks_up and self.disk is not None:
             promotions = self.disk.promotions
-            if promotions.is_waiting(
-                request_id, request.namespace, request.generation, key, num_local, is_held=True
-            ):
+            if promotions.is_waiting(request_id, request.namespace, request.generation, key, num_local):
                 return None
         match = self.cache.match(request.namespace, key)
         request.num_saved = match.num_blocks

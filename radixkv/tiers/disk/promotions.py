@@ -67,7 +67,6 @@ class _Promotion:
     began_at: float
     ends_at: float
     need: Need
-    is_held: bool
     is_dropped: bool = False
 
 
@@ -110,14 +109,13 @@ class DiskPromotions:
         num_local: int,
         *,
         need: Need = "waits",
-        is_held: bool = False,
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts. ``is_held``: what has come can't be
-        evicted until ``used`` or ``forget``. ``need``: a request that is to come takes neither rows nor threads from
-        those that wait. One that was only asked about takes no slots from other tenants beyond its own one's guarantee.
-        The write budget hears only of what the disk had of it.
+        One that needs more rows of staging memory than are free comes in parts. What has come for a request that waits
+        can't be evicted until ``used`` or ``forget``. One that is to come takes neither rows nor threads from those
+        that wait. One that was only asked about takes no slots from other tenants beyond its own one's guarantee. The
+        write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -152,7 +150,7 @@ class DiskPromotions:
         if is_queued:
             return True
         self._asked.add(request_id)
-        return self._begin(request_id, namespace, generation, key, first, num_local, need, is_held)
+        return self._begin(request_id, namespace, generation, key, first, num_local, need)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
@@ -294,7 +292,6 @@ class DiskPromotions:
         first: int,
         num_local: int,
         need: Need,
-        is_held: bool,
     ) -> bool:
         on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
         num_purges = self._tier.num_purges(tenant)
@@ -331,7 +328,6 @@ class DiskPromotions:
             now,
             ends_at,
             need,
-            is_held,
         )
         with self._dropped_after_error(promotion):
             stop = first + self._reserve(promotion, num)
@@ -375,7 +371,7 @@ class DiskPromotions:
             self._drop(promotion)
             return 0
         num_good = self._fill_slots(promotion, num_good)
-        if promotion.is_held and num_good:
+        if is_awaited and num_good:
             self._hold(request_id, promotion)
         self._drop(promotion)
         if not num_good:
