@@ -438,7 +438,7 @@ class Filling:
         assert not self.is_waiting()
 
     def is_waiting(self) -> bool:
-        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0)
+        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0, need="announced")
 
     def slot_bytes(self) -> bytes:
         entries = self.level.cache.match(NS, self.key).block_ids
