@@ -271,9 +271,11 @@ class DiskLevel:
         if not owed and not num_removed:
             return None
         kinds = []
-        if owed:
-            named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
-            kinds.append(f"{len(owed)} tenants that were purged or cleared, or are strict ({named})")
+        for is_served, kind in ((True, "purged or cleared tenants"), (False, "strict tenants")):
+            these = [each for each in owed if self.serves(each) == is_served]
+            if these:
+                named = ", ".join(map(repr, these[:_MOST_NAMED])) + ", …" * (len(these) > _MOST_NAMED)
+                kinds.append(f"{len(these)} {kind} ({named})")
         if num_removed:
             kinds.append(f"{num_removed} tenants that were removed before the start")
         return (
