@@ -788,7 +788,7 @@ class LowerTiers:
         """Return details of the tiers in ``counts``. Any thread."""
         found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
         if disk is not None:
-            tier, loads = disk.tier, disk.load_durations
+            tier, loads = disk.tier, disk.promotions.load_durations
             found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
         elif self._unusable is not None:
             found["disk"] = TierDetails(Durations())

@@ -155,7 +155,9 @@ class TieredCache(PrefixCache):
         return self._waited(self._lower.forget_scope(scope), wait_s)
 
     def pending(self, tenant: str | None = None) -> Pending:
-        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed; None: of all."""
+        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed, or is strict; None:
+        of all.
+        """
         return Pending() if self._lower is None else self._lower.pending(tenant)
 
     def purge(self, tenant: str, *, generation: int = 0, wait_s: float | None = None) -> int:
@@ -171,7 +173,9 @@ class TieredCache(PrefixCache):
         return num_blocks
 
     def add_tenant(self, tenant: Tenant, *, wait_s: float | None = None) -> None:
-        """See PrefixCache. A disk forgets what an earlier tenant of that name left: see ``forget_in_tiers``."""
+        """See PrefixCache. A disk forgets what an earlier tenant of that name left, and all of a strict one: see
+        ``forget_in_tiers``.
+        """
         was_pending = isinstance(tenant, Tenant) and bool(self.pending(tenant.id))
         super().add_tenant(tenant)
         if not was_pending:

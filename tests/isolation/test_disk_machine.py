@@ -144,7 +144,7 @@ def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
     original = SlotTable.seal
 
     def seal(self: SlotTable, slot: int) -> bool:
-        self._shared.used += 1
+        self._owners[self._entries[slot].owner].used += 1
         return original(self, slot)
 
     patch.setattr(SlotTable, "seal", seal)

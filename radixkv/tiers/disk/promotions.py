@@ -85,7 +85,6 @@ class DiskPromotions:
         filling: FillingSlots,
         serves: Callable[[str], bool],
         clock: Clock,
-        load_durations: Durations,
     ) -> None:
         self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
         self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
@@ -98,7 +97,9 @@ class DiskPromotions:
         self._held: dict[str, Held] = {}
         """What has come for a request and isn't used yet."""
         self._brought = Counter[str]()
-        self._counts, self._load_durations = dict.fromkeys(_COUNTS, 0), load_durations
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self.load_durations = Durations()
+        """How long requests' loads took."""
 
     def is_waiting(
         self,
@@ -252,7 +253,7 @@ class DiskPromotions:
         """Count a request's load, and how long it took."""
         self._counts["disk_loads"] += 1
         self._counts["disk_load_us"] += int(seconds * 1e6)
-        self._load_durations.add(seconds)
+        self.load_durations.add(seconds)
 
     # --- inside
 
