@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixkv.config import Tenant
-from radixkv.errors import ConfigError
+from radixkv.errors import ArgumentError, ConfigError
 from radixkv.index.below import Below, Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.index.validation import require_namespace, require_seconds
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.settings import DiskOptions, Disks, disks_of, require_fingerprint
+from radixkv.tiers.settings import DiskOptions, Disks, TierSettings, disks_of, require_fingerprint
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
@@ -36,7 +37,7 @@ class TieredCache(PrefixCache):
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
 
-    HFEngine sets ``lower`` itself, for a cache without ``host.memory``, before the first request.
+    HFEngine calls ``add_tiers`` for a cache without ``host_blocks``: the fingerprint is its model's.
 
     No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
     see ``pending``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
@@ -75,13 +76,39 @@ class TieredCache(PrefixCache):
         """The tiers below."""
         return self._lower
 
-    @lower.setter
-    def lower(self, tiers: Lower) -> None:
-        if self.config.has_tiers:
+    def add_tiers(self, settings: TierSettings, fingerprint: str) -> None:
+        """Let host memory, and a disk, lie below from now on. Before the first request. ``close`` ends them.
+
+        ``fingerprint``: of what computes the KV. Raises ConfigError if the cache has tiers, and for tiers that can't be
+        had (see ``LowerTiers``); ArgumentError for tenants whose ``tier_dtype`` can't be had. Nothing is added then.
+        """
+        from radixkv.tiers.tiers_by_dtype import default_dtype, tiers_of, tiers_with
+
+        if self._lower is not None:
             sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
             raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
+        assert self.storage is not None
+        make = partial(
+            tiers_with,
+            config=self.config,
+            storage=self.storage,
+            fingerprint=fingerprint,
+            clock=self._clock,
+        )
+        tiers = tiers_of(settings, make, default_dtype(self.config))
+        known = [each for each in map(self.tenant, self.tenants()) if each is not None]
+        try:
+            for each in (self.config.default_tenant, *known):
+                if each is not None:
+                    tiers.require(each)
+        except ArgumentError:
+            tiers.close()
+            raise
         self._lower = tiers
         attach(self, tiers)
+        for each in known:
+            tiers.add_tenant(each)
+        tiers.start()
 
     def close(self) -> None:
         """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls.
@@ -128,7 +155,9 @@ class TieredCache(PrefixCache):
         return self._waited(self._lower.forget_scope(scope), wait_s)
 
     def pending(self, tenant: str | None = None) -> Pending:
-        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed; None: of all."""
+        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed, or is strict; None:
+        of all.
+        """
         return Pending() if self._lower is None else self._lower.pending(tenant)
 
     def purge(self, tenant: str, *, generation: int = 0, wait_s: float | None = None) -> int:
@@ -144,7 +173,9 @@ class TieredCache(PrefixCache):
         return num_blocks
 
     def add_tenant(self, tenant: Tenant, *, wait_s: float | None = None) -> None:
-        """See PrefixCache. A disk forgets what an earlier tenant of that name left: see ``forget_in_tiers``."""
+        """See PrefixCache. A disk forgets what an earlier tenant of that name left, and all of a strict one: see
+        ``forget_in_tiers``.
+        """
         was_pending = isinstance(tenant, Tenant) and bool(self.pending(tenant.id))
         super().add_tenant(tenant)
         if not was_pending:

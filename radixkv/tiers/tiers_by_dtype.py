@@ -27,12 +27,8 @@ from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, Tenant, TierDty
 from radixkv.errors import ConfigError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Scope
-from radixkv.tiers.cache_tiers import CacheTiers
 from radixkv.tiers.lossy_folder import disks_in, errors_named, open_folder
-from radixkv.tiers.lower_tiers import (
-    LowerTiers,
-    RowBelow,
-)
+from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import TierSettings
 from radixkv.uncopied import refuse_copies
@@ -60,7 +56,7 @@ def tiers_below(
 ) -> LowerTiers | TiersByDtype:
     """Return the tiers of a cache on this clock, with ``host.memory`` or ``lossy_host_blocks``. Raises ConfigError.
 
-    It raises that without a storage, for a disk without host memory of its dtype, and as CacheTiers.
+    It raises that without a storage, for a disk without host memory of its dtype, and as LowerTiers.
     """
     sizes = {"host_blocks": config.host_blocks, "lossy_host_blocks": config.lossy_host_blocks}
     if storage is None:
@@ -86,8 +82,25 @@ def _made(
     fingerprint: str,
     clock: Clock,
     dtype: TierDtype,
-) -> CacheTiers:
-    return CacheTiers(config, storage, disks.get(dtype), fingerprint, dtype, clock)
+) -> LowerTiers:
+    num_slots = config.host_blocks if dtype == "exact" else config.lossy_host_blocks
+    return tiers_with(
+        TierSettings(0, disks.get(dtype), num_slots, dtype), config, storage, fingerprint, clock
+    )
+
+
+def tiers_with(
+    settings: TierSettings, config: CacheConfig, storage: BlockStorage, fingerprint: str, clock: Clock
+) -> LowerTiers:
+    """Return tiers of one dtype below a cache with this configuration, storage and clock. Raises as LowerTiers."""
+    return LowerTiers(
+        storage,
+        settings,
+        fingerprint,
+        policy=config.policy,
+        always_scrubs=config.scrub == "always",
+        policy_clock=clock,
+    )
 
 
 def tiers_of(
@@ -156,7 +169,6 @@ class TiersByDtype:
         for dtype, tiers in self.tiers.items():
             tiers.serves = partial(self._is_of, dtype)
         self.slice_blocks = min(each.slice_blocks for each in self.tiers.values())
-        self.keeps_commits = any(each.keeps_commits for each in self.tiers.values())
 
     def dtype_of(self, tenant: str) -> TierDtype:
         """Return how a tenant's KV are kept. Any thread."""
@@ -300,12 +312,7 @@ class TiersByDtype:
         for each in self.tiers.values():
             each.maintain()
 
-    # --- an engine that loads and saves by itself
-
-    def row(self, namespace: Namespace) -> RowBelow | None:
-        """See LowerTiers."""
-        tiers = self._used(namespace.tenant)
-        return None if tiers is None else tiers.row(namespace)
+    # --- the engine
 
     @property
     def disk(self) -> DiskLevel | None:
@@ -317,10 +324,10 @@ class TiersByDtype:
         for each in self.tiers.values():
             each.computed(num_tokens, seconds)
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, model: str, version: int) -> None:
         """See LowerTiers."""
         for each in self.tiers.values():
-            each.weights_changed(version)
+            each.weights_changed(model, version)
 
     # --- all of them
 

@@ -196,7 +196,7 @@ def test_exact_kv_alone_may_have_no_disk(place: Path) -> None:
             assert 'tier="disk"' not in live.operator.get("/metrics").text
 
 
-def test_a_strict_lossy_tenant_finds_its_own_on_disk(place: Path) -> None:
+def test_a_strict_lossy_tenant_has_host_memory_alone(place: Path) -> None:
     write_keys(place, "int8", mode="strict", guaranteed_blocks=128)
     with serving(place) as live:
         ask(live.acme)
@@ -204,9 +204,9 @@ def test_a_strict_lossy_tenant_finds_its_own_on_disk(place: Path) -> None:
         assert ask(live.acme)[1] > 100, "it has its share of host memory"
         ask(live.globex)
         on_disk_soon(live, "exact")
-        on_disk_soon(live, "int8")
     with serving(place) as live:
-        assert ask(live.acme)[1] > 100
+        assert ask(live.acme)[1] == 0 and ask(live.globex)[1] > 100
+        assert metric(live.operator, "resident_blocks", "disk_int8") == 0
 
 
 # --- purges

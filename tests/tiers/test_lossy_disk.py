@@ -16,7 +16,6 @@ from radixkv.audit.oracle import Engine
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.index.below import Scope
-from radixkv.tiers import lower_tiers
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
@@ -240,7 +239,7 @@ def test_a_purge_waits_for_all_disks_at_the_same_time(
     """Disks that don't answer cost one wait, and don't keep the others from forgetting."""
     clock, poll = ManualClock(), Job.poll
     monkeypatch.setattr("radixkv.tiers.pending.FORGET_S", 5.0)
-    monkeypatch.setattr(lower_tiers, "monotonic", clock)
+    monkeypatch.setattr("radixkv.tiers.pending.monotonic", clock)
 
     def polled(job: Job, timeout_s: float) -> bool:
         is_over = poll(job, min(timeout_s, 0.02))

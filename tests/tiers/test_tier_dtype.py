@@ -12,12 +12,10 @@ import torch
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit.oracle import Engine, chain
 from radixkv.errors import ArgumentError, ConfigError
-from radixkv.index.tokens import encode
-from radixkv.storage.device import BlockStorage, DeviceStorage
+from radixkv.storage.device import BlockStorage
 from radixkv.tiers.lower_tiers import LowerTiers
-from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
-from radixkv.tiers.tiers_by_dtype import TiersByDtype, tiers_of
+from radixkv.tiers.tiers_by_dtype import TiersByDtype
 from radixkv_kernels import Pool
 from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Owner, loading_of, sent_below
 from tests.waiting import ended
@@ -307,35 +305,6 @@ def test_changes_while_requests_run() -> None:
         owner.ask([seed, *PROMPT])
         assert owner.is_exact([seed, *PROMPT], NS)
     owner.check()
-
-
-def test_a_row_that_began_before_a_change_keeps_and_loads_nothing() -> None:
-    """An engine with tiers of its own marks a row anew when it goes on. Its tiers are those of the old dtype."""
-    cache = TieredCache(CacheConfig(64, SIZE, LAYOUT))
-    storage = cache.storage
-    assert isinstance(storage, DeviceStorage)
-    cache.lower = tiers = tiers_of(
-        TierSettings(4_096, lossy_host_bytes=4_096),
-        lambda settings: LowerTiers(storage, settings, "fp", policy="lru"),
-        "exact",
-    )
-    cache.add_tenant(Tenant("a", tier_dtype="int8"))
-    engine, key = Engine(cache), encode(PROMPT)
-    row = tiers.row(NS)
-    assert isinstance(tiers, TiersByDtype) and row is not None
-    for is_before in (True, False):
-        row.begin("a")
-        with cache.open(NS, PROMPT) as sequence:
-            assert row.load(sequence, key) == 0
-            engine.write(sequence.block_table, 0, chain(NS, PROMPT))
-            sequence.commit(41)
-            row.save(sequence, key)
-        assert [bool(each.namespaces("a")) for each in tiers.tiers.values()] == [False, False, is_before]
-        cache.evict(64)
-        with cache.open(NS, PROMPT) as sequence:
-            row.begin("a")
-            assert row.load(sequence, key) == 40 * is_before
-        cache.add_tenant(Tenant("a"))
 
 
 def test_two_callers_who_set_a_dtype_agree_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
