@@ -267,7 +267,7 @@ SERVE: Final = (
     ),
     Setting(
         "disk-writes",
-        "Most bytes written to all disks on average, such as 2TB/day, spent on what comes back most often; "
+        "Most bytes written to all disks on average, such as 2TB/day, first come, first served; "
         "the disks share them in proportion to their sizes.",
         "text",
         unset="no bound",

@@ -84,7 +84,7 @@ class SecondLevelSettings:
     - ``disk``: folder of a disk tier below. ``disk_size``: its bytes, or a text such as ``"200GiB"``. ``fleet_secret``:
       file of the secret under which its keys are sealed. All three, or none. ``previous_secrets``: files of previous
       ones, between commas.
-    - ``disk_writes``: the most that the disk tier writes on average, a text such as ``"2TB/day"``.
+    - ``disk_writes``: the most that the disk tier writes on average, first come, first served: ``"2TB/day"``.
     """
 
     host_memory: int | str | None = None
@@ -419,8 +419,6 @@ class SecondLevel:
         entries = sequence.block_table[start:].astype(np.int64)
         slots = source = _NO_BLOCKS
         leans = sequence.num_ahead_tokens > 0  # on a step that isn't done
-        if self.disk is not None:
-            self.disk.stores.choose(namespace, generation, key, start, entries)
         try:
             sequence.computing(stop * self._size, step=self._work.step)
             if is_current():
@@ -671,14 +669,9 @@ class SecondLevel:
             self.index.loaded(save.entries)
         if self.disk is None:
             return
-        stores, at = self.disk.stores, save.at[:num]
-        if stores.has_budget:
-            parts = [at[first:stop] for first, stop in self.index.chosen(save.entries[:num])]
-        else:
-            parts = [np.concatenate((np.arange(save.start, at[0]), at))]
-        for part in parts:
-            for first, stop in _ranges_of(part):
-                stores.note_saved(save.namespace, save.generation, save.key, first, stop)
+        at = save.at[:num]
+        for first, stop in _ranges_of(np.concatenate((np.arange(save.start, at[0]), at))):
+            self.disk.stores.note_saved(save.namespace, save.generation, save.key, first, stop)
 
     def _fail_running(self) -> None:
         for step in list(self._saves):

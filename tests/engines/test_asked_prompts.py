@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
 from radixkv.tiers import lower_tiers, prefetch
-from radixkv.tiers.disk.write_budget import Point, WriteBudget
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, clock, patience
 from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
@@ -273,31 +271,6 @@ def test_what_must_leave_nothing_is_left_alone(folder: Path) -> None:
         assert reads.num == 0 and in_host(owner) == 0
 
 
-class Heard(WriteBudget):
-    """A budget without a bound, which counts the blocks that it hears were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(1e9, 1_000)
-        self.num_blocks = 0
-
-    def asked(self, tenant: str, points: Iterable[Point]) -> None:
-        self.num_blocks += sum(each.num_blocks for each in points)
-
-
-def test_the_write_budget_hears_only_of_what_has_come(folder: Path) -> None:
-    """Else a flood of questions would say that prompts come back, and offer again what is in host memory."""
-    with on_disk(folder) as owner:
-        owner.known()
-        owner.disk.stores._budget = heard = Heard()
-        for _ in range(20):
-            owner.cache.prefetch(NS, ELSE)
-            owner.cache.prefetch(NS, PROMPT)
-            assert eventually(lambda: is_idle(owner))
-        assert in_host(owner) == 40
-        assert heard.num_blocks == 8, "a point after 8 of 10 blocks, once"
-        assert owner.disk.stores.num_waiting == 0
-
-
 def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand: None) -> None:
     """It needs more rows than there are, and all are free: waiting wouldn't help."""
     reads = Reads()
@@ -319,10 +292,8 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
 def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand: None) -> None:
     """It doesn't wait for reads that others' go before: it uses what is there, and reads the rest itself."""
     with held_reads(folder) as (owner, reads):
-        owner.disk.stores._budget = heard = Heard()
         getattr(owner.cache, call)(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
-        heard.num_blocks = 0
         (ahead,) = owner.disk.promotions._promotions.values()
         reads.allow(4)
         assert eventually(lambda: sum(job.is_done for job in ahead.jobs) == 4)
@@ -331,7 +302,6 @@ def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand:
             loading = loading_of(sequence)
             assert not owner.disk.promotions.num_running
             assert loading.num_host_tokens == in_host(owner) == num_good * SIZE
-            assert heard.num_blocks == 8 or call == "announce", "each point once"
             reads.open()
             assert ticks(owner, loading.poll) and owner.is_right(sequence)
             assert sequence.num_committed_tokens == 40

@@ -340,8 +340,6 @@ def test_what_leaves_with_gaps_is_stored_where_it_is(tmp_path: Path, rate: float
     namespace, key = engine.level.cache.namespaces()[0], encode(ids_of(6 * SIZE))
     entries = engine.level.cache.match(namespace, key).block_ids.astype(np.int64)
     engine.level.index.take_away(entries[[0, 3, 5]])
-    if rate is not None:
-        engine.level.index.choose(entries)
     note_saved = stores.note_saved
     stores.note_saved = lambda *given: (noted.append(given[-2:]), note_saved(*given))[1]  # type: ignore[method-assign]
     engine.level.demote(namespace, key, 0, np.arange(1, 7, dtype=np.int32))

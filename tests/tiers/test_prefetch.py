@@ -130,7 +130,7 @@ def test_what_gives_way_begins_no_reads_in_vain(
             return load(namespace, key, block, *others, **named)
 
         monkeypatch.setattr(tier, "load", counted)
-        monkeypatch.setattr(tier, "locate", lambda *arguments: min(locate(*arguments), 4))
+        monkeypatch.setattr(tier, "locate", lambda *given, **named: min(locate(*given, **named), 4))
         for namespace in (NS, OTHER):
             getattr(owner.cache, call)(namespace, PROMPT)
         assert ticks(owner, owner.is_quiet)
@@ -147,13 +147,13 @@ def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
         owner.known()
         told = list[str]()
         stores = owner.disk.stores
-        original = stores.tell_budget
+        original = stores.offer_again
 
-        def tell_budget(namespace: Namespace, *others: Any) -> None:
+        def offer_again(namespace: Namespace, *others: Any) -> None:
             told.append(namespace.tenant)
             original(namespace, *others)
 
-        monkeypatch.setattr(stores, "tell_budget", tell_budget)
+        monkeypatch.setattr(stores, "offer_again", offer_again)
         owner.cache.announce(NS, PROMPT)
         owner.cache.announce(OTHER, PROMPT)
         assert ticks(owner, owner.is_quiet)

@@ -7,7 +7,8 @@ disk has the table of slots and the write budget of the disk tier. One record is
     commit     the host knows the blocks, and copies them while it has free slots
     eviction   a block that leaves the device is copied to the host, unless its copy is still there
     disk       stores what the host copies; once it is full, what leaves the host, as far as ``leaving_slots`` lets it
-    budget     with one, the disk stores what ``radixkv.tiers.disk.write_budget`` chooses when the host copies it
+    budget     with one (``radixkv.tiers.disk.write_budget``), the disk stores what the host copies, as far as the bytes
+               go; and what a request finds in memory and the disk lacks
 
 Without a host, the disk stores what leaves the device. Loads and copies take no time here; a full disk stores what left
 the host for one request when the next one begins.
@@ -35,8 +36,8 @@ from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.tiers.disk.leaving_slots import LeavingSlots
 from radixkv.tiers.disk.slots import SlotTable
-from radixkv.tiers.disk.write_budget import Point, WriteBudget, kind_of, point_positions
-from radixkv.tiers.host.index import NO_SLOT, HostIndex, Ids, Slots
+from radixkv.tiers.disk.write_budget import WriteBudget
+from radixkv.tiers.host.index import HostIndex, Ids, Slots
 
 _OWNER = b"all"
 NO_ENTRIES = np.empty(0, np.int64)
@@ -105,7 +106,7 @@ class _Disk:
         self.table = SlotTable(self._num_blocks)
         self.table.restore(records)
         rate = self._writes_per_s
-        self.budget = None if rate is None else WriteBudget(rate, self._num_blocks)
+        self.budget = None if rate is None else WriteBudget(rate)
 
     def reopen(self) -> None:
         """Restart, with all records."""
@@ -126,30 +127,22 @@ class _Disk:
             self.table.touch(slot)
         return len(key) // TOKEN_BYTES - start
 
-    def chooses(self, tenant: str, key: bytes, first: int, stop: int, *, is_used: bool = False) -> bool:
-        """Whether it should have these blocks, when they become known."""
-        num = stop - first
-        if self.budget is None:
-            return True
-        kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=len(key) // TOKEN_BYTES)
-        return self.budget.offered(tenant, kind, _points(key, first, stop), num, num, self.now)
-
-    def saved(self, tenant: str, blocks: list[bytes]) -> None:
-        """The tier above has these blocks, which were chosen: take them, as far as the budget goes."""
+    def saved(self, blocks: list[bytes]) -> None:
+        """The tier above has these blocks: take them, as far as the budget goes."""
         new = [each for each in blocks if self.table.find(each) is None]
         for at in range(0, len(new), _AT_ONCE):
             part = new[at : at + _AT_ONCE]
-            if self.budget is not None and not self.budget.spend(tenant, len(part), self.now):
+            if self.budget is not None and not self.budget.spend(len(part), self.now):
                 return
             self._put(part)
 
-    def asked(self, tenant: str, key: bytes, first: int) -> bool:
-        """A request needs the blocks from ``first`` on. Whether it should have those before, which were found."""
-        if self.budget is None:
-            return False
-        self.budget.asked(tenant, _points(key, first, len(key) // TOKEN_BYTES))
-        is_new = first > 0 and self.table.find(_blocks(key, first - 1, first)[0]) is None
-        return is_new and self.chooses(tenant, key, 0, first, is_used=True)
+    def lacks(self, key: bytes, first: int) -> bool:
+        """Whether it should have the blocks before ``first``, which a request found above, and hasn't the last one."""
+        return (
+            self.budget is not None
+            and first > 0
+            and self.table.find(_blocks(key, first - 1, first)[0]) is None
+        )
 
     def _put(self, blocks: list[bytes]) -> None:
         for block in blocks:
@@ -233,13 +226,11 @@ class _TieredReplay(Replay):
             for namespace, key, blocks in on_device:
                 self.leave(namespace, key, 0, len(blocks))
             return
-        for namespace, key, entries in paths_of(host.cache):
+        for _, key, entries in paths_of(host.cache):
             for start, stop in host.filled_ranges(entries):
-                self._store(namespace, key, start, entries[start:stop])
-        for namespace, key, blocks in on_device:
-            has_budget = self.disk.budget is not None
-            known = host.cache.match(namespace, key).block_ids if has_budget else blocks
-            self._store(namespace, key, 0, known)
+                self._store(key, start, entries[start:stop])
+        for _, key, blocks in on_device:
+            self._store(key, 0, blocks)
 
     def maintain(self) -> None:
         """See Replay."""
@@ -256,15 +247,15 @@ class _TieredReplay(Replay):
         reach = resident if self.host is None else self.host.reach(namespace, key, resident)
         self.host_hits[number] = reach - resident
         self._loading = NO_ENTRIES
-        is_chosen = self.disk.asked(namespace.tenant, key, reach)
+        is_lacking = self.disk.lacks(key, reach)
         self.disk_hits[number] = self.disk.num_found(key, reach)
-        if self.host is not None and (reach > resident or is_chosen):
+        if self.host is not None and (reach > resident or is_lacking):
             with self.host.cache.match_and_lease(namespace, key[: reach * TOKEN_BYTES]) as lease:
                 entries = lease.block_ids
                 self._loading = entries[resident:]
-                if is_chosen:
-                    self.host.choose(entries)
-                    self._store(namespace, key, 0, entries[self.host.slots_of(entries) != NO_SLOT])
+                if is_lacking:
+                    for start, stop in self.host.filled_ranges(entries):
+                        self._store(key, start, entries[start:stop])
 
     def _make_way(self, num_blocks: int) -> None:
         """End requests early, those that end first, until so many blocks fit beside what the others hold."""
@@ -285,8 +276,6 @@ class _TieredReplay(Replay):
         if first == stop or not host.know(namespace, key):
             return
         entries = host.cache.match(namespace, key).block_ids[first:].astype(np.int64)
-        if self.disk.chooses(namespace.tenant, key, first, stop):
-            host.choose(entries)
         copied = entries[: len(host.give(namespace.tenant, entries, may_evict=False))]
         host.filled(copied)
         host.loaded(copied)
@@ -297,8 +286,7 @@ class _TieredReplay(Replay):
         self.disk.now = self._clock.now
         host, key = self.host, key[: stop * TOKEN_BYTES]
         if host is None:
-            if self.disk.chooses(namespace.tenant, key, start, stop):
-                self.disk.saved(namespace.tenant, _blocks(key, start, stop))
+            self.disk.saved(_blocks(key, start, stop))
             return
         known = host.cache.match(namespace, key).block_ids[start:]
         if len(known) == stop - start and host.num_filled(known) == len(known):
@@ -319,13 +307,10 @@ class _TieredReplay(Replay):
         """The host has copied entries of a key, from block ``first`` on."""
         self.host_writes += len(entries)
         if not self.disk.stores_later:
-            self._store(namespace, key, first, entries)
+            self._store(key, first, entries)
 
-    def _store(self, namespace: Namespace, key: bytes, first: int, entries: Ids) -> None:
-        assert self.host is not None
-        ranges = [(0, len(entries))] if self.disk.budget is None else self.host.chosen(entries)
-        for start, stop in ranges:
-            self.disk.saved(namespace.tenant, _blocks(key, first + start, first + stop))
+    def _store(self, key: bytes, first: int, entries: Ids) -> None:
+        self.disk.saved(_blocks(key, first, first + len(entries)))
 
     def _reserve_for(self, tenant: str, num_blocks: int, num_slots: int) -> int:
         self._leaving_slots.given(num_blocks, num_slots)
@@ -338,7 +323,7 @@ class _TieredReplay(Replay):
             self.host.use(slots)
             self._leaving_slots.add(len(slots))
             self._leaving = np.append(self._leaving, slots)
-            self.disk.saved(namespace.tenant, _blocks(key, first, first + len(slots)))
+            self.disk.saved(_blocks(key, first, first + len(slots)))
 
     def _end_leaving(self) -> None:
         """The disk has stored what left the host."""
@@ -353,8 +338,3 @@ def _host(num_blocks: int, capacity: int, policy: str, clock: Clock) -> HostInde
     if not num_blocks:
         return None
     return HostIndex(num_blocks, 1, num_above=capacity + 1, policy=policy, clock=clock, segment_tokens=1)
-
-
-def _points(key: bytes, first: int, stop: int) -> list[Point]:
-    """Return the points of a prompt in blocks ``(first, stop]``."""
-    return [Point(_blocks(key, at - 1, at)[0], num_blocks) for at, num_blocks in point_positions(first, stop)]

@@ -15,7 +15,7 @@ class Evicted:
     """The records that a disk of ``num_slots`` slots evicted last. ``asked`` from any thread, ``add`` under a lock."""
 
     def __init__(self, num_slots: int) -> None:
-        self._every = -(-num_slots // MAX_REMEMBERED)
+        self._every = max(-(-num_slots // MAX_REMEMBERED), 1)
         self._most = -(-num_slots // self._every)
         self._locators: dict[bytes, None] = {}
         self.num_asked = 0

@@ -115,8 +115,7 @@ class DiskPromotions:
 
         One that needs more rows of staging memory than are free comes in parts. What has come for a request that waits
         can't be evicted until ``used`` or ``forget``. One that is to come takes neither rows nor threads from those
-        that wait. One that was only asked about takes no slots from other tenants beyond its own one's guarantee. The
-        write budget hears only of what the disk had of it.
+        that wait. One that was only asked about takes no slots from other tenants beyond its own one's guarantee.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -142,7 +141,7 @@ class DiskPromotions:
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
         if is_new and need != "asked":
-            self._stores.tell_budget(namespace, generation, key, first)
+            self._stores.offer_again(namespace, generation, key, first)
         is_queued = (
             self._is_queued(request_id, namespace, key, first)
             if need == "waits"
@@ -224,12 +223,12 @@ class DiskPromotions:
         return self._debts.on_disk(namespace) if is_open else None
 
     def located(self, namespace: Namespace, key: bytes, first: int) -> int:
-        """Return how many blocks of a prompt in a row, from ``first`` on, could be read. Tells the budget."""
-        self._stores.tell_budget(namespace, self._cache.generation(namespace.tenant), key, first)
+        """Return how many blocks of a prompt in a row, from ``first`` on, could be read."""
+        self._stores.offer_again(namespace, self._cache.generation(namespace.tenant), key, first)
         return self._tier.locate(self._debts.on_disk(namespace), key, first, is_asked=True)
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether the last block of a key may be found. True if that isn't known, or a budget must hear of it."""
+        """Whether the last block of a key may be found. True if that isn't known, or the budget may take more."""
         place = self.place_of(namespace)
         if place is None:
             return False
@@ -383,10 +382,6 @@ class DiskPromotions:
             return 0
         self._brought[request_id] += num_good
         stop = promotion.start + num_good
-        if promotion.need == "asked":
-            self._stores.heard(
-                promotion.namespace, promotion.generation, promotion.key, promotion.start, stop
-            )
         return stop if num_good == len(promotion.jobs) else 0
 
     def _hold(self, request_id: str, promotion: _Promotion) -> None:

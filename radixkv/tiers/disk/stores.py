@@ -1,7 +1,7 @@
 """What of host memory a disk gets, and when: what waits, what leaves, what is being stored.
 
-**A write budget**, if there is one, chooses among saved blocks (``write_budget``). It is asked when blocks are saved,
-and again when a later prompt finds them in memory.
+**A write budget**, if there is one, is spent first come, first served (``write_budget``). What found no bytes is
+offered again when a later prompt finds it in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is lost. A full disk stores a block when it leaves host
@@ -29,9 +29,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, NamedTuple
 
-import numpy as np
-from xxhash import xxh3_128
-
 from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.index.load_target import paths_of
@@ -42,7 +39,7 @@ from radixkv.tiers.disk.leaving_slots import LeavingSlots
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.disk.waiting_stores import Saved, WaitingStores
-from radixkv.tiers.disk.write_budget import Point, WriteBudget, kind_of, point_positions
+from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory
@@ -111,7 +108,7 @@ class DiskStores:
         self._leaving_slots = LeavingSlots(index.num_slots)
         self._most_stores = min(MAX_STORES, max(index.num_slots // 8, 1))
         self._is_closing = False
-        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s, tier.num_slots)
+        self._budget = None if bytes_per_s is None else WriteBudget(bytes_per_s)
         self.budget_bytes = 0
         """What the budget had left within the last second, or at the last step."""
         self._told_at = -inf
@@ -145,7 +142,7 @@ class DiskStores:
 
     @property
     def has_budget(self) -> bool:
-        """Whether a write budget chooses what is stored."""
+        """Whether a write budget bounds what is stored."""
         return self._budget is not None
 
     def note_saved(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
@@ -155,38 +152,13 @@ class DiskStores:
         self._wait_to_store(Saved(namespace, generation, key, first, stop))
         self._begin_stores()
 
-    def choose(
-        self,
-        namespace: Namespace,
-        generation: int,
-        key: bytes,
-        first: int,
-        entries: Slots,
-        *,
-        is_used: bool = False,
-    ) -> None:
-        """Let the budget choose blocks of a prompt from ``first`` on, with these entries, when they become known.
-
-        What is chosen is stored when host memory has its bytes. O(a hash of the key).
-        """
-        if self._budget is None or not len(entries) or not self._serves(namespace.tenant):
-            return
-        stop = len(key) // (self._size * TOKEN_BYTES)
-        kind = kind_of(is_used=is_used, continues=is_used or first > 0, num_blocks=stop)
-        points = self._points(namespace, generation, key, first, first + len(entries))
-        num_bytes = len(entries) * self._record_bytes
-        if self._budget.offered(namespace.tenant, kind, points, len(entries), num_bytes, self._clock()):
-            self._index.choose(entries)
-        else:
-            self._counts["disk_unchosen_blocks"] += len(entries)
-
     def step(self) -> None:
         """End stores that are over, and begin more."""
         self._num_looks = self._num_look_bytes = 0
         self._end_stores()
         self._begin_stores()
         if self._budget is not None and (now := self._clock()) - self._told_at >= 1.0:
-            self._told_at, self.budget_bytes = now, int(self._budget.left_bytes(now))
+            self._told_at, self.budget_bytes = now, max(int(self._budget.left_bytes(now)), 0)
 
     def forget_waiting(self) -> None:
         """Store nothing of what waits."""
@@ -218,54 +190,26 @@ class DiskStores:
         taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return taken
 
-    # --- the write budget
+    def offer_again(self, namespace: Namespace, generation: int, key: bytes, first: int) -> None:
+        """With a write budget, store blocks before ``first`` that a prompt found in memory and the disk lacks.
 
-    def tell_budget(self, namespace: Namespace, generation: int, key: bytes, first: int) -> None:
-        """Tell the budget that a prompt needs the blocks behind ``first``, and offer those before it, which it found in
-        memory.
-
-        O(a hash of the key), if there is a budget.
+        There were no bytes for them when they were saved. O(tokens up to them).
         """
-        if self._budget is None:
+        if self._budget is None or not first or not self._serves(namespace.tenant):
             return
-        num_blocks = len(key) // (self._size * TOKEN_BYTES)
-        self._budget.asked(namespace.tenant, self._points(namespace, generation, key, first, num_blocks))
-        if first and not self._tier.locate(self._debts.on_disk(namespace), key, first - 1, 1):
-            entries = self._cache.match(namespace, key).block_ids[:first].astype(np.int64)
-            self.choose(namespace, generation, key, 0, entries, is_used=True)
-            for start, stop in self._index.chosen(entries):
-                self._wait_to_store(Saved(namespace, generation, key, start, stop))
-
-    def heard(self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int) -> None:
-        """Tell the budget that a prompt needed blocks ``[first, stop)``, which the disk had."""
-        if self._budget is not None:
-            self._budget.asked(namespace.tenant, self._points(namespace, generation, key, first, stop))
-
-    def _points(
-        self, namespace: Namespace, generation: int, key: bytes, first: int, stop: int
-    ) -> list[Point]:
-        """Return the points of a prompt in blocks ``(first, stop]``. O(a hash of the key)."""
-        digest = xxh3_128(repr((namespace, generation)).encode())
-        view, before, found = memoryview(key), 0, list[Point]()
-        for at, num_blocks in point_positions(first, stop):
-            end = at * self._size * TOKEN_BYTES
-            digest.update(view[before:end])
-            before = end
-            found.append(Point(digest.digest(), num_blocks))
-        return found
+        if not self._tier.locate(self._debts.on_disk(namespace), key, first - 1, 1):
+            self._wait_to_store(Saved(namespace, generation, key, 0, first))
 
     # --- inside
 
     def _unsaved(self) -> Iterator[Saved]:
-        """Return all that host memory has, and that the budget has chosen if there is one."""
+        """Return all that host memory has."""
         for namespace, key, entries in paths_of(self._cache):
             if not self._serves(namespace.tenant):
                 continue
             generation = self._cache.generation(namespace.tenant)
             for first, stop in self._index.filled_ranges(entries):
-                its = entries[first:stop]
-                for start, end in self._index.chosen(its) if self.has_budget else [(0, len(its))]:
-                    yield Saved(namespace, generation, key, first + start, first + end)
+                yield Saved(namespace, generation, key, first, stop)
 
     def _end_stores(self) -> None:
         """Count stores that have ended. Free the slots of those whose bytes were taken, or should have been."""
@@ -427,13 +371,13 @@ class DiskStores:
             return True
         slots = self._index.filled_slots(entries[: min(stop, self._room)])  # some may have gone just now
         num_ready = self._filling.num_ready(slots)
-        if num_ready and self._budget is not None and not self._budget.can_spend(tenant, self._clock()):
+        if num_ready and self._budget is not None and self._budget.left_bytes(self._clock()) <= 0:
             self._counts["disk_unchosen_blocks"] += saved.stop - first
             return True
         num_begun = self._begin(on_disk, key, first, slots[:num_ready], since)
         if self._budget is not None and num_begun:
-            self._budget.spend(tenant, num_begun * self._record_bytes, self._clock())
-            self.budget_bytes = int(self._budget.left_bytes(self._clock()))
+            self._budget.spend(num_begun * self._record_bytes, self._clock())
+            self.budget_bytes = max(int(self._budget.left_bytes(self._clock())), 0)
         left = saved._replace(first=first + num_begun)
         if num_begun == num_ready < len(slots):
             self._leave_unready(left)

@@ -117,7 +117,6 @@ class HostIndex:
         self._always_zeroes = scrub == "always"
         self._slot_of = np.full(num_entries, NO_SLOT, np.int64)
         self._is_filled = np.zeros(num_entries, np.bool_)
-        self._is_chosen = np.zeros(num_entries, np.bool_)  # by the disk's write budget
         self._copies = BlockCopies(num_above, num_entries)
         self._dropped_entries: deque[Slots] = deque()
         self._let_go: deque[Ids] = deque()
@@ -336,14 +335,6 @@ class HostIndex:
         """Take that the cache above doesn't have these entries any more: their slots aren't spare."""
         for pool, its in self._by_pool(entries):
             pool.spare.drop(its)
-
-    def choose(self, entries: Ids) -> None:
-        """Take that the disk is to have these entries."""
-        self._is_chosen[entries] = True
-
-    def chosen(self, entries: Ids) -> list[tuple[int, int]]:
-        """Return the ranges of positions of entries that the disk is to have. O(ranges)."""
-        return _ranges(self._is_chosen[entries])
 
     def filled_ranges(self, entries: Ids) -> list[tuple[int, int]]:
         """Return the ranges of positions of entries with filled slots. O(ranges)."""
@@ -574,7 +565,7 @@ class HostIndex:
 
     def _dropped(self, entries: Any) -> None:
         """Take that the index has no use for these entries. Under its lock, by any thread."""
-        self._is_filled[entries] = self._is_chosen[entries] = False
+        self._is_filled[entries] = False
         self._copies.cut(entries)
         self._dropped_entries.append(entries.astype(np.int64))
 
