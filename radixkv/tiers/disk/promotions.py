@@ -234,7 +234,8 @@ class DiskPromotions:
             return False
         if self._stores.has_budget or not self._debts.is_known(namespace.tenant):
             return True
-        return self._tier.locate(place, key, len(key) // (self._size * TOKEN_BYTES) - 1, 1) > 0
+        last = len(key) // (self._size * TOKEN_BYTES) - 1
+        return self._tier.locate(place, key, last, 1, is_asked=True) > 0
 
     def read(self, place: Namespace, key: bytes, block: int, row: int, begun: list[Job]) -> Job | None:
         """Begin to read a record into a row of staging memory. None if the disk refuses.
