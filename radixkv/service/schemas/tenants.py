@@ -27,7 +27,8 @@ class TenantSettings(RequestBody):
     )
     mode: Literal["burst", "strict"] = Field(
         default="burst",
-        description="burst: borrows idle blocks; strict: borrows nothing, and others change nothing that it sees",
+        description="burst: borrows idle blocks; strict: borrows nothing, others change nothing that it sees, and it "
+        "has no disk",
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None,
