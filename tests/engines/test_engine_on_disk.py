@@ -265,12 +265,12 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
         assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
 
         def late(self: LowerTiers, what: Any) -> int:
-            with engine._gate:
+            with lower_of(engine).gate:
                 disk.debts._pays_at = 0.0
                 disk.debts._pay_if_due()
             assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
             assert eventually(lambda: not disk.debts.owed)
-            with engine._gate:
+            with lower_of(engine).gate:
                 disk.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
             assert eventually(lambda: disk.tier.counts()["sealed"] >= 10)
             found: int = original(self, what)
