@@ -507,7 +507,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
 
         monkeypatch.setattr(lower.memory, "save", fail)
         ask(engine, prompt_of(41, 9), "b")
-        assert disk_counts(engine)["open"] == 0, "off"
+        assert eventually(lambda: disk_counts(engine)["open"] == 0), "off"
         files.before = lambda call: None
         assert eventually(lambda: not cache.pending())
     with on_disk(tmp_path / "disk") as engine:
