@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from radixkv.index.below import Loading
     from radixkv.tiers.lower_tiers import LowerTiers, RowBelow
-    from radixkv.tiers.tiers_by_dtype import TiersByDtype
 
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
@@ -81,7 +80,7 @@ class Batch:
         gate: Gate,
         after_step: Callable[[], object],
         clock: Clock,
-        tiers: LowerTiers | TiersByDtype | None = None,
+        tiers: LowerTiers | None = None,
     ) -> None:
         self._cache, self._forward, self._chunk_tokens, self._tiers = cache, forward, chunk_tokens, tiers
         self._gate, self._after_step, self._clock = gate, after_step, clock

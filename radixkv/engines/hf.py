@@ -86,7 +86,6 @@ from radixkv.tiers.gate import Gate
 from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
-from radixkv.tiers.tiers_by_dtype import TiersByDtype, default_dtype, tiers_of
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 
@@ -163,7 +162,7 @@ class HFEngine(StockLoop):
         if self._batch is None:
             self.abilities = frozenset(self.abilities) - {"logprobs"}
 
-    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers | TiersByDtype:
+    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers:
         """Make the tiers below the cache."""
         cache = self.cache
         if not isinstance(cache, TieredCache):
@@ -173,30 +172,20 @@ class HFEngine(StockLoop):
         if not is_packed:
             allowed = "a model of which requests step together; those with an attention of their own don't"
             raise ConfigError("tiers", type(self.model).__name__, allowed)
-        tiers = tiers_of(settings, self._made_tiers, default_dtype(cache.config))
-        try:
-            for known in (cache.config.default_tenant, *map(cache.tenant, cache.tenants())):
-                if known is not None:
-                    tiers.require(known)
-        except ArgumentError:
-            tiers.close()
-            raise
+        tiers = LowerTiers(
+            self._storage,
+            settings,
+            self.fingerprint,
+            self._gate,
+            policy=cache.config.policy,
+            always_scrubs=cache.config.scrub == "always",
+        )
         cache.lower = tiers
         for known in map(cache.tenant, cache.tenants()):
             if known is not None:
                 tiers.add_tenant(known)
         tiers.start()
         return tiers
-
-    def _made_tiers(self, settings: TierSettings) -> LowerTiers:
-        return LowerTiers(
-            self._storage,
-            settings,
-            self.fingerprint,
-            self._gate,
-            policy=self.cache.config.policy,
-            always_scrubs=self.cache.config.scrub == "always",
-        )
 
     def close(self) -> None:
         """Give a disk's folder back, after all calls. Waits some seconds for what isn't stored yet."""
@@ -555,7 +544,7 @@ class HFEngine(StockLoop):
     def _begun(self, tally: Tally | None) -> Tally:
         """The tally of a call, the caller's or one of its own."""
         tally = Tally() if tally is None else tally
-        if self._tiers is not None or self.cache.config.has_tiers:
+        if self._tiers is not None or self.cache.config.host_blocks:
             tally.num_loaded = {"host": 0, "disk": 0}
         return tally
 

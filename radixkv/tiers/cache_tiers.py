@@ -22,8 +22,8 @@ from weakref import WeakSet
 import numpy as np
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import CacheConfig, Namespace, TierDtype
-from radixkv.errors import CapacityError
+from radixkv.config import CacheConfig, Namespace
+from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.below import Part, Target
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.host.memory import Slots
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class CacheTiers(LowerTiers):
-    """The tiers below a cache with this configuration and storage, for tenants with one ``tier_dtype``.
+    """The tiers below a cache with this configuration and storage. ``CacheConfig.tier_dtype`` says how they keep KV.
 
     ``fingerprint``: of what computes the KV. ``clock``: the cache's, for the policy of host memory. Any thread may use
-    it. Raises ConfigError as LowerTiers.
+    it. Raises ConfigError without a storage, and as LowerTiers.
     """
 
     keeps_commits = True
@@ -51,16 +51,17 @@ class CacheTiers(LowerTiers):
     def __init__(
         self,
         config: CacheConfig,
-        storage: BlockStorage,
+        storage: BlockStorage | None,
         disk: DiskOptions | None = None,
         fingerprint: str = "",
-        dtype: TierDtype = "exact",
         clock: Clock = monotonic,
     ) -> None:
-        num_slots = config.host_blocks if dtype == "exact" else config.lossy_host_blocks
+        if storage is None:
+            allowed = "0 without a layout or a storage: the cache must copy the blocks"
+            raise ConfigError("host_blocks", config.host_blocks, allowed)
         super().__init__(
             storage,
-            TierSettings(0, disk, num_slots, dtype),
+            TierSettings(0, disk, config.host_blocks, config.tier_dtype),
             fingerprint,
             policy=config.policy,
             always_scrubs=config.scrub == "always",

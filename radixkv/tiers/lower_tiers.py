@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.disk_level import DiskLevel
 
-_NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 MOST_ERRORS: Final = 5
@@ -181,7 +180,7 @@ class LowerTiers:
         clock: Clock = monotonic,
         policy_clock: Clock = monotonic,
     ) -> None:
-        self.numbers, self.gate, self._dtype = count(1), gate or Gate(), settings.dtype
+        self.numbers, self.gate = count(1), gate or Gate()
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
@@ -200,9 +199,6 @@ class LowerTiers:
         self._changing: Counter[str] = Counter()
         self._unkept: dict[str, Tenant] = {}
         """Settings of tenants that were refused their share of host memory."""
-        self._added: set[str] = set()
-        self.serves: Callable[[str], bool] = lambda tenant: True
-        """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = OwnLock(), OwnLock()
         self._is_off = self._is_closed = False
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
@@ -234,9 +230,8 @@ class LowerTiers:
 
     def keeps(self, namespace: Namespace) -> bool:
         """Whether KV of a namespace are kept now."""
-        tenant = namespace.tenant
-        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or tenant in self._unkept
-        return not self._is_shut and not is_left_out and self.serves(tenant)
+        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or namespace.tenant in self._unkept
+        return not self._is_shut and not is_left_out
 
     @property
     def _is_shut(self) -> bool:
@@ -244,13 +239,9 @@ class LowerTiers:
         return self._is_off or self._clock() < self._rests_until
 
     def mark(self, tenant: str) -> int | None:
-        """Return a number that changes with each purge or clear of a tenant. Any thread.
-
-        None while one runs, and for a tenant whose KV aren't kept here.
-        """
+        """Return a number that changes with each purge or clear of a tenant; None while one runs. Any thread."""
         with self._lock:
-            is_shut = self._changing[tenant] or not self.serves(tenant)
-            return None if is_shut else self._marks[tenant]
+            return None if self._changing[tenant] else self._marks[tenant]
 
     def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
         """Whether the disk still brings some of a prompt behind its first ``num_local`` tokens. Never waits."""
@@ -464,19 +455,6 @@ class LowerTiers:
                 "the disk below this cache is closed, and can't forget: open it again, then purge"
             )
 
-    def owes_all_of(self, tenant: str) -> bool:
-        """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
-        disk = self.disk
-        if disk is None or disk.debts.is_owed(tenant) or not disk.tier.has(tenant):
-            return False
-        disk.debts.owe(tenant)
-        return True
-
-    def require(self, tenant: Tenant) -> None:
-        """See ``Below``."""
-        if tenant.tier_dtype != self._dtype:
-            raise ArgumentError("tier_dtype", tenant.tier_dtype, f"{self._dtype!r}: {_NO_LOSSY}")
-
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """See ``Below``."""
         with self._following:
@@ -488,7 +466,6 @@ class LowerTiers:
         If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
         changes may come in another order than to the cache.
         """
-        self._added.add(tenant.id)
         try:
             self._give_share(tenant)
         except ArgumentError as error:
@@ -520,18 +497,6 @@ class LowerTiers:
         if self.level.index.own_slots(tenant) != num_slots:
             with self.moving():
                 self.level.index.set_strict(tenant, num_slots)
-
-    def leave_out(self, tenant: str) -> None:
-        """Take a tenant's share back: its KV are kept elsewhere."""
-        if tenant in self._added:
-            self._added.discard(tenant)
-            with suppress(ArgumentError):  # its share was refused
-                self.level.cache.remove_tenant(tenant)
-        self._set_own_slots(tenant, 0)
-        if self.level.disk is not None:
-            self.level.disk.follow(tenant, None)
-        self._unkept.pop(tenant, None)
-        self._meet_unmet()
 
     def _made_prefetch(self, disk: DiskLevel) -> Prefetch:
         def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
@@ -967,8 +932,6 @@ def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, 
 def _num_slots(settings: TierSettings, block_bytes: int) -> int:
     blocks, physical = settings.host_blocks, physical_bytes()
     name, value = ("host_blocks", blocks) if blocks else ("host_memory", settings.host_bytes)
-    if settings.dtype != "exact":
-        name = f"lossy_{name}"
     wanted = blocks * block_bytes or settings.host_bytes
     if wanted > physical:
         raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")

@@ -14,24 +14,18 @@ from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.index.validation import require_namespace, require_seconds
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.settings import DiskOptions, Disks, disks_of, require_fingerprint
+from radixkv.tiers.settings import DiskOptions, require_fingerprint
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
     from radixkv.tiers.lower_tiers import LowerTiers
     from radixkv.tiers.tier import FolderNotes, TierDetails
-    from radixkv.tiers.tiers_by_dtype import TiersByDtype
-
-    Lower = LowerTiers | TiersByDtype
 
 _log = logging.getLogger(__name__)
 
 
 class TieredCache(PrefixCache):
     """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
-
-    ``lossy_disks``: disks of lossy records, under ``CacheConfig.lossy_host_blocks``: ``{"int8": DiskOptions(…)}``. Each
-    disk has a folder of its own.
 
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
@@ -47,39 +41,40 @@ class TieredCache(PrefixCache):
         config: CacheConfig,
         *,
         disk: DiskOptions | None = None,
-        lossy_disks: Disks | None = None,
         fingerprint: str = "",
         **parts: Any,
     ) -> None:
-        self._lower: Lower | None = None
-        disks = disks_of(disk, lossy_disks)
-        if disks:
+        if "lossy_disks" in parts:
+            allowed = "disk, with CacheConfig.tier_dtype: a cache keeps all in one dtype"
+            raise ConfigError("lossy_disks", parts["lossy_disks"], allowed)
+        self._lower: LowerTiers | None = None
+        if disk is not None:
             require_fingerprint(fingerprint)
-        self._below_options = disks, fingerprint
+        self._below_options = disk, fingerprint
         super().__init__(config, **parts)
 
     def _made_below(self) -> Below | None:
-        disks, fingerprint = self._below_options
-        if self.config.has_tiers:
-            from radixkv.tiers.tiers_by_dtype import tiers_below
+        disk, fingerprint = self._below_options
+        if self.config.host_blocks:
+            from radixkv.tiers.cache_tiers import CacheTiers
 
-            self._lower = tiers_below(self.config, self.storage, disks, fingerprint, self._clock)
+            self._lower = CacheTiers(self.config, self.storage, disk, fingerprint, self._clock)
             self._lower.start()
-        elif disks:
-            folder = next(iter(disks.values())).folder
-            raise ConfigError("disk", folder, "none without host_blocks: records pass through host memory")
+        elif disk is not None:
+            raise ConfigError(
+                "disk", disk.folder, "none without host_blocks: records pass through host memory"
+            )
         return self._lower
 
     @property
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerTiers | None:
         """The tiers below."""
         return self._lower
 
     @lower.setter
-    def lower(self, tiers: Lower) -> None:
-        if self.config.has_tiers:
-            sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
-            raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
+    def lower(self, tiers: LowerTiers) -> None:
+        if self.config.host_blocks:
+            raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
         self._lower = tiers
         attach(self, tiers)
 
