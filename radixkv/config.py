@@ -239,7 +239,8 @@ class Tenant:
     - ``guaranteed_blocks``: blocks that it can always have. Requests of other tenants never evict them.
     - ``max_blocks``: the most blocks that it may use, at least the guaranteed ones; None for the whole pool.
     - ``mode``: ``"burst"`` borrows idle blocks above its guarantee and gives them back first. ``"strict"`` never
-      borrows, so that other tenants can't change what it sees. Its limit is its guarantee, at least one block.
+      borrows, so that other tenants can't change what it sees. Its limit is its guarantee, at least one block. Below
+      the cache it has host memory for itself, and no disk.
     - ``max_pinned_blocks``: blocks that it may pin (``PrefixCache.pin``), at most its limit. None for its guarantee,
       or, for a tenant that wasn't added, for half of what it may use. Pinned blocks count against the limit like all
       used blocks, and are borrowed above the guarantee.

@@ -35,8 +35,7 @@ The index of host memory is a cache with all the laws above: ``host-conservation
     host-spare         a pool's spare slots are its own, and it counts them
     host-copies        a block above and the entry with its copy are joined one to one
     disk-slots         a slot is free, being filled, sealed or leaving; only sealed and leaving ones are leased
-    disk-owners        an owner's slots, records and counts agree, all owners' add up to those that aren't free, and
-                       their guarantees to no more than all
+    disk-owners        an owner's slots, records and counts agree, all owners' add up, and their guarantees fit
     disk-records       a sealed slot has the header of its record, under the key of its tenant's generation
 """
 

@@ -43,6 +43,7 @@ def settings_options(command_name: str) -> Callable[[Command], Command]:
             command = click.option(
                 f"--{name}",
                 envvar=variable_of(name),
+                help=f"Removed; allowed: {allowed}.",
                 hidden=True,
                 expose_value=False,
                 callback=partial(_refuse_removed, name, allowed),

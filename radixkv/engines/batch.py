@@ -44,8 +44,6 @@ from radixkv.tiers.gate import Gate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.index.below import Loading
-    from radixkv.tiers.lower_tiers import LowerTiers, RowBelow
 
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
@@ -69,7 +67,7 @@ class Batch:
     - ``chunk_tokens``: prompt tokens that a step computes.
     - ``gate``: who is in it uses the model. A caller is not in it when it calls a method.
     - ``after_step``: called after each step, within the gate.
-    - ``tiers``: below the cache, if there are any. What they have of a prompt isn't computed.
+    - ``computed``: hears how many tokens of prompts a step has computed, and in how many seconds.
     """
 
     def __init__(
@@ -80,9 +78,14 @@ class Batch:
         gate: Gate,
         after_step: Callable[[], object],
         clock: Clock,
-        tiers: LowerTiers | None = None,
+        computed: Callable[[int, float], object] | None = None,
     ) -> None:
-        self._cache, self._forward, self._chunk_tokens, self._tiers = cache, forward, chunk_tokens, tiers
+        self._cache, self._forward, self._chunk_tokens, self._computed = (
+            cache,
+            forward,
+            chunk_tokens,
+            computed,
+        )
         self._gate, self._after_step, self._clock = gate, after_step, clock
         self._room = Room(cache)
         self._queue = RequestQueue()
@@ -218,9 +221,6 @@ class Batch:
         self._lacking.pop(request, None)
         self._running.pop(request, None)
         request.state, self._may_start = "over", True
-        for row in request.rows:
-            if row.below is not None:
-                row.below.forget()
 
     def _preempt(self, request: BatchRequest, reason: Preemption) -> None:
         """Release a running request's blocks. It waits before all that never started, and goes on from its tokens."""
@@ -327,7 +327,7 @@ class Batch:
             Chunk(row.ids_between(row.num_computed, stop), row.num_computed, row.opened.block_table)
             for _, row, stop in fills
         ]
-        started = 0.0 if self._tiers is None else self._clock()
+        started = 0.0 if self._computed is None else self._clock()
         logits = self._forward.run(newest, chunks)
         fill_masks(
             [
@@ -336,8 +336,8 @@ class Batch:
                 if each.chooser is not None and each.chooser.form is not None
             ]
         )
-        if self._tiers is not None and not newest:
-            self._tiers.computed(sum([len(chunk.ids) for chunk in chunks]), self._clock() - started)
+        if self._computed is not None and not newest:
+            self._computed(sum([len(chunk.ids) for chunk in chunks]), self._clock() - started)
         for request, row, stop in fills:
             self._filled(request, row, stop)
         best = logits.argmax(-1).tolist() if any(request.is_greedy for request in chosen) else []
@@ -366,8 +366,6 @@ class Batch:
             self._fail(request, error)
             return
         request.reach(row)
-        if row.below is not None:
-            row.below.save(row.opened, row.cache_key)
         request.news.append(ChunkDone(stop, row.num_tokens))
         if request.unfilled() is None:
             request.set_filled()
@@ -431,13 +429,13 @@ class Batch:
                     request.lack = error if isinstance(error, CapacityError) else None
                     return budget
                 continue
-            if row.below is not None and not row.below.is_done and self._waits_below(request, row, row.below):
+            if not row.is_loaded and self._waits_for_tiers(request, row):
                 return budget
             target = request.target(row)
             if budget < min(self._chunk_tokens, _LEAST_CHUNK, target - row.num_computed):
                 return budget
             stop = row.num_computed + budget
-            if row.loading is not None:
+            if row.loading is not None:  # it has brought tokens behind a gap
                 stop = row.loading.claim(budget)
                 self._count_loaded(request, row, row.opened.num_committed_tokens, "disk")
             stop = min(stop, target)
@@ -450,7 +448,6 @@ class Batch:
 
     def _open(self, request: BatchRequest, row: Row) -> Exception | None:
         """Open a row's sequence. Returns the error; if it isn't of capacity, the request has failed."""
-        self._look_below(request, row)
         try:
             for other in request.rows:
                 if other.sequence is not None:
@@ -463,57 +460,42 @@ class Batch:
             return error
         request.open(row, sequence)
         row.key = self.new_key()
-        return None if row.loading is None else self._load(request, row, row.loading)
-
-    def _load(self, request: BatchRequest, row: Row, loading: Loading) -> Exception | None:
-        """Load what host memory has of a row that was just opened. Returns the error; then the request has failed."""
-        began_at = self._clock()
-        try:
-            loading.poll()
-            there, host_stop = row.opened.num_committed_tokens, row.num_computed + loading.num_host_tokens
-            self._count_loaded(request, row, min(there, host_stop), "host")
-            self._count_loaded(request, row, there, "disk")
-        except Exception as error:  # noqa: BLE001 its caller raises it
-            self._fail(request, error)
-            return error
-        request.tally.loading_s += self._clock() - began_at
         return None
 
-    def _waits_below(self, request: BatchRequest, row: Row, below: RowBelow) -> bool:
-        """Load what has come from the engine's own tiers. Whether more comes, or the request has failed.
+    def _waits_for_tiers(self, request: BatchRequest, row: Row) -> bool:
+        """Take what has come from the tiers below the cache. Whether more comes, or the request has failed.
 
         The row has its blocks, and computes nothing meanwhile. It is asked again in each step.
         """
-        began_at = self._clock()
+        began_at, num_host, is_done = self._clock(), 0, True
         try:
-            is_waiting = below.bring(row.opened, row.cache_key)
+            if row.loading is None:
+                row.loading = row.opened.loading
+                num_host = 0 if row.loading is None else row.loading.num_host_tokens
+            if row.loading is not None:
+                is_done = row.loading.poll()
             there = row.opened.num_committed_tokens
         except Exception as error:  # noqa: BLE001 its caller raises it
             self._fail(request, error)
             return True
-        num_disk = min(below.num_disk_tokens, there - row.num_computed)
-        self._count_loaded(request, row, there - num_disk, "host")
-        self._count_loaded(request, row, there, "disk")
-        request.note_wait(is_waiting, began_at, self._clock())
-        return is_waiting
+        row.is_loaded = is_done
+        if row.loading is not None:
+            self._count_loaded(request, row, min(there, row.num_computed + num_host), "host")
+            self._count_loaded(request, row, there, "disk")
+            request.note_wait(not is_done, began_at, self._clock())
+            if is_done and row.loading.num_loaded_tokens == row.num_loaded:
+                row.loading = None
+        return not is_done
 
     @staticmethod
     def _count_loaded(request: BatchRequest, row: Row, stop: int, tier: Literal["host", "disk"]) -> None:
         """Take that a tier brought the tokens up to ``stop``. They count as cached."""
         num_tokens = stop - row.num_computed
-        row.num_computed = stop
+        row.num_computed, row.num_loaded = stop, row.num_loaded + num_tokens
         if row.is_first:
             request.tally.num_cached[row.at] += num_tokens
             assert request.tally.num_loaded is not None
             request.tally.num_loaded[tier] += num_tokens
-
-    def _look_below(self, request: BatchRequest, row: Row) -> None:
-        """Let a row find what the tiers below have, as of now. Just before its sequence is opened."""
-        if self._tiers is not None:
-            if row.below is None:
-                row.below = self._tiers.row(request.namespace)
-            else:
-                row.below.begin(request.tenant)
 
     def _start_waiting(self, budget: int, fills: list[Fill]) -> None:
         passed: list[WaitingRequest] = []

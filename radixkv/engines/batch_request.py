@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from radixkv.index.below import Loading
     from radixkv.index.cache import RequestHints
     from radixkv.scheduling import WaitingRequest
-    from radixkv.tiers.lower_tiers import RowBelow
 
 Ids = NDArray[np.uint32]
 
@@ -89,14 +88,15 @@ class Row:
 
     __slots__ = (
         "at",
-        "below",
         "chosen",
         "is_first",
+        "is_loaded",
         "is_opened",
         "is_over",
         "key",
         "loading",
         "num_computed",
+        "num_loaded",
         "prompt",
         "sequence",
     )
@@ -113,10 +113,12 @@ class Row:
         """Whether its sequence is the first that was opened for it."""
         self.is_opened = False
         """Whether its sequence was opened, not forked."""
-        self.below: RowBelow | None = None
-        """What the engine's own tiers below the cache have of it, if there are any."""
+        self.is_loaded = False
+        """Whether nothing more comes from the tiers below the cache before it computes."""
         self.loading: Loading | None = None
-        """What comes to its sequence from below a cache with ``host.memory``."""
+        """What comes, or has come, to its sequence from the tiers. None before they were asked, and if that is over."""
+        self.num_loaded = 0
+        """Tokens that came from the tiers and are committed."""
 
     @property
     def num_tokens(self) -> int:
@@ -156,13 +158,14 @@ class Row:
         sequence, self.sequence = self.sequence, None
         count = self.num_computed if num_tokens is None else min(num_tokens, self.num_computed)
         self.num_computed = 0
+        if self.loading is not None:
+            self.loading.cancel()
+            self.loading = None
         if sequence is not None:
             with sequence:  # releases it, also after a purge
                 if sequence.is_open and count > sequence.num_committed_tokens:
                     with suppress(StaleGeneration):  # purged at this moment
                         sequence.commit(count)
-                        if self.below is not None:
-                            self.below.save(sequence, self.cache_key)
 
 
 class BatchRequest:
@@ -295,7 +298,7 @@ class BatchRequest:
 
     def open(self, row: Row, sequence: Sequence) -> None:
         """Take the sequence that was opened for a row."""
-        row.sequence, row.loading, row.is_opened = sequence, sequence.loading, True
+        row.sequence, row.is_opened, row.is_loaded, row.num_loaded = sequence, True, False, 0
         row.is_first = len(self.tally.num_cached) < len(self.prompts)
         row.num_computed = sequence.num_cached_tokens
         if row.is_first:
@@ -348,7 +351,6 @@ class BatchRequest:
                 for child in row.opened.fork(self.fanout - 1):
                     twin = Row(row.prompt, [], row.at)
                     twin.sequence, twin.num_computed = child, row.num_computed
-                    twin.below = None if row.below is None else row.below.fork()
                     rows.append(twin)
         self.rows = rows
 

@@ -83,7 +83,6 @@ from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
 from radixkv.tiers.gate import Gate
-from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 
@@ -103,8 +102,8 @@ class HFEngine(StockLoop):
     - ``lends_beams``: whether the device makes the steps of beam searches by itself (``PrefixCache.lend``). None: only
       if it is a GPU.
     - ``control``: the cache's control channel. Its commands run between steps of prefill and generation.
-    - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then. Evicted KV comes back from
-      there. ``close`` gives the disk's folder back.
+    - ``tiers``: host memory, and a disk, below the cache, which is a TieredCache then (``TieredCache.add_tiers``).
+      Evicted KV comes back from there. ``close`` gives the disk's folder back.
     - ``vocabulary``: the texts of the model's tokens. Without them it lacks the ability ``forms``. So does a model
       without an end-of-sequence token. A model with an attention of its own lacks ``logprobs``.
 
@@ -147,10 +146,17 @@ class HFEngine(StockLoop):
         declared = eos_ids_of(model.generation_config.eos_token_id)
         self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
         self._gate, self._batch = Gate(), None
-        self._tiers = None if tiers is None else self._tiers_below(tiers, serves(model, layout))
+        self._owns_tiers = tiers is not None
+        if tiers is not None:
+            if not isinstance(cache, TieredCache):
+                kind, allowed = type(cache).__name__, "a TieredCache, because there are tiers below it"
+                raise ConfigError("cache", kind, allowed)
+            cache.add_tiers(tiers, self.fingerprint)
+        self._tiers = cache.lower if isinstance(cache, TieredCache) else None
         if serves(model, layout):
             forward, after_step = PackedForward(model, storage), self._run_commands
-            self._batch = Batch(cache, forward, chunk_tokens, self._gate, after_step, clock, self._tiers)
+            computed = None if self._tiers is None else self._tiers.computed
+            self._batch = Batch(cache, forward, chunk_tokens, self._gate, after_step, clock, computed)
             self._is_plain = not has_own_processors(
                 model, {**STOCK_SETTINGS, "eos_token_id": None, "pad_token_id": self._pad_token_id}
             )
@@ -162,35 +168,10 @@ class HFEngine(StockLoop):
         if self._batch is None:
             self.abilities = frozenset(self.abilities) - {"logprobs"}
 
-    def _tiers_below(self, settings: TierSettings, is_packed: bool) -> LowerTiers:
-        """Make the tiers below the cache."""
-        cache = self.cache
-        if not isinstance(cache, TieredCache):
-            raise ConfigError(
-                "cache", type(cache).__name__, "a TieredCache, because there are tiers below it"
-            )
-        if not is_packed:
-            allowed = "a model of which requests step together; those with an attention of their own don't"
-            raise ConfigError("tiers", type(self.model).__name__, allowed)
-        tiers = LowerTiers(
-            self._storage,
-            settings,
-            self.fingerprint,
-            self._gate,
-            policy=cache.config.policy,
-            always_scrubs=cache.config.scrub == "always",
-        )
-        cache.lower = tiers
-        for known in map(cache.tenant, cache.tenants()):
-            if known is not None:
-                tiers.add_tenant(known)
-        tiers.start()
-        return tiers
-
     def close(self) -> None:
         """Give a disk's folder back, after all calls. Waits some seconds for what isn't stored yet."""
-        if self._tiers is not None:
-            self._tiers.close()
+        if self._owns_tiers and isinstance(self.cache, TieredCache):
+            self.cache.close()
 
     @property
     def limits(self) -> EngineLimits:
@@ -243,7 +224,7 @@ class HFEngine(StockLoop):
             raise ArgumentError("version", wanted, f"an integer from {least} to {MAX_WEIGHTS}")
         self._weights_version = wanted
         if self._tiers is not None:
-            self._tiers.weights_changed(wanted)
+            self._tiers.weights_changed(self.fingerprint, wanted)
         for namespace in self.cache.namespaces():
             if namespace.model == self.fingerprint and namespace.weights < self._weights_version:
                 self.cache.clear(namespace)

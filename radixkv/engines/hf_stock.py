@@ -142,7 +142,7 @@ class StockLoop:
     ) -> Prefill:
         started, num_tokens = self._clock(), len(prompt.ids)
         with ExitStack() as stack:
-            sequence = _begun(stack, open_sequence, on_no_room, tally)
+            sequence = _begun(stack, open_sequence, on_no_room, tally, self._clock)
             paged = self._paged([sequence], [tally.num_cached[0]])
             with paged.attached(self.model):
                 for done in self._compute(paged, prompt.ids):
@@ -195,7 +195,7 @@ class StockLoop:
         pages: list[PagedCache] = []
         for prompt in request.prompts:
             opening, tally = partial(self._open, request, prompt), request.tally
-            sequence = _begun(stack, opening, request.on_no_room, tally)
+            sequence = _begun(stack, opening, request.on_no_room, tally, self._clock)
             page = self._paged([sequence], [tally.num_cached[-1]], request, watcher)
             pages.append(page)
             with page.attached(self.model):
@@ -412,25 +412,35 @@ def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
 
 
 def _begun(
-    stack: ExitStack, open_sequence: Callable[[], Sequence], on_no_room: WaitForRoom | None, tally: Tally
+    stack: ExitStack,
+    open_sequence: Callable[[], Sequence],
+    on_no_room: WaitForRoom | None,
+    tally: Tally,
+    clock: Clock,
 ) -> Sequence:
     """Open the next prompt for the time of a stack. In the end the tenant's statistics get what the tally has."""
     sequence = stack.enter_context(_with_room(open_sequence, on_no_room))
     at, found = len(tally.num_cached), sequence.num_cached_tokens
-    tally.begin(_num_there(sequence))
-    if tally.num_loaded is not None:
-        tally.num_loaded["host"] += tally.num_cached[at] - found
+    tally.begin(found)
+    _load(sequence, tally, clock)
     stack.callback(lambda: sequence.recount(1, tally.num_cached[at], tally.num_computed[at]))
     return sequence
 
 
-def _num_there(sequence: Sequence) -> int:
-    """Return how many tokens of an opened sequence are there, with those that host memory below it brings at once."""
+def _load(sequence: Sequence, tally: Tally, clock: Clock) -> None:
+    """Load what the tiers have of a sequence that was just opened. Waits for a disk, for less than computing takes."""
     loading = sequence.loading
-    if loading is not None:
-        loading.poll()
-        loading.cancel()  # this engine's step is one prompt: it doesn't wait for a disk
-    return sequence.num_committed_tokens
+    if loading is None:
+        return
+    began_at, found = clock(), sequence.num_committed_tokens
+    loading.wait()
+    num_tokens = sequence.num_committed_tokens - found
+    num_host = min(num_tokens, loading.num_host_tokens)
+    tally.num_cached[-1] += num_tokens
+    tally.loading_s += clock() - began_at
+    if tally.num_loaded is not None:
+        tally.num_loaded["host"] += num_host
+        tally.num_loaded["disk"] += num_tokens - num_host
 
 
 def _commit_outputs(paged: PagedCache, request: Request, rows: list[list[int]]) -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
-FACTORY: Final = "radixkv.tiers.cache_tiers", "CacheTiers"
-"""The module and the class of what lies below a cache with ``host_blocks``."""
+FACTORY: Final = "radixkv.tiers.lower_tiers", "tiers_below"
+"""The module and the function that make what lies below a cache with ``host_blocks``."""
 
 
 class Scope(NamedTuple):
@@ -165,11 +165,8 @@ class Loading(Protocol):
 class Below(Protocol):
     """What lies below one cache. No call but ``maintain`` raises what happens there."""
 
-    keeps_commits: bool
-    """Whether ``keep`` is called after each commit. Otherwise the engine does all of it itself."""
-
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
-        """Take that what ``take`` returns was committed."""
+        """Take that what ``take`` returns was committed. Called after each commit of whole blocks."""
 
     slice_blocks: int
     """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""

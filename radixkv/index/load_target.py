@@ -124,7 +124,7 @@ def _first_own(cache: CacheState, state: SequenceState) -> int:
 def loading_of(cache: CacheState, state: SequenceState) -> Loading | None:
     """See ``Sequence.loading``. Takes the lock."""
     below = cache._below
-    if below is None or not below.keeps_commits:
+    if below is None:
         return None
     with cache._lock:
         head = state.key_between(0, _first_missing(cache, state))
@@ -241,7 +241,7 @@ def _leave_node(cache: CacheState, leave: Leave, node: Node, ids: bytes) -> None
 def keep(cache: CacheState, states: Iterable[SequenceState]) -> None:
     """Copy below what was committed of these sequences. Call it without the lock."""
     below = cache._below
-    if below is not None and below.keeps_commits:
+    if below is not None:
         for state in states:
             below.keep(state._tree.tenant.tenant_id, partial(_part, cache, state))
 

@@ -16,7 +16,7 @@ from radixkv.errors import ArgumentError, IntegrityError, ReentrantCall, wrong_c
 from radixkv.index import ahead, device_beams, requests
 from radixkv.index.fences import Fence
 from radixkv.index.holders import PURGE, RELEASE, SequenceState
-from radixkv.index.load_target import count_loaded, keep, loading_of
+from radixkv.index.load_target import keep, loading_of
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
@@ -480,12 +480,3 @@ def _commit(cache: CacheState, state: SequenceState, num_tokens: SupportsIndex) 
             cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, state)
             raise
-
-
-def commit_loaded(sequence: Sequence, num_tokens: int) -> None:
-    """Commit tokens of a sequence that an engine brought back from below. Takes the lock."""
-    state = sequence._state
-    before = state._num_committed
-    sequence.commit(num_tokens)
-    with sequence._cache._lock:
-        count_loaded(state, before)

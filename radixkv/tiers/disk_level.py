@@ -38,7 +38,6 @@ from radixkv.config import Tenant
 from radixkv.errors import ArgumentError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Scope
-from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.filling_slots import FillingSlots
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.promotions import DiskPromotions
@@ -94,8 +93,6 @@ class DiskLevel:
         """Quotas whose guarantee didn't fit yet."""
         self._following = OwnLock()
         self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
-        self.load_durations = Durations()
-        """How long requests' loads took."""
         self._filling = FillingSlots(index.num_slots)
         self.rows = StagingRows(memory, num_ahead_rows, clock)
         self.patience = DiskPatience(index.cache.config.block_size, clock)
@@ -113,7 +110,6 @@ class DiskLevel:
             self._filling,
             self.serves,
             clock,
-            self.load_durations,
         )
         index.watch(self.stores.leave, self.stores.reserve_for)
 
@@ -131,6 +127,25 @@ class DiskLevel:
     def may_have(self, tenant: str) -> bool:
         """Whether there may be records of a tenant: of a strict one only until its old ones are destroyed. O(1)."""
         return self.serves(tenant) or self.tier.is_known(tenant)
+
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[Pending]:
+        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
+
+        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
+        keys. Of a strict tenant it owes nothing, unless older records of it are still here. Yields what will be left to
+        do.
+        """
+        tenant = scope.tenant
+        assert tenant is not None
+        if self.may_have(tenant):
+            self.debts.owe(tenant)
+        try:
+            yield Pending([self.debts], tenant)
+        finally:
+            if self.may_have(tenant):
+                self.debts.owe(tenant)
+                self.debts.begin_to_pay(tenant)
 
     def follow(self, tenant: str, settings: Tenant | None, *, has_share: bool = True) -> None:
         """Take the settings that a tenant has now; None: it has none any more. Never waits for the disk.
@@ -214,25 +229,6 @@ class DiskLevel:
         self.rows.undo()
         self._filling.undo()
 
-    @contextmanager
-    def forgetting(self, scope: Scope) -> Iterator[Pending]:
-        """Within this, what lies above forgets a tenant. From the beginning on, the disk serves nothing of it.
-
-        It owes it once more at the end: what it forgot early may have been stored again. Then it begins to destroy the
-        keys. Of a strict tenant it owes nothing, unless older records of it are still here. Yields what will be left to
-        do.
-        """
-        tenant = scope.tenant
-        assert tenant is not None
-        if self.may_have(tenant):
-            self.debts.owe(tenant)
-        try:
-            yield Pending([self.debts], tenant)
-        finally:
-            if self.may_have(tenant):
-                self.debts.owe(tenant)
-                self.debts.begin_to_pay(tenant)
-
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
         self.promotions.cancel()
@@ -267,7 +263,7 @@ class DiskLevel:
             _log.error("%s", unpaid)
 
     def unpaid(self) -> str | None:
-        """Say which tenants' records the closed disk may still have, though they were purged, cleared or removed.
+        """Say which tenants' records the closed disk may still have, though it was to destroy them.
 
         None: no such ones.
         """
@@ -275,9 +271,11 @@ class DiskLevel:
         if not owed and not num_removed:
             return None
         kinds = []
-        if owed:
-            named = ", ".join(repr(each) for each in owed[:_MOST_NAMED]) + ", …" * (len(owed) > _MOST_NAMED)
-            kinds.append(f"{len(owed)} purged or cleared tenants ({named})")
+        for is_served, kind in ((True, "purged or cleared tenants"), (False, "strict tenants")):
+            these = [each for each in owed if self.serves(each) == is_served]
+            if these:
+                named = ", ".join(map(repr, these[:_MOST_NAMED])) + ", …" * (len(these) > _MOST_NAMED)
+                kinds.append(f"{len(these)} {kind} ({named})")
         if num_removed:
             kinds.append(f"{num_removed} tenants that were removed before the start")
         return (
@@ -294,7 +292,7 @@ class DiskLevel:
 
     def counts(self) -> dict[str, float]:
         """Return what the disk has and did since the start, by the names of ``LowerTiers.counts``. Any thread."""
-        tier, durations = self.tier.counts(), self.load_durations
+        tier, durations = self.tier.counts(), self.promotions.load_durations
         errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
         return {
             "capacity_blocks": self.tier.num_slots,

@@ -1,25 +1,26 @@
-"""Host memory and a disk below the cache of an engine in the same process: what was evicted comes back.
+"""Host memory and a disk below the cache of any engine in the same process: what was evicted comes back.
 
-    a request has started                bring        host memory → blocks, then from the disk part by part
-    its sequence was opened again        load         host memory → blocks; committed when all bytes have come
-    whole blocks were computed           save         blocks → host memory, and from there to the disk
-    purge, clear, new weights            TieredCache  reaches every tier
+    commit                keep         new whole blocks → host memory, while it has free slots
+    eviction              leave        blocks that leave → host memory, unless their copy is there
+    Sequence.loading      begin        a ``TierLoading``: host memory and disk → blocks
+    purge, clear, …       forgotten    reaches every tier
 
-The machinery is that of the second level behind vLLM (``second_level``, ``host.memory``, ``disk_level``). Here the
-scheduler and its only worker are one thread, so a load or a save is made at once.
+The index and the memory are those of the second level behind vLLM (``second_level``, ``host.memory``, ``disk_level``).
+Here the cache and the only worker are in one process, so what was decided is done at once, in the caller's thread and
+on its stream. It is in order with what the engine computes. A copy to host memory costs the bytes of the new blocks, a
+copy back those of the loaded ones.
 
-**Saves.** While host memory has free slots, each block is copied when it is computed. Later a block is copied when the
+**Saves.** While host memory has free slots, each block is copied when it is committed. Later a block is copied when the
 cache evicts it, unless its copy is still here (``host.index``). So the two hold different blocks when memory is short.
 
-**Loads** begin when the request has its blocks, so nothing is read for one that can't start. Each part that the disk
-brings is copied into these blocks before the next one is read. So host memory may be smaller than a prompt.
-
-**Nothing older than a purge.** A row is marked before its sequence is opened. A purge or a clear changes the mark
-before it forgets anything and again afterwards. A row with an outdated mark loads and saves nothing. The mark is
-compared again after the host's sequence was opened: a purge that comes later detaches that.
+**Nothing older than a purge.** A tenant's mark changes before a purge or a clear forgets anything, and again
+afterwards. A save or a load takes the mark before it looks at anything, and does nothing once the mark is another.
 
 **Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
 A strict tenant has its share of host memory for itself, or nothing there, and nothing on the disk (``disk_level``).
+
+A thread (``start``) evicts ahead, zeroes slots after purges, looks after a disk, and ends loads whose sequence was
+released or that nobody asks any more.
 
 An error in here costs hits: it is logged, what was decided and not done is undone, and the tiers go on. After
 ``MOST_ERRORS`` errors within ``ERRORS_S`` seconds they rest for ``REST_S``. Requests go on without them meanwhile.
@@ -35,19 +36,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import Namespace, Tenant
-from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
+from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
-from radixkv.index.below import Scope
-from radixkv.index.sequence import commit_loaded
+from radixkv.index.below import Part, Scope, Target
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
@@ -55,10 +55,12 @@ from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.gate import Gate
 from radixkv.tiers.host.cleaner import Cleaner
 from radixkv.tiers.host.lossy_memory import LossyBlocks
-from radixkv.tiers.host.memory import HostBlocks, StepReport, bytes_of_row
+from radixkv.tiers.host.memory import HostBlocks, Slots, bytes_of_row
 from radixkv.tiers.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
+from radixkv.tiers.loading import Put, TierLoading
 from radixkv.tiers.pending import Pending
 from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
+from radixkv.tiers.record_reader import RecordReader
 from radixkv.tiers.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
 from radixkv.tiers.settings import (
     UNCACHED_SALT,
@@ -71,9 +73,8 @@ from radixkv.tiers.unusable_disk import UnusableDisk
 from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
-    from radixkv.index.below import Expected, GiveAll, Loading, Part, Target
+    from radixkv.index.below import Expected, GiveAll
     from radixkv.index.cache import PrefixCache
-    from radixkv.index.sequence import Sequence
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.disk_level import DiskLevel
 
@@ -88,80 +89,11 @@ _BUSY_TICK_S: Final = 0.01
 _log = logging.getLogger(__name__)
 
 
-class RowBelow:
-    """What one sequence of the engine has below. Its tiers' lock is the engine's gate."""
-
-    __slots__ = ("_has_part", "_is_settled", "_mark", "_request_id", "_tiers", "num_disk_tokens")
-
-    def __init__(self, tiers: LowerTiers, mark: int | None) -> None:
-        self._tiers, self._mark, self._request_id = tiers, mark, f"row-{next(tiers.numbers)}"
-        self._has_part = True  # host memory may have something for it
-        self._is_settled = False  # the disk brings nothing more for it
-        self.num_disk_tokens = 0
-        """Of the tokens that were loaded last, those that the disk had brought for it."""
-
-    def begin(self, tenant: str) -> None:
-        """Mark the row anew. Call it just before its sequence is opened."""
-        self._mark, self._has_part = self._tiers.mark(tenant), True
-
-    def fork(self) -> RowBelow:
-        """Return that of a sequence that was forked off."""
-        return RowBelow(self._tiers, self._mark)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing more is loaded."""
-        return self._is_settled and not self._has_part
-
-    def bring(self, sequence: Sequence, key: bytes) -> bool:
-        """Load what is below of an opened sequence and has come. Returns whether the disk still brings some of it.
-
-        Call it in each step until it is False, before anything is computed. Of what came in one call,
-        ``num_disk_tokens`` are from the disk. Never waits. Raises as ``load``.
-        """
-        num_disk_tokens, is_coming, is_part = 0, False, False
-        while not is_coming and not self.is_done:
-            if self._has_part:
-                self._has_part, before = False, sequence.num_committed_tokens
-                is_used = self.load(sequence, key) > before
-                num_disk_tokens += self.num_disk_tokens
-                if is_part and not is_used:  # purged, or it failed: the next one would be the same
-                    self._is_settled = True
-                    self.forget()
-            if not self._is_settled:
-                is_coming = self._tiers.is_waiting(
-                    self._request_id, sequence.namespace, key, sequence.num_committed_tokens
-                )
-                self._is_settled = not is_coming
-                is_part = self._tiers.has_part(self._request_id)
-                self._has_part = is_part or (self._is_settled and self._tiers.has_disk)
-                is_coming &= not is_part
-        self.num_disk_tokens = num_disk_tokens
-        return is_coming
-
-    def load(self, sequence: Sequence, key: bytes) -> int:
-        """Load what host memory has of an opened sequence behind its committed tokens, and commit it.
-
-        Returns the tokens that are there then. Raises LeaseError if its tenant was purged.
-        """
-        num_tokens = self._tiers.load(self._request_id, self._mark, sequence, key)
-        self.num_disk_tokens = self._tiers.take_disk_tokens(self._request_id)
-        return num_tokens
-
-    def save(self, sequence: Sequence, key: bytes) -> None:
-        """Save the committed blocks of a sequence that aren't below yet. ``key``: of at least these tokens."""
-        self._tiers.save(self._mark, sequence, key)
-
-    def forget(self) -> None:
-        """Drop what the disk brings for it."""
-        self._tiers.forget(self._request_id)
-
-
 class LowerTiers:
-    """The tiers below a cache with this storage. Used within the engine's gate, but for what says "any thread".
+    """The tiers below a cache with this storage. Any thread may use them.
 
-    ``gate``: the engine's; None for an engine of one thread. ``fingerprint``: of the engine. ``policy_clock``: of host
-    memory's policy, like the cache's; waits for the disk take ``clock``.
+    ``fingerprint``: of what computes the KV. ``policy_clock``: of host memory's policy, like the cache's; waits for the
+    disk take ``clock``.
 
     Raises ConfigError if host memory doesn't hold two blocks, or the machine hasn't got it. The same for KV that can't
     be quantised (``LossyCodec``), for a disk without a fingerprint, and for the disk's folder (``DiskSettings``). A
@@ -172,15 +104,14 @@ class LowerTiers:
         self,
         storage: BlockStorage,
         settings: TierSettings,
-        fingerprint: str,
-        gate: Gate | None = None,
+        fingerprint: str = "",
         *,
         policy: str = "learned",
         always_scrubs: bool = False,
         clock: Clock = monotonic,
         policy_clock: Clock = monotonic,
     ) -> None:
-        self.numbers, self.gate = count(1), gate or Gate()
+        self.gate = Gate()
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
@@ -204,8 +135,6 @@ class LowerTiers:
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
         self._rests_until = clock()
         self._counts, self._load_durations = Counter[str](), Durations()
-        self._num_brought = 0
-        """Of the blocks that are being loaded, those that the disk brought for the same request."""
         self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
@@ -221,17 +150,16 @@ class LowerTiers:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
             if disk is not None:
                 self._prefetch = self._made_prefetch(disk)
+        self.reader = None if self.disk is None else RecordReader(self.disk, self._size, clock)
+        self._loadings: WeakSet[TierLoading] = WeakSet()
+        self._weights: dict[str, int] = {}
+        """The version of a model's weights, by model, if somebody changed them."""
 
-    # --- rows, within the gate
-
-    def row(self, namespace: Namespace) -> RowBelow | None:
-        """Return what a sequence of a namespace has below; None if nothing of it is kept."""
-        return RowBelow(self, self.mark(namespace.tenant)) if self.keeps(namespace) else None
+    # --- whose KV, and since when
 
     def keeps(self, namespace: Namespace) -> bool:
-        """Whether KV of a namespace are kept now."""
-        is_left_out = namespace.salt.startswith(UNCACHED_SALT) or namespace.tenant in self._unkept
-        return not self._is_shut and not is_left_out
+        """Whether KV of a namespace are kept now. Any thread."""
+        return not self._is_shut and self.has(namespace) and namespace.tenant not in self._unkept
 
     @property
     def _is_shut(self) -> bool:
@@ -243,58 +171,9 @@ class LowerTiers:
         with self._lock:
             return None if self._changing[tenant] else self._marks[tenant]
 
-    def is_waiting(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> bool:
-        """Whether the disk still brings some of a prompt behind its first ``num_local`` tokens. Never waits."""
-        if self.level.disk is None or self._is_shut:
-            return False
-        namespace = namespace._replace(weights=self.level.weights)
-        with self._guarded():
-            generation = self.level.cache.generation(namespace.tenant)
-            is_waiting = self.level.waits_for_disk(request_id, namespace, generation, key, num_local)
-            self._run()
-            return is_waiting
-        return False
-
-    def has_part(self, request_id: str) -> bool:
-        """Whether something has come from the disk for a request, and isn't loaded."""
-        return self.level.disk is not None and self.level.disk.promotions.num_brought(request_id) > 0
-
-    def load(self, request_id: str, mark: int | None, sequence: Sequence, key: bytes) -> int:
-        """See ``RowBelow.load``."""
-        num_local = sequence.num_committed_tokens
-        stop = 0
-        if not self._is_shut and self._is_current(mark, sequence.namespace):
-            with self._guarded(), self._timed():
-                stop = self._loaded(request_id, sequence, key, num_local)
-        if stop > num_local:
-            commit_loaded(sequence, stop)
-        return max(stop, num_local)
-
-    def take_disk_tokens(self, request_id: str) -> int:
-        """Return how many tokens that the disk brought a request has loaded since the last call."""
-        return 0 if self.level.disk is None else self.level.disk.promotions.take_used(request_id) * self._size
-
-    def save(self, mark: int | None, sequence: Sequence, key: bytes) -> None:
-        """See ``RowBelow.save``."""
-        self._cleaner.used()
-        namespace, stop = sequence.namespace, sequence.num_committed_tokens // self._size
-        is_current = self._is_current(mark, namespace)
-        if self._is_shut or not stop or sequence.num_base_tokens or not sequence.is_open or not is_current:
-            return
-        with self._guarded():
-            self.level.save_key(
-                namespace,
-                self.level.cache.generation(namespace.tenant),
-                key[: stop * self._size * TOKEN_BYTES],
-                lambda: sequence.block_table,
-                lambda: self._is_current(mark, namespace),
-            )
-            self._run()
-
-    def forget(self, request_id: str) -> None:
-        """See ``RowBelow.forget``."""
-        with self._guarded():
-            self.level.forget(request_id)
+    def is_current(self, mark: int, tenant: str) -> bool:
+        """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
+        return not self._is_shut and self.mark(tenant) == mark
 
     def expect(self, expected: Expected) -> None:
         """See ``Below``. What the disk has comes into host memory. Any thread."""
@@ -407,7 +286,8 @@ class LowerTiers:
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
-        return not namespace.salt.startswith(UNCACHED_SALT) and namespace.weights == self.level.weights
+        is_left_out = namespace.salt.startswith(UNCACHED_SALT)
+        return not is_left_out and namespace.weights >= self._weights.get(namespace.model, 0)
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something in host memory, of one tenant or of all."""
@@ -503,11 +383,20 @@ class LowerTiers:
             stop = len(key) // (self._size * TOKEN_BYTES)
             return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
 
+        def is_loading(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
+            place = disk.promotions.place_of(namespace)
+            if place is None or self.reader is None:
+                return False
+            return self.reader.reads(
+                place, key, self.level.index.reach(namespace, key, num_tokens // self._size)
+            )
+
         return Prefetch(
             disk.promotions,
-            lambda namespace: self.keeps(namespace) and self.has(namespace),
+            self.keeps,
             self.level.cache.generation,
             is_there,
+            is_loading,
             self._has_work.set,
         )
 
@@ -524,17 +413,74 @@ class LowerTiers:
 
     # --- the cache
 
-    keeps_commits = False
-
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
-        """Do nothing: the engine saves."""
+        """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
+        self._cleaner.used()
+        with self.gate:
+            mark = self.mark(tenant)  # before the part is taken: a later purge or clear changes it
+            if self._is_shut or mark is None or tenant in self._unkept:
+                return
+            with self._guarded():
+                part = take()
+                if part is None:
+                    return
+                try:
+                    self._keep(part, mark)
+                finally:
+                    part.release()
+
+    def _keep(self, part: Part, mark: int) -> None:
+        namespace = part.namespace
+        if not self.keeps(namespace):
+            return
+        self.level.save_key(
+            namespace,
+            self.level.cache.generation(namespace.tenant),
+            part.key,
+            lambda: part.block_ids,
+            lambda: self.mark(namespace.tenant) == mark,
+        )
+        self._run()
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
-        """Return False: the engine loads."""
+        """See ``Below``. O(nodes on the path), and with a disk a hash of the key."""
+        last = len(key) // (self._size * TOKEN_BYTES) - 1
+        if self.level.index.reach(namespace, key, last) > last:
+            return True
+        disk = self.disk
+        if disk is not None:
+            with self.gate, self._guarded():
+                return disk.promotions.may_have(namespace, key)
         return False
 
-    def begin(self, target: Target) -> Loading | None:
-        """Return None: the engine loads."""
+    def begin(self, target: Target) -> TierLoading | None:
+        """See ``Below``. O(tokens)."""
+        namespace = target.namespace
+        with self.gate:
+            mark = self.mark(namespace.tenant)
+            if mark is None or not self.keeps(namespace):
+                return None
+            with self._guarded():
+                stop = self._host_stop(target)
+                loading = TierLoading(self, target, mark, stop, self._size, self._clock)
+                try:
+                    if loading.begin():
+                        self._loadings.add(loading)
+                        return loading
+                except BaseException:
+                    loading.end()  # whoever keeps the error keeps the loading too
+                    raise
+        return None
+
+    def _host_stop(self, target: Target) -> int:
+        """Return the block where host memory's part of a sequence ends, with what is coming ahead of it."""
+        namespace, key = target.namespace, target.key
+        stop = self.level.index.reach(namespace, key, target.num_committed // self._size)
+        disk = self.disk
+        if disk is not None and disk.promotions.take_over(namespace, key, stop):
+            self._run()
+            stop = self.level.index.reach(namespace, key, stop)
+        return stop
 
     def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
         """See ``Below``."""
@@ -569,7 +515,7 @@ class LowerTiers:
             if not is_in:
                 with self._lock:
                     self._counts["lost_blocks"] += len(block_ids)
-            elif self.keeps(namespace) and self.has(namespace) and self.mark(namespace.tenant) is not None:
+            elif self.keeps(namespace) and self.mark(namespace.tenant) is not None:
                 with self._guarded():
                     self.level.demote(namespace, key, start, block_ids)
                     self._run()
@@ -586,7 +532,65 @@ class LowerTiers:
         finally:
             self.gate.leave()
 
-    # --- the engine
+    # --- Source, within the gate
+
+    def safely(self, call: Callable[[], None]) -> bool:
+        """See ``Source``."""
+        is_good = False
+        with self._guarded():
+            call()
+            is_good = True
+        return is_good
+
+    def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
+        """See ``Source``."""
+        try:
+            lease = self.level.cache.match_and_lease(namespace, key)
+        except CapacityError:  # all of it is in use
+            return
+        index = self.level.index
+        with lease, self._timed():
+            entries = lease.block_ids[start:].astype(np.int64)
+            slots = index.filled_slots(entries)
+            index.use(slots)
+            try:
+                blocks = self._load(slots, start, put)
+                num_loaded = len(blocks)
+                is_same = index.slots_of(entries[:num_loaded]) == slots[:num_loaded]
+                index.loaded(entries[:num_loaded][is_same], blocks[is_same])
+            finally:
+                index.unuse(slots)
+
+    def row_copy(self, row: int) -> Callable[[BlockIds], None]:
+        """See ``Source``."""
+        return partial(self.memory.put, self.memory.stage_row(row))
+
+    def _load(self, slots: Slots, start: int, put: Put) -> Slots:
+        """Put slots, which are in use, into blocks from block ``start`` on, and return the ids of these.
+
+        Others enter the gate between parts, and may purge what is loaded: then ``put`` refuses.
+        """
+        step, found = self.slice_blocks, [np.empty(0, np.int64)]
+
+        def copy(staged: list[torch.Tensor], block_ids: BlockIds) -> None:
+            self.memory.put(staged, block_ids)
+            found.append(block_ids.astype(np.int64))
+
+        try:
+            for at in range(0, len(slots), step):
+                if at:
+                    with self.gate.outside():
+                        pass
+                staged = self.memory.stage(slots[at : at + step])
+                stop = min(at + step, len(slots))
+                if not put(start + at, start + stop, partial(copy, staged)):
+                    break
+        finally:
+            self.memory.counts["loaded_blocks"] += sum(map(len, found))
+            self._take_counts()
+        return np.concatenate(found)
+
+    # --- for its owner
 
     def start(self) -> None:
         """Begin a thread that evicts ahead, zeroes slots after purges, and looks after a disk, also without requests.
@@ -640,10 +644,27 @@ class LowerTiers:
                         self._prefetch.ask(asked)
                     self._prefetch.go_on()
                 self._run()
+        self._sweep()
 
-    def weights_changed(self, version: int) -> None:
-        """Forget everything: the weights are others. Outside the gate."""
+    def _sweep(self) -> None:
+        """End loads that don't go on."""
+        if self.reader is not None:
+            for loading in list(self._loadings):
+                loading.sweep()
+            self.reader.sweep()
+
+    def _end_loads(self) -> None:
+        for loading in list(self._loadings):
+            loading.end()
+
+    def weights_changed(self, model: str, version: int) -> None:
+        """Forget everything, because the weights of a model are others. Nothing of earlier versions is kept any more.
+
+        What is being loaded ends.
+        """
         with self.gate, self._guarded():
+            self._weights[model] = version
+            self._end_loads()
             self.level.reset(version)
 
     def close(self) -> None:
@@ -654,6 +675,8 @@ class LowerTiers:
         self.stop()
         self._later.clear()
         with self.moving():
+            self._end_loads()
+            self._sweep()
             if self.level.disk is not None:
                 self.level.disk.close(None if self._is_off else self._give_all)
             self._is_off = self._is_closed = True
@@ -729,7 +752,7 @@ class LowerTiers:
         """Return details of the tiers in ``counts``. Any thread."""
         found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
         if disk is not None:
-            tier, loads = disk.tier, disk.load_durations
+            tier, loads = disk.tier, disk.promotions.load_durations
             found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
         elif self._unusable is not None:
             found["disk"] = TierDetails(Durations())
@@ -788,43 +811,22 @@ class LowerTiers:
         """The disk, if there is one."""
         return self.level.disk
 
-    def _loaded(self, request_id: str, sequence: Sequence, key: bytes, num_local: int) -> int:
-        """Copy what host memory has behind the first ``num_local`` tokens. Returns the tokens that are there then."""
-        namespace = sequence.namespace
-        generation = self.level.cache.generation(namespace.tenant)
-        num_found = self.level.found_key(request_id, namespace, key, num_local)
-        if not num_found:
-            if self.disk is not None:
-                self.disk.promotions.used(request_id, 0)
-            return 0
-        start, stop = num_local // self._size, (num_local + num_found) // self._size
-        table = sequence.block_table[start:stop].tolist()
-        key = key[: stop * self._size * TOKEN_BYTES]
-        self.level.load_key(request_id, namespace, generation, key, start, table)
-        self._num_brought = 0 if self.disk is None else self.disk.promotions.num_brought(request_id)
-        num_good = self._run().failed.get(request_id, stop - start)
-        return (start + num_good) * self._size
-
-    def _run(self) -> StepReport:
+    def _run(self) -> None:
         """Do what was decided, at once, and take what became of it."""
         work = self.level.take_work(None)
         self.memory.load(work)
         self.memory.save(work)
-        report = self.memory.take_report()
-        self.memory.take_invalid()
-        self.level.reported(report)
-        self.level.loads_ended(self.memory.take_loaded())
+        self.level.reported(self.memory.take_report())
         self.level.work_done()
         self._take_counts()
         if self.disk is not None and self.disk.stores.num_running:
             self._has_work.set()  # so that the next blocks follow soon
-        return report
 
     def _take_counts(self) -> None:
         with self._lock:
-            taken, num_brought, self._num_brought = self.memory.take_counts(), self._num_brought, 0
+            taken = self.memory.take_counts()
             self._counts.update(taken)
-            self._counts["hit_blocks"] += max(taken["loaded_blocks"] - num_brought, 0)
+            self._counts["hit_blocks"] += taken["loaded_blocks"]
             self._counts.update(self.level.take_counts())
             self._counts["lost_blocks"] += self.level.take_lost()
 
@@ -837,11 +839,6 @@ class LowerTiers:
         finally:
             with self._lock:
                 self._load_durations.add(self._clock() - began_at)
-
-    def _is_current(self, mark: int | None, namespace: Namespace) -> bool:
-        """Whether nothing was purged or cleared since the mark, and the weights are the same."""
-        is_marked = mark is not None and self.mark(namespace.tenant) == mark
-        return is_marked and namespace.weights == self.level.weights
 
     def _scaled(self, tenant: Tenant) -> Tenant:
         num_entries = self.level.cache.config.num_blocks
@@ -896,6 +893,31 @@ class LowerTiers:
 
 
 refuse_copies(LowerTiers, "it holds memory, threads and files. Make another")
+
+
+def tiers_below(
+    config: CacheConfig,
+    storage: BlockStorage | None,
+    settings: TierSettings | None = None,
+    fingerprint: str = "",
+    *,
+    clock: Clock = monotonic,
+) -> LowerTiers:
+    """Return the tiers below a cache with this configuration, storage and clock; without ``settings``, those it names.
+
+    Raises ConfigError without a storage, and as LowerTiers.
+    """
+    if storage is None:
+        allowed = "0 without a layout or a storage: the cache must copy the blocks"
+        raise ConfigError("host_blocks", config.host_blocks, allowed)
+    return LowerTiers(
+        storage,
+        settings or TierSettings(0, None, config.host_blocks, config.tier_dtype),
+        fingerprint,
+        policy=config.policy,
+        always_scrubs=config.scrub == "always",
+        policy_clock=clock,
+    )
 
 
 def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:

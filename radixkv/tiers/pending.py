@@ -301,7 +301,7 @@ class DiskDebts:
 
     @property
     def owed(self) -> frozenset[str]:
-        """Tenants whose records may still be on the disk, though they were purged or cleared. None is served."""
+        """Tenants whose records may still be on the disk, though it was to destroy them. None is served."""
         with self._owing:
             return frozenset(self._owed)
 

@@ -112,7 +112,7 @@ class Prefetch:
     """Brings what ``promotions`` have of prompts for which ``keeps`` is true.
 
     ``generation``: of a tenant, in host memory. ``is_there``: whether host memory has a key behind its first so many
-    tokens. ``wake``: is called when a prompt has come.
+    tokens; ``is_loading``: whether a request loads it from there on. ``wake``: is called when a prompt has come.
     """
 
     def __init__(
@@ -121,10 +121,11 @@ class Prefetch:
         keeps: Callable[[Namespace], bool],
         generation: Callable[[str], int],
         is_there: Callable[[Namespace, bytes, int], bool],
+        is_loading: Callable[[Namespace, bytes, int], bool],
         wake: Callable[[], None],
     ) -> None:
         self._promotions, self._keeps, self._generation = promotions, keeps, generation
-        self._is_there = is_there
+        self._is_there, self._is_loading = is_there, is_loading
         self._numbers = count(1)
         self._arrived: dict[str, deque[_Prompt]] = {}
         """Those that were announced since the last ``go_on``, by tenant."""
@@ -234,6 +235,8 @@ class Prefetch:
         if not key or not expected.is_open or not self._keeps(namespace):  # its end drops the key
             return False
         promotions, num_resident = self._promotions, expected.resident_tokens
+        if prompt.is_asked and self._is_loading(namespace, key, num_resident):
+            return False
         gives_way, num_running = self._has_begun and self._must_yield(prompt), promotions.num_running
         is_coming = promotions.is_waiting(
             prompt.request_id,

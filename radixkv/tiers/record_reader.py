@@ -1,8 +1,8 @@
 """Single records of a disk on their way into staging memory, each read once for all that want it.
 
-``disk_level`` promotes a prompt's leading records through host memory, for an engine whose requests wait. Here a load
-takes records in any order, straight from staging memory into the engine's blocks. Used within the tiers' gate. Only
-threads of the tier wait for the disk.
+A load takes records in any order, straight from staging memory into the cache's blocks. (``promotions`` bring a
+prompt's leading records into host memory: for a worker in another process, and for prompts that are to come.) Used
+within the tiers' gate. Only threads of the tier wait for the disk.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ class RecordReader:
     def num_running(self) -> int:
         """Records in staging memory, or on their way there."""
         return sum(map(len, self._flights.values()))
+
+    def reads(self, place: Namespace, key: bytes, block: int) -> bool:
+        """Whether records of a prompt are on their way that has the first ``block + 1`` blocks of a key. O(records)."""
+        head = key[: (block + 1) * self._block_bytes]
+        flights = (each for where, found in self._flights.items() if where.place == place for each in found)
+        return any(each.key.startswith(head) for each in flights)
 
     def begin(self, where: Where, key: bytes, flights: list[Flight]) -> Flight | None:
         """Begin to read a record, or join a read of it. None if its tenant has no rows left, or the disk refuses.

@@ -8,7 +8,7 @@
     what became of it                             reported, loads_ended
     the request ended                             forget
 
-An engine that knows namespaces and keys itself calls ``found_key``, ``load_key`` and ``save_key`` in their place.
+An engine that knows namespaces and keys itself saves by ``save_key``, and loads by itself.
 
 The index is a PrefixCache, whose entries have slots of host memory, the same on each worker (``host.index``). So
 tenants, policies and the audit are those of the first level. ``radixkv.engines.vllm_connector`` is the shell that vLLM
@@ -216,7 +216,6 @@ class _Load(NamedTuple):
     generation: int
     key: bytes
     start: int
-    entries: Slots
     slots: Slots
     lease: Lease | None
     blocks: Slots
@@ -308,31 +307,16 @@ class SecondLevel:
         if request.facts.is_private:
             return 0
         key = request.between(0, self._usable(len(ids)))
-        if request.facts.looks_up and self._waits_for_disk(
-            request_id, request.namespace, request.generation, key, num_local
-        ):
-            return None
+        if request.facts.looks_up and self.disk is not None:
+            promotions = self.disk.promotions
+            if promotions.is_waiting(request_id, request.namespace, request.generation, key, num_local):
+                return None
         match = self.cache.match(request.namespace, key)
         request.num_saved = match.num_blocks
         num_found = self._num_loadable(match, num_local) if request.facts.looks_up else 0
         if num_found == 0 and self.disk is not None:
             self.disk.promotions.used(request_id, 0)
         return num_found
-
-    def waits_for_disk(
-        self, request_id: str, namespace: Namespace, generation: int, key: bytes, num_local: int
-    ) -> bool:
-        """Whether the disk brings some of a key for a request that ``found`` doesn't know. Ask again.
-
-        When a part of it has come (``DiskPromotions.num_brought``), load that first: it makes room for the next one.
-        """
-        key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
-        return self._waits_for_disk(request_id, namespace, generation, key, num_local, in_parts=True)
-
-    def found_key(self, request_id: str, namespace: Namespace, key: bytes, num_local: int) -> int | None:
-        """Do what ``found`` does but for the disk, for a request with this key, which ``found`` doesn't know."""
-        key = key[: self._usable(len(key) // TOKEN_BYTES) * TOKEN_BYTES]
-        return self._num_loadable(self.cache.match(namespace, key), num_local)
 
     def load(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
         """Load ``num_tokens`` tokens, as ``found`` said, to the engine's ``blocks``: all blocks of the request.
@@ -341,33 +325,20 @@ class SecondLevel:
         """
         request = self._requests[request_id]
         start, stop = request.num_local // self._size, (request.num_local + num_tokens) // self._size
-        key = request.between(0, stop * self._size)
-        self.load_key(request_id, request.namespace, request.generation, key, start, blocks[start:stop])
-
-    def load_key(
-        self,
-        request_id: str,
-        namespace: Namespace,
-        generation: int,
-        key: bytes,
-        start: int,
-        blocks: Sequence[int],
-    ) -> None:
-        """Load the blocks of a key from block ``start`` on, to the engine's ``blocks``."""
-        to, slots = np.array(blocks, np.int64), np.full(len(blocks), NO_SLOT, np.int64)
+        namespace, key = request.namespace, request.between(0, stop * self._size)
+        to = np.array(blocks[start:stop], np.int64)
+        slots = np.full(len(to), NO_SLOT, np.int64)
         try:
             lease = self.cache.match_and_lease(namespace, key)
         except CapacityError:
             lease = None
-        entries = np.empty(0, np.int64)
         if lease is not None:
             with self._released_after_error(lease):
-                entries = lease.block_ids[start : start + len(blocks)].astype(np.int64)
-                slots[: len(entries)] = self.index.slots_of(entries)
-                entries = entries[slots[: len(entries)] != NO_SLOT]
+                found = self.index.slots_of(lease.block_ids[start : start + len(to)].astype(np.int64))
+                slots[: len(found)] = found
                 self._is_loading[slots[slots != NO_SLOT]] = True
                 self.index.use(slots[slots != NO_SLOT])
-        self._loads[request_id] = _Load(namespace, generation, key, start, entries, slots, lease, to)
+        self._loads[request_id] = _Load(namespace, request.generation, key, start, slots, lease, to)
         self._new_loads.append(request_id)
         self.counts["loads"] += 1
 
@@ -573,8 +544,6 @@ class SecondLevel:
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None and load.lease is not None:
-                if self._has_above:
-                    self.index.loaded(load.entries, load.blocks[load.slots != NO_SLOT])
                 self._release_load(load, load.lease)
             if load is not None and self.disk is not None:
                 promotions = self.disk.promotions  # the last blocks came from there
@@ -663,20 +632,6 @@ class SecondLevel:
             if not any(save.held is held for saves in self._saves.values() for save in saves):
                 held.release()
             raise
-
-    def _waits_for_disk(
-        self,
-        request_id: str,
-        namespace: Namespace,
-        generation: int,
-        key: bytes,
-        num_local: int,
-        *,
-        in_parts: bool = False,
-    ) -> bool:
-        return self.disk is not None and self.disk.promotions.is_waiting(
-            request_id, namespace, generation, key, num_local, is_held=True, in_parts=in_parts
-        )
 
     def _num_loadable(self, match: Match, num_local: int) -> int | None:
         """Return the tokens that a load would bring. None if another load reads some of their slots."""

@@ -14,7 +14,7 @@ from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.index.validation import require_namespace, require_seconds
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.settings import DiskOptions, require_fingerprint
+from radixkv.tiers.settings import DiskOptions, TierSettings, require_fingerprint
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
@@ -30,7 +30,7 @@ class TieredCache(PrefixCache):
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
 
-    HFEngine sets ``lower`` itself, for a cache without ``host.memory``, before the first request.
+    HFEngine calls ``add_tiers`` for a cache without ``host_blocks``: the fingerprint is its model's.
 
     No call raises what a disk does. A disk that hasn't forgotten a tenant yet serves nothing of it, and goes on trying:
     see ``pending``. After ``close`` a purge or a clear raises TierError, because no disk would hear of it.
@@ -56,9 +56,10 @@ class TieredCache(PrefixCache):
     def _made_below(self) -> Below | None:
         disk, fingerprint = self._below_options
         if self.config.host_blocks:
-            from radixkv.tiers.cache_tiers import CacheTiers
+            from radixkv.tiers.lower_tiers import tiers_below
 
-            self._lower = CacheTiers(self.config, self.storage, disk, fingerprint, self._clock)
+            settings = TierSettings(0, disk, self.config.host_blocks, self.config.tier_dtype)
+            self._lower = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
             self._lower.start()
         elif disk is not None:
             raise ConfigError(
@@ -71,12 +72,23 @@ class TieredCache(PrefixCache):
         """The tiers below."""
         return self._lower
 
-    @lower.setter
-    def lower(self, tiers: LowerTiers) -> None:
-        if self.config.host_blocks:
+    def add_tiers(self, settings: TierSettings, fingerprint: str) -> None:
+        """Let host memory, and a disk, lie below from now on. Before the first request. ``close`` ends them.
+
+        ``fingerprint``: of what computes the KV. Raises ConfigError if the cache has tiers, and for tiers that can't be
+        had (see ``LowerTiers``). Nothing is added then.
+        """
+        from radixkv.tiers.lower_tiers import tiers_below
+
+        if self._lower is not None:
             raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
+        tiers = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
+        known = [each for each in map(self.tenant, self.tenants()) if each is not None]
         self._lower = tiers
         attach(self, tiers)
+        for each in known:
+            tiers.add_tenant(each)
+        tiers.start()
 
     def close(self) -> None:
         """Store what waits for the disk, for some seconds at most, and give its folder back. After all calls.
@@ -123,7 +135,9 @@ class TieredCache(PrefixCache):
         return self._waited(self._lower.forget_scope(scope), wait_s)
 
     def pending(self, tenant: str | None = None) -> Pending:
-        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed; None: of all."""
+        """Return what a disk still has to destroy of a tenant that was purged, cleared or removed, or is strict; None:
+        of all.
+        """
         return Pending() if self._lower is None else self._lower.pending(tenant)
 
     def purge(self, tenant: str, *, generation: int = 0, wait_s: float | None = None) -> int:
@@ -139,7 +153,9 @@ class TieredCache(PrefixCache):
         return num_blocks
 
     def add_tenant(self, tenant: Tenant, *, wait_s: float | None = None) -> None:
-        """See PrefixCache. A disk forgets what an earlier tenant of that name left: see ``forget_in_tiers``."""
+        """See PrefixCache. A disk forgets what an earlier tenant of that name left, and all of a strict one: see
+        ``forget_in_tiers``.
+        """
         was_pending = isinstance(tenant, Tenant) and bool(self.pending(tenant.id))
         super().add_tenant(tenant)
         if not was_pending:

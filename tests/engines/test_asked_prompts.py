@@ -307,11 +307,10 @@ def test_a_long_request_does_not_wait_for_what_comes_ahead(folder: Path, by_hand
         owner.cache.prefetch(NS, PROMPT)
         assert ticks(owner, lambda: owner.disk.num_running == 1)
         assert owner.disk.rows.num_free == 6
-        key = encode(PROMPT)
-        with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", OTHER, 0, key, 0)
+        with owner.cache.open(OTHER, PROMPT) as sequence:
+            loading = loading_of(sequence)
             assert owner.disk.rows.num_free == 1, "it has begun, with all rows but those of a newcomer"
-            owner.disk.promotions.forget("request")
+            loading.cancel()
         reads.open()
         assert ticks(owner, lambda: in_host(owner) == 40)
 
@@ -328,34 +327,26 @@ def test_a_request_takes_over_what_comes_ahead(folder: Path, call: str, by_hand:
         reads.allow(4)
         assert eventually(lambda: sum(job.is_done for job in ahead.jobs) == 4)
         num_good = [*(job.is_done for job in ahead.jobs), False].index(False)
-        with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
-            assert owner.disk.promotions._promotions.keys() == {"request"}
-            assert owner.disk.promotions._promotions["request"].start == num_good
-        assert in_host(owner) == num_good * SIZE
-        assert heard.num_blocks == 8 or call == "announce", "each point once"
-        reads.open()
-
-        def is_there() -> bool:
-            owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
-            return in_host(owner) == 40
-
-        assert ticks(owner, is_there)
+        with owner.cache.open(NS, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            assert not owner.disk.promotions.num_running
+            assert loading.num_host_tokens == in_host(owner) == num_good * SIZE
+            assert heard.num_blocks == 8 or call == "announce", "each point once"
+            reads.open()
+            assert ticks(owner, loading.poll) and owner.is_right(sequence)
+            assert sequence.num_committed_tokens == 40
         assert ticks(owner, lambda: is_idle(owner))
-        owner.disk.promotions.forget("request")
-        assert owner.ask(PROMPT) == (40, 1), "and its KV is right"
 
 
 def test_what_a_request_brings_is_not_brought_ahead(folder: Path, by_hand: None) -> None:
-    with held_reads(folder) as (owner, reads):
-        with owner.below.gate:  # type: ignore[attr-defined]
-            assert owner.disk.promotions.is_waiting("request", NS, 0, encode(PROMPT), 0)
+    with held_reads(folder) as (owner, reads), owner.cache.open(NS, PROMPT) as sequence:
+        loading = loading_of(sequence)
         owner.cache.prefetch(NS, PROMPT)
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.tick()
-        assert is_idle(owner) and owner.disk.num_running == 1
+        assert is_idle(owner) and not owner.disk.num_running
         reads.open()
-        owner.disk.promotions.forget("request")
+        assert loading.wait() and loading.num_loaded_tokens == 40
 
 
 def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:

@@ -48,9 +48,10 @@ def on_disk(
     files: Files | None = None,
     secret: bytes = SECRET,
     awaits: bool = False,
+    name: str = "llama",
 ) -> Iterator[HFEngine]:
     """An engine with host memory and a disk. It is closed afterwards."""
-    model = model_of()
+    model = model_of(name)
     cache = TieredCache(CacheConfig(num_blocks, SIZE, layout_of(model)))
     disk = DiskOptions(folder, DISK_BYTES, secret, awaits, files or FaultyFiles())
     engine = HFEngine(model, cache, chunk_tokens=16, tiers=TierSettings(host_bytes(host_blocks), disk))
@@ -83,6 +84,29 @@ def test_a_restart_finds_what_was_computed(tmp_path: Path) -> None:
         evict_all(engine)
         assert ask(engine, PROMPT) == (answer, 40)
         assert disk_counts(engine)["hit_blocks"] == 10, "it is in host memory again"
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}])
+def test_a_model_whose_requests_run_one_after_the_other_waits_for_the_disk(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    with on_disk(tmp_path / "disk", name="falcon") as engine:
+        answer, cached = ask(engine, PROMPT, **settings)
+        assert cached == 0
+    with on_disk(tmp_path / "disk", name="falcon") as engine:
+        name = engine.namespace("a")
+        made = engine.generate(name, PROMPT, 6, eos_token_id=-1, **settings)
+        assert (made.token_ids, made.num_cached_tokens, disk_counts(engine)["hit_blocks"]) == (
+            answer,
+            [40],
+            10,
+        )
+        assert made.loaded is not None and made.loaded.seconds > 0
+        assert (made.loaded.host_tokens, made.loaded.disk_tokens) == (0, 40)
+        evict_all(engine)
+        done = engine.prefill(name, PROMPT)
+        assert done.num_cached_tokens == 40 and done.loaded is not None
+        assert (done.loaded.host_tokens, done.loaded.disk_tokens) == (40, 0)
 
 
 def test_a_generation_says_what_came_from_where(tmp_path: Path) -> None:
@@ -151,7 +175,7 @@ def test_what_was_read_and_not_used_is_no_hit(tmp_path: Path, monkeypatch: pytes
         raise OSError("no memory")
 
     with on_disk(tmp_path / "disk") as engine:
-        monkeypatch.setattr(HostBlocks, "_copy_in", fail)
+        monkeypatch.setattr(HostBlocks, "put", fail)
         assert ask(engine, PROMPT) == (answer, 0)
         assert blocks_read(engine) > 0 == disk_counts(engine)["hit_blocks"] == hits(engine)
         monkeypatch.undo()
@@ -178,7 +202,8 @@ def test_what_is_forgotten_while_it_comes_is_not_used(tmp_path: Path, forget: st
         else:
             assert asked.result(LIMIT_S) == (answer, 0)
         assert disk_counts(engine)["hit_blocks"] == hits(engine) == 0
-        assert eventually(lambda: not disk.num_running) and not disk.promotions._held
+        reader = lower_of(engine).reader
+        assert reader is not None and eventually(lambda: not disk.num_running and not reader.num_running)
         assert lower_of(engine).level.cache.stats().num_sequences == 0
 
 
@@ -240,12 +265,12 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
         assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
 
         def late(self: LowerTiers, what: Any) -> int:
-            with engine._gate:
+            with lower_of(engine).gate:
                 disk.debts._pays_at = 0.0
                 disk.debts._pay_if_due()
             assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
             assert eventually(lambda: not disk.debts.owed)
-            with engine._gate:
+            with lower_of(engine).gate:
                 disk.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
             assert eventually(lambda: disk.tier.counts()["sealed"] >= 10)
             found: int = original(self, what)

@@ -16,9 +16,9 @@ from hypothesis.stateful import precondition, rule
 from radixkv.audit import properties
 from radixkv.audit.properties.material import MAX_OPEN, NAMESPACES, prompts, small, where_to
 from radixkv.config import CacheConfig, Namespace
-from radixkv.tiers.cache_tiers import CacheTiers
 from radixkv.tiers.disk.slots import SlotTable
 from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.isolation.lives import EXAMPLES, SEED, finds
@@ -136,7 +136,7 @@ def a_purge_that_skips_the_disk(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_record_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheTiers, "row_copy", lambda self, row: lambda block_ids: None)
+    patch.setattr(LowerTiers, "row_copy", lambda self, row: lambda block_ids: None)
 
 
 def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
     original = SlotTable.seal
 
     def seal(self: SlotTable, slot: int) -> bool:
-        self._shared.used += 1
+        self._owners[self._entries[slot].owner].used += 1
         return original(self, slot)
 
     patch.setattr(SlotTable, "seal", seal)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from radixkv import PrefixCache
@@ -13,13 +14,16 @@ from radixkv.audit import properties
 from radixkv.audit.properties.material import Mirror
 from radixkv.config import Namespace
 from radixkv.index.cache import PrefixCache as Index
-from radixkv.tiers.cache_tiers import CacheTiers
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks, StepWork
+from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.second_level import SecondLevel
 from tests.isolation.lives import EXAMPLES, SEED, finds
-from tests.isolation.test_tier_machine import a_clear_that_skips_the_tier, a_purge_that_skips_the_tier
-from tests.tiers.test_cache_tiers import a_failed_load_counted_as_loaded, a_load_that_survives_a_cut
+from tests.tiers.test_cache_tiers import (
+    a_failed_load_counted_as_loaded,
+    a_load_that_survives_a_cut,
+    a_purge_that_skips_the_tier,
+)
 
 LIVES = max(EXAMPLES // 10, 24)
 
@@ -32,7 +36,7 @@ class Counted(properties.LoadingMachine):
     def laws(self) -> None:
         super().laws()
         below = self.cache._below
-        assert isinstance(below, CacheTiers)
+        assert isinstance(below, LowerTiers)
         counts = below.counts()["host"]
         assert counts["open"] and not counts["errors"], "host memory failed"
 
@@ -103,6 +107,25 @@ def blocks_that_leave_in_another_order(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_clear_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LowerTiers, "clear", lambda self, namespace: 0)
+
+
+def a_store_visible_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """A slot counts as written before its bytes are there."""
+
+    def early(self: HostBlocks, save: Any) -> None:
+        self._stamps[save.slots] = save.step
+
+    patch.setattr(HostBlocks, "_write", early)
+
+
+def slots_that_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A load takes what another slot holds."""
+    original = HostBlocks.stage
+    patch.setattr(HostBlocks, "stage", lambda self, slots: original(self, np.roll(slots, 1)))
+
+
 def a_dropped_entry_that_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostIndex, "_dropped", lambda self, entries: None)
 
@@ -136,6 +159,8 @@ def a_load_that_counts_as_missed(patch: pytest.MonkeyPatch) -> None:
         a_tenant_lost_below,
         a_purge_that_skips_the_tier,
         a_clear_that_skips_the_tier,
+        a_store_visible_before_it_is_copied,
+        slots_that_are_not_compared,
         blocks_kept_in_another_order,
         a_failed_load_counted_as_loaded,
         a_load_that_survives_a_cut,

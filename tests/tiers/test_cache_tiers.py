@@ -21,7 +21,6 @@ from radixkv.index.below import Loading, Scope
 from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv.tiers import lower_tiers
-from radixkv.tiers.cache_tiers import CacheTiers
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.lower_tiers import MOST_ERRORS, LowerTiers
 from radixkv.tiers.tiered_cache import TieredCache
@@ -733,7 +732,7 @@ def a_purge_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_mark_that_nobody_compares(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheTiers, "is_current", lambda self, mark, tenant: True)
+    patch.setattr(LowerTiers, "is_current", lambda self, mark, tenant: True)
 
 
 @pytest.mark.parametrize(

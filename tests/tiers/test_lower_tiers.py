@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from radixkv import audit
-from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.config import CacheConfig, Tenant
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.errors import ConfigError, LeaseError
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.lower_tiers import MOST_ERRORS, LowerTiers
-from radixkv.tiers.second_level import SecondLevel
 from radixkv.tiers.settings import TierSettings, bytes_of
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
+from tests.isolation.test_loading_machine import a_tenant_lost_below
 from tests.tiers.support import patience as patience
 from tests.waiting import ended
 
@@ -150,14 +150,7 @@ def test_tenants_share_nothing_below() -> None:
 
 def test_a_lookup_without_the_namespace_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: host memory is searched for everybody at one place."""
-    for name in ("found_key", "load_key", "save_key"):
-        original, at = getattr(SecondLevel, name), 0 if name == "save_key" else 1
-
-        def shared(self: SecondLevel, *arguments: Any, _original: Any = original, _at: int = at) -> Any:
-            one = Namespace("everybody", "m")
-            return _original(self, *arguments[:_at], one, *arguments[_at + 1 :])
-
-        monkeypatch.setattr(SecondLevel, name, shared)
+    a_tenant_lost_below(monkeypatch)
     with pytest.raises(AssertionError):
         test_tenants_share_nothing_below()
 
@@ -260,7 +253,7 @@ def test_purges_while_requests_run() -> None:
         assert isinstance(engine.cache, TieredCache) and engine.cache.namespaces("a") == []
 
 
-@pytest.mark.parametrize("call", ["load", "save", "take_report"])
+@pytest.mark.parametrize("call", ["stage", "put", "save", "take_report"])
 def test_errors_in_host_memory_cost_hits_only(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(41)
     model = model_of()
@@ -273,12 +266,13 @@ def test_errors_in_host_memory_cost_hits_only(call: str, monkeypatch: pytest.Mon
         raise OSError("no memory")
 
     monkeypatch.setattr(HostBlocks, call, fail)
-    assert ask(engine, prompt) == (first, 0)
+    assert ask(engine, prompt) == (first, 0 if call in ("stage", "put") else 40)
     assert ask(engine, prompt)[1] == 40, "what is resident is found"
     errors = cache.tier_counts()["host"]["errors"]
     assert 1 <= errors < MOST_ERRORS and cache.tier_counts()["host"]["open"] == 1
-    evict_all(engine)
-    ask(engine, prompt)
+    for _ in range(MOST_ERRORS):
+        evict_all(engine)
+        assert ask(engine, prompt)[0] == first
     assert cache.tier_counts()["host"]["open"] == 0, "after several errors they rest"
     monkeypatch.undo()
     assert cache.lower is not None
@@ -298,18 +292,18 @@ def test_a_torn_copy_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
         first, _ = ask(engine, prompt)
         evict_all(engine)
 
-        def tear(self: HostBlocks, slots: Any, blocks: Any) -> None:
-            for layer in self._layers:
-                layer.engine.index_fill_(0, torch.from_numpy(blocks[:3]), 7)
+        def tear(self: HostBlocks, staged: Any, blocks: Any) -> None:
+            for each in self._engine:
+                each.index_fill_(0, torch.from_numpy(blocks[:3]).long(), 7)
             raise OSError("torn")
 
-        monkeypatch.setattr(HostBlocks, "_copy_in", tear)
+        monkeypatch.setattr(HostBlocks, "put", tear)
         assert ask(engine, prompt) == (first, 0)
         monkeypatch.undo()
         evict_all(engine)
         assert ask(engine, prompt) == (first, 40), "what was wrong was saved again"
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
-        engine.cache.lower._counts["failed_blocks"] = 0
+        engine.cache.lower._counts["errors"] = 0
 
 
 def test_a_strict_tenant_has_its_own_share() -> None:

@@ -217,12 +217,12 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.level.cache.evict(4)
             assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
-            tier._shared._opens_at = tier._clock() + PATIENT_S
+            tier._opens_at = tier._clock() + PATIENT_S
             owner.below.tick()
             assert (
                 not owner.disk.stores._leaving and not uses.any() and not owner.disk.stores._leaving_slots.num
             )
-            tier._shared._opens_at = None
+            tier._opens_at = None
 
 
 def test_memory_that_a_job_never_took_is_the_callers() -> None:
@@ -438,7 +438,7 @@ class Filling:
         assert not self.is_waiting()
 
     def is_waiting(self) -> bool:
-        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0)
+        return self.promotions.is_waiting("r", NS, self.generation, self.key, 0, need="announced")
 
     def slot_bytes(self) -> bytes:
         entries = self.level.cache.match(NS, self.key).block_ids
@@ -549,7 +549,7 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
         assert eventually(lambda: owner.disk.debts.is_known("a"))
         with owner.cache.open(NS, PROMPT) as sequence:
             assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
-        assert owner.disk.load_durations.count == 1, "nothing was loaded for the other one"
+        assert owner.disk.promotions.load_durations.count == 1, "nothing was loaded for the other one"
 
 
 def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

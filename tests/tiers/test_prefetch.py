@@ -189,7 +189,7 @@ class Announced:
 def arrived(*tenants: str) -> dict[str, int]:
     """How many announced prompts of each tenant wait, if these come between two ticks."""
     never: Any = lambda *arguments: pytest.fail("nothing is brought")  # noqa: E731
-    held = prefetch.Prefetch(cast("Any", None), never, never, never, lambda: None)
+    held = prefetch.Prefetch(cast("Any", None), never, never, never, never, lambda: None)
     for each in tenants:
         held.add(Announced(each))
     held._take_new()

@@ -15,6 +15,8 @@ import pytest
 from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
+from radixkv.errors import TierError
+from radixkv.index.below import Scope
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.disk_level import DiskLevel
@@ -163,6 +165,10 @@ def test_nothing_of_a_strict_tenant_is_looked_for(tmp_path: Path) -> None:
 def check_old_records_are_destroyed(folder: Path) -> None:
     """``folder`` has records, maybe of a version in which the tenant had a part of the disk as a strict one."""
     written(folder, "a", "b")
+    check_old_records_are_gone(folder)
+
+
+def check_old_records_are_gone(folder: Path) -> None:
     with owned(folder) as owner:
         assert eventually(lambda: not owner.cache.pending())
         assert owner.records("a") == 0 and not owner.has_keys("a") and owner.records("b") == 10
@@ -206,7 +212,7 @@ def test_it_is_pending_until_the_disk_can_destroy_it(tmp_path: Path, monkeypatch
     with owned(tmp_path / "disk", OTHERS, files=files) as owner:
         files.before = failing(DESTROYING)
         owner.cache.add_tenant(BANK)
-        assert owner.cache.pending().tenants == {"a"}
+        assert owner.cache.pending().tenants == {"a"} == owner.cache.pending("a").tenants
         assert owner.cache.tier_counts()["disk"]["owed_purges"] == 1
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
         owner.cache.add_tenant(BURST)
@@ -214,6 +220,19 @@ def test_it_is_pending_until_the_disk_can_destroy_it(tmp_path: Path, monkeypatch
         owner.cache.add_tenant(BANK)
         files.before = lambda call: None
         assert eventually(lambda: not owner.cache.pending()) and not owner.has_keys("a")
+
+
+def test_a_close_names_it_if_the_disk_could_not_destroy_it(tmp_path: Path) -> None:
+    written(tmp_path / "disk", "a", "b")
+    files = FaultyFiles()
+    message = r"may still have the records of 1 strict tenants \('a'\): .*Input/output error"
+    with (
+        pytest.raises(TierError, match=message),
+        owned(tmp_path / "disk", OTHERS, files=files) as owner,
+    ):
+        files.before = failing(DESTROYING)
+        owner.cache.add_tenant(BANK)
+    check_old_records_are_gone(tmp_path / "disk")
 
 
 def test_what_is_on_its_way_to_the_disk_is_not_there_in_the_end(tmp_path: Path) -> None:
@@ -234,7 +253,7 @@ def test_what_is_on_its_way_to_the_disk_is_not_there_in_the_end(tmp_path: Path) 
         with owner.below.gate:
             owner.below.tick()
         assert num_held.acquire(timeout=LIMIT_S)
-        owner.cache.add_tenant(BANK)
+        owner.cache.add_tenant(BANK, wait_s=0)
         is_armed = False
         released.set()
         assert eventually(lambda: owner.is_stored() and not owner.cache.pending())
@@ -266,9 +285,7 @@ def check_a_hang_delays_nothing(folder: Path, most_s: float = LIMIT_S) -> None:
         assert owner.ask(PROMPT, MINE)[0] == 40
         owner.cache.clear(MINE)
         owner.cache.purge("a")
-        with owner.cache.forgotten_on_disk("a"):
-            pass
-        assert not owner.cache.pending().tenants - {"b"}
+        assert not owner.cache.forget_in_tiers(Scope("a")) and not owner.cache.pending("a")
         owner.cache.add_tenant(BANK)
         done.set()
 

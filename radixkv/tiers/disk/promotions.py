@@ -67,7 +67,6 @@ class _Promotion:
     began_at: float
     ends_at: float
     need: Need
-    is_held: bool
     is_dropped: bool = False
 
 
@@ -86,7 +85,6 @@ class DiskPromotions:
         filling: FillingSlots,
         serves: Callable[[str], bool],
         clock: Clock,
-        load_durations: Durations,
     ) -> None:
         self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
         self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
@@ -98,8 +96,10 @@ class DiskPromotions:
         """Until when a request waits for others' promotions, before its own begins."""
         self._held: dict[str, Held] = {}
         """What has come for a request and isn't used yet."""
-        self._brought, self._num_used = Counter[str](), Counter[str]()
-        self._counts, self._load_durations = dict.fromkeys(_COUNTS, 0), load_durations
+        self._brought = Counter[str]()
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self.load_durations = Durations()
+        """How long requests' loads took."""
 
     def is_waiting(
         self,
@@ -110,16 +110,13 @@ class DiskPromotions:
         num_local: int,
         *,
         need: Need = "waits",
-        is_held: bool = False,
-        in_parts: bool = False,
     ) -> bool:
         """Whether a request waits for the disk: ask again. The first call begins a promotion, the last one ends it.
 
-        One that needs more rows of staging memory than are free comes in parts. ``is_held``: what has come can't be
-        evicted until ``used`` or ``forget``. ``in_parts``: the caller uses each part before it asks for the next, so a
-        prompt may be longer than host memory. ``need``: a request that is to come
-        takes neither rows nor threads from those that wait. One that was only asked about takes no slots from other
-        tenants beyond its own one's guarantee. The write budget hears only of what the disk had of it.
+        One that needs more rows of staging memory than are free comes in parts. What has come for a request that waits
+        can't be evicted until ``used`` or ``forget``. One that is to come takes neither rows nor threads from those
+        that wait. One that was only asked about takes no slots from other tenants beyond its own one's guarantee. The
+        write budget hears only of what the disk had of it.
         ``key``: whole blocks. ``num_local``: tokens that the engine has itself. Never waits. Costs a hash of the key,
         once a request.
         """
@@ -133,8 +130,6 @@ class DiskPromotions:
             if not stop or self._index.reach(namespace, key, promotion.start) < stop:
                 return False
             self._asked.discard(request_id)  # more of it may be there
-            if in_parts:
-                return True
         if request_id in self._asked:
             return False
         if self.place_of(namespace) is None:
@@ -146,8 +141,6 @@ class DiskPromotions:
             self._asked.add(request_id)
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
-        if need == "waits" and self._take_over(namespace, key, first):
-            first = self._index.reach(namespace, key, num_local // self._size)
         if is_new and need != "asked":
             self._stores.tell_budget(namespace, generation, key, first)
         is_queued = (
@@ -158,15 +151,12 @@ class DiskPromotions:
         if is_queued:
             return True
         self._asked.add(request_id)
-        if need == "asked" and self._bringing(namespace, key, first):
-            return False  # a request for it has come
-        return self._begin(request_id, namespace, generation, key, first, num_local, need, is_held)
+        return self._begin(request_id, namespace, generation, key, first, num_local, need)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what comes from the disk for it is dropped."""
         self._asked.discard(request_id)
         self._queued.pop(request_id, None)
-        self.take_used(request_id)
         self.used(request_id, 0)
         promotion = self._promotions.pop(request_id, None)
         if promotion is not None:
@@ -185,14 +175,9 @@ class DiskPromotions:
         num_used = min(self.take_brought(request_id), num_blocks)
         if num_used:
             self._counts["disk_loaded_blocks"] += num_used
-            self._num_used[request_id] += num_used
         held = self._held.pop(request_id, None)
         if held is not None:
             held.release()
-
-    def take_used(self, request_id: str) -> int:
-        """Return how many blocks a request has ``used`` since the last call."""
-        return self._num_used.pop(request_id, 0)
 
     @property
     def num_running(self) -> int:
@@ -221,6 +206,16 @@ class DiskPromotions:
         return taken
 
     # --- single records, for ``RecordReader``
+
+    def take_over(self, namespace: Namespace, key: bytes, first: int) -> bool:
+        """End what comes ahead for a key from block ``first`` on, because its request has come. What has come is used.
+
+        The request reads the rest itself, before all that comes ahead for others. Returns whether something was coming.
+        """
+        ahead = self._bringing(namespace, key, first, is_ahead=True)
+        for request_id in ahead:
+            self._end(request_id, self._promotions.pop(request_id))
+        return bool(ahead)
 
     def place_of(self, namespace: Namespace) -> Namespace | None:
         """Return the namespace of the records of one; None if the disk isn't to be asked for it now."""
@@ -258,7 +253,7 @@ class DiskPromotions:
         """Count a request's load, and how long it took."""
         self._counts["disk_loads"] += 1
         self._counts["disk_load_us"] += int(seconds * 1e6)
-        self._load_durations.add(seconds)
+        self.load_durations.add(seconds)
 
     # --- inside
 
@@ -289,16 +284,6 @@ class DiskPromotions:
             and each.key[:num_bytes] == key[:num_bytes]
         ]
 
-    def _take_over(self, namespace: Namespace, key: bytes, first: int) -> bool:
-        """Use what has come ahead for a request that waits now: it reads the rest for itself, before all others' ahead.
-
-        Returns whether something was coming.
-        """
-        ahead = self._bringing(namespace, key, first, is_ahead=True)
-        for request_id in ahead:
-            self._end(request_id, self._promotions.pop(request_id))
-        return bool(ahead)
-
     def _begin(
         self,
         request_id: str,
@@ -308,7 +293,6 @@ class DiskPromotions:
         first: int,
         num_local: int,
         need: Need,
-        is_held: bool,
     ) -> bool:
         on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
         num_purges = self._tier.num_purges(tenant)
@@ -345,7 +329,6 @@ class DiskPromotions:
             now,
             ends_at,
             need,
-            is_held,
         )
         with self._dropped_after_error(promotion):
             stop = first + self._reserve(promotion, num)
@@ -389,7 +372,7 @@ class DiskPromotions:
             self._drop(promotion)
             return 0
         num_good = self._fill_slots(promotion, num_good)
-        if promotion.is_held and num_good:
+        if is_awaited and num_good:
             self._hold(request_id, promotion)
         self._drop(promotion)
         if not num_good:
