@@ -20,8 +20,9 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 from radixkv.errors import ArgumentError, ConfigError, NamespaceError, shown
 from radixkv_policies import POLICIES, Policy
@@ -99,11 +100,38 @@ _INCARNATION: Final = re.compile(r"[ -~]{0,64}")
 Mode = Literal["burst", "strict"]
 
 TierDtype = Literal["exact", "fp8", "int8"]
-"""How the tiers below a cache keep KV."""
+"""How the tiers below a cache keep KV: bit for bit, or with 8 bits a value."""
 
 LOSSY_DTYPES: Final[tuple[TierDtype, ...]] = ("fp8", "int8")
 QUANTIZABLE: Final = ("float32", "float16", "bfloat16")
 """Element types of KV that can be kept with a lossy ``tier_dtype``."""
+
+NO_OWN_DTYPE: Final = (
+    "none for a tenant alone: CacheConfig.tier_dtype, or --tier-dtype, is that of all tenants of a cache"
+)
+"""What an error says of a tenant's own ``tier_dtype``, which earlier versions had."""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _refuses(
+    error: type[ArgumentError] | type[ConfigError], argument: str, allowed: str
+) -> Callable[[_Class], _Class]:
+    """Return a decorator for a class that had an ``argument``. Who still gives it gets an error: see ``allowed``."""
+
+    def decorated(made: _Class) -> _Class:
+        take = vars(made)["__init__"]
+
+        @wraps(take)
+        def checked(self: object, *args: Any, **named: Any) -> None:
+            if argument in named:
+                raise error(argument, named[argument], allowed)
+            take(self, *args, **named)
+
+        setattr(made, "__init__", checked)  # noqa: B010 mypy lets nobody assign to a method
+        return made
+
+    return decorated
 
 
 class _Fields(NamedTuple):
@@ -200,6 +228,7 @@ def _check_weights(value: object) -> None:
         raise NamespaceError(f"namespace field weights is out of range; {allowed}")
 
 
+@_refuses(ArgumentError, "tier_dtype", NO_OWN_DTYPE)
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """The guarantee, the limits and the policy of a tenant: see ``PrefixCache.add_tenant``.
@@ -217,9 +246,6 @@ class Tenant:
       used blocks, and are borrowed above the guarantee.
     - ``max_pins``: the most pins at a time, ≥ 0; 1,024 by default. A pin of blocks that another pin or a base holds
       already uses nothing of ``max_pinned_blocks``, but about 2 KiB of memory.
-    - ``tier_dtype``: how the tiers below keep its KV. ``"exact"``: bit for bit. ``"fp8"``, ``"int8"``: with 8 bits a
-      value, in ``CacheConfig.lossy_host_blocks``. What comes back has small errors then, in this tenant alone. It can't
-      publish bases. A change forgets what the tenant has.
     - ``incarnation``: at most 64 printable ASCII characters, by which tenants of one name differ, if one was removed
       and another one made later; empty for none. Another one forgets what the tenant has, also on a disk that no
       process had meanwhile. It is no setting: two that differ in it alone are equal.
@@ -237,7 +263,6 @@ class Tenant:
     max_pinned_blocks: int | None = None
     policy: str | Callable[..., Any] | None = None
     max_pins: int = MAX_PINS
-    tier_dtype: TierDtype = "exact"
     incarnation: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -245,8 +270,6 @@ class Tenant:
         incarnation: object = self.incarnation
         if not isinstance(incarnation, str) or not _INCARNATION.fullmatch(incarnation):
             raise ArgumentError("incarnation", incarnation, "at most 64 printable ASCII characters, or none")
-        if not isinstance(self.tier_dtype, str) or self.tier_dtype not in ("exact", *LOSSY_DTYPES):
-            raise ArgumentError("tier_dtype", self.tier_dtype, "'exact', 'fp8' or 'int8'")
         weight: object = self.weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
@@ -297,6 +320,7 @@ MAX_ANNOUNCEMENTS: Final = 16_384
 """The most announcements of a tenant, unless the configuration gives another number."""
 
 
+@_refuses(ConfigError, "lossy_host_blocks", "host_blocks, with a tier_dtype of 'fp8' or 'int8'")
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Settings of one PrefixCache.
@@ -325,8 +349,8 @@ class CacheConfig:
     - ``host.memory``: blocks of host memory below the pool, 0 or at least 2. It keeps what the pool evicts, and copies
       of what the pool has while there is room. What was evicted comes back by ``Sequence.loading``. Needs a layout or a
       storage.
-    - ``lossy_host_blocks``: the same for tenants with a lossy ``tier_dtype``, whose blocks are smaller there. So many
-      for each of the dtypes that are used. Needs KV of float32, float16 or bfloat16.
+    - ``tier_dtype``: how all tiers below keep KV. ``"exact"``: bit for bit. ``"fp8"``, ``"int8"``: with 8 bits a value.
+      What comes back has small errors then. Needs ``host_blocks``, and KV of float32, float16 or bfloat16.
     """
 
     num_blocks: int
@@ -342,12 +366,7 @@ class CacheConfig:
     writes_before_reads: bool = False
     max_announcements: int = MAX_ANNOUNCEMENTS
     host_blocks: int = 0
-    lossy_host_blocks: int = 0
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether the cache itself makes tiers below it."""
-        return bool(self.host_blocks or self.lossy_host_blocks)
+    tier_dtype: TierDtype = "exact"
 
     @property
     def segment_blocks(self) -> int:
@@ -360,10 +379,11 @@ class CacheConfig:
         _require_int("seed", self.seed, 0, 2**63 - 1)
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
         _require_int("max_announcements", self.max_announcements, 0, 2**20)
-        for name in ("host_blocks", "lossy_host_blocks"):
-            _require_int(name, getattr(self, name), 0, MAX_BLOCKS)
-            if getattr(self, name) and self.blocks == "engine":
-                raise ConfigError(name, getattr(self, name), "0 with blocks='engine': there are no sequences")
+        _require_int("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
+        if self.host_blocks and self.blocks == "engine":
+            raise ConfigError(
+                "host_blocks", self.host_blocks, "0 with blocks='engine': there are no sequences"
+            )
         if self.scrub not in ("cross-tenant", "always", "never"):
             raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
         if self.blocks not in ("cache", "engine"):
@@ -375,17 +395,22 @@ class CacheConfig:
             raise ConfigError("default_tenant", default, "a burst Tenant without a guarantee, or None")
         if self.layout is not None and not isinstance(self.layout, KVLayout):
             raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
-        dtype = "exact" if self.default_tenant is None else self.default_tenant.tier_dtype
-        if dtype != "exact" and self.host_blocks and not self.lossy_host_blocks:
-            raise ConfigError("default_tenant.tier_dtype", dtype, "'exact' without lossy_host_blocks")
-        if self.lossy_host_blocks and self.layout and self.layout.dtype not in QUANTIZABLE:
-            allowed = f"0 with KV of {self.layout.dtype}: only {', '.join(QUANTIZABLE)} can be quantised"
-            raise ConfigError("lossy_host_blocks", self.lossy_host_blocks, allowed)
+        self._require_dtype()
         object.__setattr__(self, "device", str(self.device))
         resolve("policy", self.policy)
         own = None if self.default_tenant is None else self.default_tenant.policy
         if isinstance(own, str):
             resolve("default_tenant.policy", own)
+
+    def _require_dtype(self) -> None:
+        dtype, elements = self.tier_dtype, None if self.layout is None else self.layout.dtype
+        if not isinstance(dtype, str) or dtype not in ("exact", *LOSSY_DTYPES):
+            raise ConfigError("tier_dtype", dtype, "'exact', 'fp8' or 'int8'")
+        if dtype != "exact" and not self.host_blocks:
+            raise ConfigError("tier_dtype", dtype, "'exact' without host_blocks: nothing is kept below")
+        if dtype != "exact" and elements is not None and elements not in QUANTIZABLE:
+            allowed = f"'exact' with KV of {elements}: only {', '.join(QUANTIZABLE)} can be quantised"
+            raise ConfigError("tier_dtype", dtype, allowed)
 
 
 def _require_int(setting: str, value: object, low: int, high: int) -> None:

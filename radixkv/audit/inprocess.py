@@ -203,22 +203,21 @@ class InProcess:
         return self._attacked(properties.LoadingMachine, "burst", (True,))
 
     def lossy_memory(self) -> Found:
-        """The same lives with a tenant whose KV have small errors there, beside tenants whose KV must have none.
+        """The same lives with a lossy ``tier_dtype``: KV that come back have small errors.
 
-        The control: errors show in KV of the first that came back.
+        The control: errors show in what came back.
         """
-        came_back = self._came_back_lossy()
-        if came_back is None:
-            return Verdict.NOT_CHECKED, "nothing of a tenant with a lossy tier_dtype came back from below", {}
-        if not came_back:
-            return Verdict.BLIND, "KV of a lossy tenant came back without errors, so none would show", {}
+        config = with_lossy_memory(CacheConfig(16, BLOCK, LAYOUT), "int8")
+        num_tokens, is_exact = self._came_back(config)
+        if not num_tokens:
+            return Verdict.NOT_CHECKED, "nothing came back from below with a lossy tier_dtype", {}
+        if is_exact:
+            return (
+                Verdict.BLIND,
+                "with a lossy tier_dtype KV came back without errors, so none would show",
+                {},
+            )
         return self._attacked(properties.LossyMachine, "burst", (True,))
-
-    def _came_back_lossy(self) -> bool | None:
-        """Whether KV of a lossy tenant that was evicted comes back with errors; None if nothing comes back."""
-        config = with_lossy_memory(CacheConfig(16, BLOCK, host_blocks=48), LAYOUT)
-        num_tokens, is_exact = self._came_back(config, Tenant(A.tenant, tier_dtype="int8"))
-        return not is_exact if num_tokens else None
 
     def _came_back(self, config: CacheConfig, tenant: Tenant | None = None) -> tuple[int, bool]:
         """Return how many tokens come back from below after an eviction, and whether their KV are exact."""

@@ -26,7 +26,7 @@ The laws, as named in a report:
     sessions           what a session alone used is of its namespace, and no other session has its path
     pins               a pin holds a lease in its tenant's trees; a tenant's pinned blocks are those of its pins
 
-The laws of tiers below the cache have the tier's name in ``tier_counts`` in front: ``host``, ``host_int8``, ``disk``, …
+The laws of tiers below the cache have the tier's name in ``tier_counts`` in front: ``host``, ``disk``.
 The index of host memory is a cache with all the laws above: ``host-conservation``, … No disk is read. The others are
 
     host-slots         a slot of host memory is free, of one entry, or in use without one; free ones aren't in use

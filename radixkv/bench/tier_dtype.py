@@ -1,7 +1,7 @@
 """Errors of lossy tiers: what a model says over KV that came back from host memory, exact, fp8 and int8, in one run.
 
-Three tenants of one cache have the three dtypes. Each prompt is computed, kept below, evicted and loaded again. Then
-the model reads the text that follows it over the loaded KV. Its logits are compared with those over the KV that were
+There is a cache for each dtype. Each prompt is computed, kept below, evicted and loaded again in all of them. Then the
+model reads the text that follows it over the loaded KV. Its logits are compared with those over the KV that were
 computed. So the errors are those of the whole way, not of the codec alone. ``exact`` is the control: no difference.
 
 - ``max_logit``, ``mean_logit``: absolute differences of logits.
@@ -23,17 +23,16 @@ import torch
 
 from radixkv.bench import trained_model
 from radixkv.bench.measure import columns, heading, surroundings
-from radixkv.config import CacheConfig, Namespace, Tenant, TierDtype
+from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.hf_logits import logits_behind
 from radixkv.engines.hf_models import Model, load_model
 from radixkv.errors import ConfigError
 from radixkv.storage.device import DeviceStorage
-from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.tiered_cache import TieredCache
-from radixkv.tiers.tiers_by_dtype import DTYPES, TiersByDtype
 from radixkv.tokenizer.load import load_tokenizer
 
+DTYPES: Final[tuple[TierDtype, ...]] = ("exact", *LOSSY_DTYPES)
 BLOCK_SIZE: Final = 16
 MOST_TEXT: Final = 400_000
 FOLLOWING: Final = 64
@@ -66,19 +65,20 @@ def run(
     done = _Progress(progress or (lambda number: None))
     loaded, ids, loss = _material(model, steps, tokens, seed, done)
     starts = _starts(len(ids), prompts, tokens + FOLLOWING)
-    engine, cache = _serving(loaded, tokens)
+    engines = {dtype: _serving(loaded, tokens, dtype) for dtype in DTYPES}
     sums = {dtype: _Sums([], [], [], []) for dtype in DTYPES}
     try:
         for start in starts:
             prompt = ids[start : start + tokens]
             following = ids[start + tokens - 1 : start + tokens + FOLLOWING]
-            for dtype in DTYPES:
+            for dtype, (engine, cache) in engines.items():
                 _measure(engine, cache, dtype, prompt, following, sums[dtype])
             done()
-        rows = [_row(dtype, sums[dtype], cache) for dtype in DTYPES]
+        rows = [_row(dtype, sums[dtype], cache) for dtype, (_, cache) in engines.items()]
     finally:
-        engine.close()
-        cache.close()
+        for engine, cache in engines.values():
+            engine.close()
+            cache.close()
     return {
         "benchmark": "tier-dtype",
         "seed": seed,
@@ -121,7 +121,7 @@ def _starts(num_ids: int, prompts: int, length: int) -> list[int]:
     return [number * (num_ids // prompts) for number in range(prompts)]
 
 
-def _serving(model: Model, tokens: int) -> tuple[HFEngine, TieredCache]:
+def _serving(model: Model, tokens: int, dtype: TierDtype) -> tuple[HFEngine, TieredCache]:
     num_blocks = 2 * (tokens + FOLLOWING) // BLOCK_SIZE + 2
     config = CacheConfig(
         num_blocks,
@@ -129,11 +129,9 @@ def _serving(model: Model, tokens: int) -> tuple[HFEngine, TieredCache]:
         layout_of(model),
         device=str(model.device),
         host_blocks=4 * num_blocks,
-        lossy_host_blocks=4 * num_blocks,
+        tier_dtype=dtype,
     )
     cache = TieredCache(config)
-    for dtype in DTYPES:
-        cache.add_tenant(Tenant(dtype, tier_dtype=dtype))
     return HFEngine(model, cache), cache
 
 
@@ -146,7 +144,7 @@ def _measure(
     sums: _Sums,
 ) -> None:
     """Compare the logits over KV that were computed with those over the same after they came back."""
-    namespace = engine.namespace(dtype)
+    namespace = engine.namespace("default")
     engine.prefill(namespace, prompt)
     computed = _logits(engine, cache, namespace, prompt, following)
     cache.evict(cache.evictable_blocks)
@@ -175,10 +173,8 @@ def _logits(
 
 def _row(dtype: TierDtype, sums: _Sums, cache: TieredCache) -> dict[str, Any]:
     tiers, layout = cache.lower, cache.config.layout
-    assert isinstance(tiers, TiersByDtype) and layout is not None
-    of_dtype = tiers.tiers[dtype]
-    assert isinstance(of_dtype, LowerTiers)
-    differences, bytes_per_token = torch.cat(sums.differences), of_dtype.block_bytes / BLOCK_SIZE
+    assert tiers is not None and layout is not None
+    differences, bytes_per_token = torch.cat(sums.differences), tiers.block_bytes / BLOCK_SIZE
     return {
         "dtype": dtype,
         "max_logit": float(differences.max()),

@@ -15,7 +15,6 @@ from radixkv.cli.output import examples, json_option, print_json, table
 from radixkv.configuration.definitions import COMMANDS, REMOVED, variable_of
 from radixkv.configuration.precedence import Sources, Value, names, texts
 from radixkv.errors import ConfigError, MissingExtra, require_extra
-from radixkv.tiers.lossy_folder import disks_in
 
 if TYPE_CHECKING:
     from radixkv.tiers.settings import TierSettings
@@ -196,8 +195,8 @@ def _parsed(name: str, arguments: list[str]) -> click.Context:
 def check(file: str, command_name: str) -> None:
     """Check FILE as the command would read it at its start: names, types, bounds, and the files that it names.
 
-    The environment is left out. The exit code is 2 if the file can't be used. Warns of a disk-size with which the next
-    start drops all records of the disk.
+    The environment is left out. The exit code is 2 if the file can't be used. Warns of a disk-size or a
+    tier-dtype with which the next start drops all records of the disk.
     """
     require_extra("radixkv config check", "http")
     settings = checked(Sources(command_name, {}, {}, file))
@@ -207,19 +206,18 @@ def check(file: str, command_name: str) -> None:
 
 
 def _warn_of_dropped(tiers: TierSettings) -> None:
-    """Warn of sizes with which a start drops the records that are on disk."""
-    lossy = () if tiers.lossy_disk is None else disks_in(tiers.lossy_disk).values()
-    for disk in (tiers.disk, *lossy):
-        if disk is None:
-            continue
-        num_slots = 0
-        with suppress(MissingExtra, OSError):  # the start says it
-            from radixkv.tiers.disk.inspection import num_dropped
+    """Warn of a size or a dtype with which a start drops the records that are on disk."""
+    disk, num_slots = tiers.disk, 0
+    if disk is None:
+        return
+    with suppress(MissingExtra, OSError):  # the start says it
+        from radixkv.tiers.disk.inspection import num_dropped
 
-            num_slots = num_dropped(disk.folder, [disk.secret, *disk.previous_secrets], disk.num_bytes)
-        if num_slots:
-            text = "%s was made with another size: the next start drops all records there (room for %s)"
-            log.warning(text, disk.folder, f"{num_slots:,}")
+        secrets = [disk.secret, *disk.previous_secrets]
+        num_slots = num_dropped(disk.folder, secrets, disk.num_bytes, tiers.dtype)
+    if num_slots:
+        text = "%s was made with another disk-size or tier-dtype: the next start drops all records there (room for %s)"
+        log.warning(text, disk.folder, f"{num_slots:,}")
 
 
 def checked(sources: Sources) -> Any:

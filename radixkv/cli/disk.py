@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,10 +63,7 @@ def _secret_options(*, required: bool) -> Callable[[Command], Command]:
     ),
 )
 def disk() -> None:
-    """Check, repair, forget or reset the folder of a disk tier, while no process uses it.
-
-    A folder of --lossy-disk holds those of two disk tiers, fp8 and int8: name each of them.
-    """
+    """Check, repair, forget or reset the folder of a disk tier, while no process uses it."""
 
 
 @disk.command(
@@ -130,7 +126,6 @@ def forget(
 
     if tenant is not None and fleet_secret is None:
         raise ConfigError("--fleet-secret", None, "with --tenant, a file with the fleet's secret")
-    _require_one_disk(folder)
     whose = "all tenants" if tenant is None else f"tenant {tenant!r}"
     if not yes:
         click.confirm(f"Forget the records of {whose} in {folder}?", abort=True, err=True)
@@ -152,11 +147,11 @@ def forget(
 def reset(folder: str, yes: bool) -> None:
     """Show what FOLDER has, and delete it: keys first, then records. Asks first. Needs no secret, and no whole file.
 
-    For a folder whose key file is damaged: nothing in it can be read. The next start with it begins with an empty disk.
+    For a folder whose key file is damaged: nothing in it can be read. Also for the folder of --lossy-disk of an
+    earlier version, with a disk tier for each dtype. The next start with it begins with an empty disk.
     """
     from radixkv.tiers.disk import inspection
 
-    _require_one_disk(folder)
     found = inspection.contents(folder)
     if not found:
         click.echo(f"{folder} has nothing to delete")
@@ -172,18 +167,9 @@ def reset(folder: str, yes: bool) -> None:
     click.echo(f"deleted {sum(num_files for num_files, _ in found.values()):,} files in {folder}")
 
 
-def _require_one_disk(folder: str) -> None:
-    from radixkv.config import LOSSY_DTYPES
-    from radixkv.errors import ConfigError
-
-    if found := [each for each in (Path(folder) / dtype for dtype in LOSSY_DTYPES) if each.is_dir()]:
-        raise ConfigError("FOLDER", folder, f"one of the folders in it: {' or '.join(map(str, found))}")
-
-
 def _inspected(folder: str, fleet_secret: str, previous: tuple[str, ...], *, repair: bool) -> Inspection:
     from radixkv.tiers.disk import inspection
 
-    _require_one_disk(folder)
     secrets = secrets_in(fleet_secret, previous)
     with progress_bar(1_000, "reading") as advance:
         return inspection.inspect(

@@ -233,11 +233,12 @@ SERVE: Final = (
         "text",
         unset="none",
     ),
-    Setting(
-        "lossy-host-memory",
-        "The same for tenants whose tier_dtype is fp8 or int8, with 8 bits a value; so much for each of the two.",
-        "text",
-        unset="none",
+    _choice(
+        "tier-dtype",
+        "How host memory and disk keep KV: exact, or fp8 or int8, with 8 bits a value and small errors. Another one "
+        "drops all records of a disk at the next start.",
+        "exact",
+        *("exact", "fp8", "int8"),
     ),
     Setting(
         "disk",
@@ -252,23 +253,8 @@ SERVE: Final = (
         unset="none",
     ),
     Setting(
-        "lossy-disk",
-        "Keep KV of tenants whose tier_dtype is fp8 or int8 in this folder, as --disk does; needs --lossy-host-memory "
-        "and --fleet-secret.",
-        "new folder",
-        unset="none",
-    ),
-    Setting(
-        "lossy-disk-size",
-        "Size of that folder: one half for fp8, the other for int8, each in a folder of its own. Another size drops "
-        "all its records.",
-        "text",
-        unset="none",
-    ),
-    Setting(
         "disk-writes",
-        "Most bytes written to all disks on average, such as 2TB/day, first come, first served; "
-        "the disks share them in proportion to their sizes.",
+        "Most bytes written to the disk on average, such as 2TB/day, first come, first served.",
         "text",
         unset="no bound",
     ),
@@ -397,6 +383,10 @@ REMOVED: Final[Mapping[str, Mapping[str, str]]] = {
     "serve": {
         "disk-bandwidth": "no value any more: strict tenants have no part of the disk, their KV is kept in host memory "
         "alone (--host-memory); --disk-writes bounds what is written for the others",
+        "lossy-host-memory": "--host-memory with --tier-dtype fp8 or int8, for all tenants",
+        "lossy-disk": "--disk with --tier-dtype fp8 or int8, for all tenants; the old folder must be emptied first, by "
+        "`radixkv disk reset`",
+        "lossy-disk-size": "--disk-size with --tier-dtype fp8 or int8, for all tenants",
     },
     "route": {},
 }

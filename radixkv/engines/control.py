@@ -72,6 +72,7 @@ from radixkv.engines.control_tenants import (
     TenantCommands,
     is_known_to,
     number_of,
+    refuse_removed,
     still_owes,
     text_of,
 )
@@ -348,6 +349,7 @@ class ControlServer:
         if nested:
             raise ArgumentError("field", nested[0], "fields whose values are texts, numbers or null")
         command, fields, is_short = known
+        refuse_removed(request)
         unknown = request.keys() - fields
         if unknown:
             raise ArgumentError("field", min(unknown), ", ".join(sorted(fields)) or "no fields")

@@ -12,7 +12,7 @@ from dataclasses import fields as dataclass_fields
 from hashlib import sha256
 from typing import Any, Final
 
-from radixkv.config import MAX_PINS, Namespace, Tenant, require_loaded
+from radixkv.config import MAX_PINS, NO_OWN_DTYPE, Namespace, Tenant, require_loaded
 from radixkv.errors import ArgumentError, RadixKVError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.pins import Pin
@@ -67,10 +67,7 @@ class TenantCommands:
         given = {name: fields[name] for name in SETTINGS if fields.get(name) is not None}
         if "policy" in given:
             require_loaded("policy", text_of(fields, "policy"))
-        if given.get("tier_dtype", "exact") != "exact" and not has_own_tiers(self._cache):
-            raise ArgumentError(
-                "tier_dtype", given["tier_dtype"], "'exact': the tiers of this engine keep all as it is"
-            )
+        refuse_removed(fields)
         given.setdefault("max_pins", MAX_PINS)
         names, done = self.names(fields), list[str]()
         before = [self._cache.tenant(name) for name in names]
@@ -135,9 +132,10 @@ class TenantCommands:
         }
 
 
-def has_own_tiers(cache: PrefixCache) -> bool:
-    """Whether a cache may have tiers below that know ``tier_dtype``."""
-    return cache.config.has_tiers or isinstance(cache, TieredCache)
+def refuse_removed(fields: Fields) -> None:
+    """Raise ArgumentError for a field that earlier versions had, with what to use in its place."""
+    if fields.get("tier_dtype") is not None:
+        raise ArgumentError("tier_dtype", fields["tier_dtype"], NO_OWN_DTYPE)
 
 
 def is_known_to(cache: PrefixCache, tenant: str) -> bool:

@@ -525,7 +525,7 @@ class HFEngine(StockLoop):
     def _begun(self, tally: Tally | None) -> Tally:
         """The tally of a call, the caller's or one of its own."""
         tally = Tally() if tally is None else tally
-        if self._tiers is not None or self.cache.config.has_tiers:
+        if self._tiers is not None or self.cache.config.host_blocks:
             tally.num_loaded = {"host": 0, "disk": 0}
         return tally
 

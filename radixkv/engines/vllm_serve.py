@@ -74,8 +74,7 @@ class VllmModel:
         settings = self._settings
         if settings.tiers is not None:
             allowed = "none with the engine vllm, which keeps KV in its cache alone"
-            exact, lossy = settings.tiers.host_bytes, settings.tiers.lossy_host_bytes
-            raise ConfigError("--host-memory" if exact else "--lossy-host-memory", exact or lossy, allowed)
+            raise ConfigError("--host-memory", settings.tiers.host_bytes, allowed)
         keys = KeySet.derive([secrets.token_bytes(32)])
         process = VllmProcess(
             [

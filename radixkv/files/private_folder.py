@@ -2,7 +2,7 @@
 
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
-ours: those of a disk tier, of a usage log, or the folders of lossy disks. A foreign name inside a disk tier's ``keys``
+ours: those of a disk tier, or of a usage log. A foreign name inside a disk tier's ``keys``
 or ``generations`` is refused too. The folder ``lost+found`` of a new ext4 file system is nobody's: it is left alone.
 Files of a disk tier that others could access get mode 0600 again, when its folder
 is opened.
@@ -66,8 +66,8 @@ class Contents:
 
 
 DISK_TIER: Final = Contents("a disk tier", OURS.__contains__)
-LOSSY_DISKS: Final = Contents("a lossy disk", {LOCK, *LOSSY_DTYPES}.__contains__)
-"""A folder with the folder of a disk tier for each lossy dtype."""
+OLD_DISKS: Final = Contents("several disk tiers", {LOCK, *LOSSY_DTYPES}.__contains__)
+"""A folder of an earlier version, with the folder of a disk tier for each lossy dtype. It can be emptied."""
 
 
 class PrivateFolder:
@@ -126,7 +126,7 @@ class PrivateFolder:
     def _remove_ours(self, folder: int) -> None:
         """Remove what is ours in a folder, also in its folders, as far as the disk lets us. The lock comes last."""
         for name in sorted(self.files.names(folder), key=LOCK.__eq__):
-            if name.removesuffix(NEW) not in OURS.union(LOSSY_DTYPES):
+            if name.removesuffix(NEW) not in OURS:
                 continue
             with suppress(OSError):
                 if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -323,6 +323,12 @@ class PrivateFolder:
         names = set(self._names_in(descriptor))
         if names and LOCK not in names:
             allowed = f"an empty folder, or one of {self._contents.owner}; it has {sorted(names)[0]!r}"
+            raise ConfigError("folder", self.path, allowed)
+        if self._contents is DISK_TIER and LOCK in names and not names.isdisjoint(LOSSY_DTYPES):
+            allowed = (
+                f"the folder of one disk tier. It has those of an earlier version, for lossy KV: "
+                f"`radixkv disk reset {self.path}` deletes them"
+            )
             raise ConfigError("folder", self.path, allowed)
         is_ours = self._contents.is_ours
         if others := sorted(name for name in names if not is_ours(name.removesuffix(NEW))):

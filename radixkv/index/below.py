@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
-FACTORY: Final = "radixkv.tiers.tiers_by_dtype", "tiers_below"
-"""The module and the function that make what lies below a cache with ``host.memory`` or ``lossy_host_blocks``."""
+FACTORY: Final = "radixkv.tiers.lower_tiers", "tiers_below"
+"""The module and the function that make what lies below a cache with ``host_blocks``."""
 
 
 class Scope(NamedTuple):
@@ -216,9 +216,6 @@ class Below(Protocol):
         Host memory has nothing of it then. A disk may still have to destroy its keys, and isn't waited for.
         """
 
-    def require(self, tenant: Tenant) -> None:
-        """Raise ArgumentError for a ``tier_dtype`` that can't be had. Called under the cache's lock."""
-
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """Follow a tenant's settings, which ``settings`` reads as they are now. Calls come one after the other."""
 
@@ -244,7 +241,7 @@ class Below(Protocol):
 
 def made_for(config: CacheConfig, storage: BlockStorage | None, clock: Clock) -> Below | None:
     """Return what lies below a cache with this configuration, on its clock. Raises ConfigError."""
-    if not config.has_tiers:
+    if not config.host_blocks:
         return None
     make = getattr(import_module(FACTORY[0]), FACTORY[1])
     return cast("Below", make(config, storage, clock=clock))

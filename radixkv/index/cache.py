@@ -518,14 +518,13 @@ class PrefixCache(CacheState):
         """Set a tenant's guarantee and limit from now on, or change those of a tenant that was added before.
 
         Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
-        in the order of the old policy. With another ``incarnation``, or another ``tier_dtype`` and tiers below, all
-        its namespaces are cleared, and what a disk has of it.
+        in the order of the old policy. With another ``incarnation``, all its namespaces are cleared, and what a disk
+        has of it.
 
         Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in these cases:
 
         - The guarantees of all tenants would exceed the pool.
         - Running sequences and pins hold too much of the pool to meet it, or the tenant's own hold more than the limit.
-        - The tiers below have no memory for a lossy ``tier_dtype``.
 
         After an error nothing has changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
         """
@@ -622,8 +621,8 @@ class PrefixCache(CacheState):
         namespaces with the same model, adapter and weights, whatever their salt. It stays resident until ``unpublish``.
 
         Raises like ``open``. Also raises ArgumentError, and changes nothing, if another base has the id, if there is no
-        whole block, if a reader publishes, or if the publisher reads or has a lossy ``tier_dtype``. Raises it too, with
-        the shortfall, if the pool can't give the blocks in addition to those that are guaranteed and held.
+        whole block, if a reader publishes, or if the publisher reads. Raises it too, with the shortfall, if the pool
+        can't give the blocks in addition to those that are guaranteed and held.
         """
         require_namespace(namespace)
         key = whole_blocks(encode(ids), self._block_size)

@@ -288,8 +288,8 @@ def forgotten_too(below: Below | None, state: SequenceState, forget: Callable[[]
 def follow(cache: CacheState, tenant: str, *, forgets: bool = False) -> None:
     """Let what lies below follow a tenant's settings. Call it without the lock.
 
-    ``forgets``: all that the tenant has is forgotten, here and below: it is another tenant's, or of another
-    ``tier_dtype``. Meanwhile nothing of it is kept or loaded, so nothing of one is kept as the other's.
+    ``forgets``: all that the tenant has is forgotten, here and below: it is another tenant's. Meanwhile nothing of it
+    is kept or loaded, so nothing of one is kept as the other's.
     """
     below = cache._below
     with forgetting(below, Scope(tenant)) if forgets else nullcontext():

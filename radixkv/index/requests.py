@@ -247,7 +247,7 @@ def open_sequence(
     num_bytes, size = len(key), cache._block_bytes
     place = _locate(cache, namespace, key, num_bytes - 1) if lookup else _root(cache, namespace)
     if publication is not None:
-        _require_publishable(cache, publication)
+        cache._bases.require_new(publication)
     tree, tenant, table, cached = place.tree, place.tree.tenant, place.table, place.num_blocks
     total = -(-num_bytes // size)
     needed = total - cached
@@ -267,15 +267,6 @@ def open_sequence(
     return sequence
 
 
-def _require_publishable(cache: CacheState, publication: Publication) -> None:
-    """Raise ArgumentError unless this base can be published. KV with errors stay with their tenant."""
-    cache._bases.require_new(publication)
-    dtype = cache._registry.state_of(publication.namespace.tenant).settings.tier_dtype
-    if dtype != "exact":
-        allowed = f"a namespace whose tenant has the tier_dtype 'exact'; this one's is {dtype!r}"
-        raise ArgumentError("namespace", publication.namespace, allowed)
-
-
 def lease_of_long(
     cache: CacheState,
     namespace: Namespace,
@@ -289,7 +280,7 @@ def lease_of_long(
     Raises the errors of ``open_sequence`` before anything is evicted. The lease isn't registered.
     """
     if publication is not None:
-        _require_publishable(cache, publication)
+        cache._bases.require_new(publication)
     place = _locate(cache, namespace, key, len(key) - 1) if lookup else _root(cache, namespace)
     total = -(-len(key) // cache._block_bytes)
     needed = total - place.num_blocks

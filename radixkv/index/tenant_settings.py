@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 
 
 def add(cache: CacheState, tenant: Tenant) -> bool:
-    """See PrefixCache.add_tenant. Returns whether the tenant's KV so far must be forgotten.
-
-    They are another tenant's (``incarnation``), or the tiers below have them in another ``tier_dtype``.
-    """
-    if cache._below is not None:
-        cache._below.require(tenant)
+    """See PrefixCache.add_tenant. Returns whether the KV so far are another tenant's (``incarnation``): forget them."""
     state = cache._tenants.get(tenant.id)
     if state is None:
         state = cache._registry.new_state(tenant, is_added=True)
     before = state.settings
     is_another = bool(before.incarnation and tenant.incarnation) and before.incarnation != tenant.incarnation
-    is_other_dtype = cache._below is not None and before.tier_dtype != tenant.tier_dtype
     cache._evictor.end_due_pins(state, tenant.guaranteed_blocks)
     cache._registry.require_promise(tenant, state)
     _follow_policy(cache, state, tenant)
@@ -43,7 +37,7 @@ def add(cache: CacheState, tenant: Tenant) -> bool:
     cache._evictor.keep_limit(state, 0)
     if is_another:
         cache._endings.end_tenant(tenant.id)
-    return is_another or is_other_dtype
+    return is_another
 
 
 def require_removable(cache: CacheState, tenant: str) -> None:

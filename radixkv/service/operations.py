@@ -108,7 +108,6 @@ _SETTINGS = {
     "max_pinned_blocks": None,
     "max_pins": 1024,
     "policy": None,
-    "tier_dtype": "exact",
     "fleet_blocks": None,
     "on_unconfirmed_generation": "serve",
     "requests_per_s": 50.0,

@@ -12,20 +12,19 @@ An address that is not loopback needs ``--keys`` (the demo keys are public knowl
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import secrets
 import socket
 import ssl
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 from urllib.parse import quote, urlsplit
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from radixkv.config import Scrub, resolve
+from radixkv.config import Scrub, TierDtype, resolve
 from radixkv.configuration.definitions import COMMANDS, defaults, displayed, without_password
 from radixkv.configuration.private_files import read_secrets, warn_unless_private
 from radixkv.coordination.routing.costs import COSTS
@@ -89,7 +88,7 @@ class ServeSettings:
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
     - ``record``: the file for a trace of the traffic; None for no trace.
     - ``usage``: where usage records are written; None: nowhere.
-    - ``tiers``: host memory and disks below the cache; None: nothing.
+    - ``tiers``: host memory and a disk below the cache; None: nothing.
     - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
     - ``log_level``: a level name of ``logging``.
@@ -348,60 +347,48 @@ class _Reader:
         return path
 
     def tiers(self, secret: bytes, previous: tuple[bytes, ...]) -> TierSettings | None:
-        """``secret``: the fleet's, under which the disks' keys are sealed."""
-        self._require_parts_of_disks()
-        exact, lossy = self._memory("host-memory"), self._memory("lossy-host-memory")
-        if not exact and not lossy:
+        """``secret``: the fleet's, under which the disk's keys are sealed."""
+        self._require_parts_of_disk()
+        host_bytes, disk = self._memory(), self._disk(secret, previous)
+        dtype = cast("TierDtype", self.choice("tier-dtype"))
+        if not host_bytes:
+            if dtype != "exact":
+                raise self.refuse("host-memory", f"a value, because {self.name('tier-dtype')} is set")
             return None
-        disk, lossy_disk = (self._disk(name, secret, previous) for name in ("disk", "lossy-disk"))
-        if disk is not None and lossy_disk is not None:
-            one, other = (Path(os.path.realpath(each.folder)) for each in (disk, lossy_disk))
-            if one.is_relative_to(other) or other.is_relative_to(one):
-                raise self.refuse("lossy-disk", f"a folder outside of {self.name('disk')}, and not around it")
-        writes = self.text("disk-writes")
-        if writes is not None:  # each disk has its part by its size
-            bytes_per_s = self._amount(rate_of, "disk-writes", writes)
-            whole = sum(each.num_bytes for each in (disk, lossy_disk) if each is not None)
-            disk, lossy_disk = (
-                None if each is None else replace(each, bytes_per_s=bytes_per_s * each.num_bytes / whole)
-                for each in (disk, lossy_disk)
-            )
-        return TierSettings(exact, disk, lossy_host_bytes=lossy, lossy_disk=lossy_disk)
+        return TierSettings(host_bytes, disk, dtype=dtype)
 
-    def _require_parts_of_disks(self) -> None:
+    def _require_parts_of_disk(self) -> None:
         """Refuse a disk without its size, its memory or the secret, and what only a disk needs without one."""
         given = self._values.keys()  # none of these has a default
-        for disk, memory in (("disk", "host-memory"), ("lossy-disk", "lossy-host-memory")):
-            for name, is_missing, other in (
-                (memory, disk in given and memory not in given, disk),
-                (f"{disk}-size", disk in given and f"{disk}-size" not in given, disk),
-                (disk, disk not in given and f"{disk}-size" in given, f"{disk}-size"),
-                ("fleet-secret", disk in given and "fleet-secret" not in given, disk),
-            ):
-                if is_missing:
-                    raise self.refuse(name, f"a value, because {self.name(other)} is set")
-        if "disk-writes" in given and not given & {"disk", "lossy-disk"}:
-            either = f"a value, or {self.name('lossy-disk')} with one"
-            raise self.refuse("disk", f"{either}, because {self.name('disk-writes')} is set")
+        for name, other in (
+            ("host-memory", "disk"),
+            ("disk-size", "disk"),
+            ("disk", "disk-size"),
+            ("fleet-secret", "disk"),
+            ("disk", "disk-writes"),
+        ):
+            if other in given and name not in given:
+                raise self.refuse(name, f"a value, because {self.name(other)} is set")
 
-    def _memory(self, setting: str) -> int:
+    def _memory(self) -> int:
         """Return the bytes of host memory; 0 without."""
-        text = self.text(setting)
-        num_bytes = 0 if text is None else self._amount(bytes_of, setting, text)
+        text = self.text("host-memory")
+        num_bytes = 0 if text is None else self._amount(bytes_of, "host-memory", text)
         if text is not None and not num_bytes:
-            raise self.refuse(setting, "at least two blocks")
+            raise self.refuse("host-memory", "at least two blocks")
         return num_bytes
 
-    def _disk(self, setting: str, secret: bytes, previous: tuple[bytes, ...]) -> DiskOptions | None:
-        text, size = self.text(setting), self.text(f"{setting}-size")
+    def _disk(self, secret: bytes, previous: tuple[bytes, ...]) -> DiskOptions | None:
+        text, size, writes = (self.text(name) for name in ("disk", "disk-size", "disk-writes"))
         if text is None or size is None:
             return None
-        path = self._new_folder(setting, text)
-        num_bytes = self._amount(bytes_of, f"{setting}-size", size)
+        path = self._new_folder("disk", text)
+        num_bytes = self._amount(bytes_of, "disk-size", size)
         if not num_bytes:
-            raise self.refuse(f"{setting}-size", "at least one record")
+            raise self.refuse("disk-size", "at least one record")
         awaits = self.text("redis") is not None
-        return DiskOptions(path, num_bytes, secret, awaits, previous_secrets=previous)
+        rate = None if writes is None else self._amount(rate_of, "disk-writes", writes)
+        return DiskOptions(path, num_bytes, secret, awaits, bytes_per_s=rate, previous_secrets=previous)
 
     def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
         try:

@@ -1,4 +1,4 @@
-"""Records of blocks with 8 bits a value: what the tiers below keep for tenants whose ``tier_dtype`` is lossy.
+"""Records of blocks with 8 bits a value: what the tiers keep with a lossy ``tier_dtype``.
 
     record   [ codes, a byte a value │ scales, float32, one a vector │ zeros up to a multiple of 64 bytes ]
 

@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
-from radixkv.config import Namespace, Tenant
+from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Part, Scope, Target
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.disk_level import DiskLevel
 
-_NO_LOSSY: Final = "there is no lossy host memory below the cache (lossy_host_blocks, --lossy-host-memory)"
 LOCKED_BYTES: Final = 4 << 20
 """Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 MOST_ERRORS: Final = 5
@@ -91,7 +90,7 @@ _log = logging.getLogger(__name__)
 
 
 class LowerTiers:
-    """The tiers below a cache with this storage, for tenants with one ``tier_dtype``. Any thread may use them.
+    """The tiers below a cache with this storage. Any thread may use them.
 
     ``fingerprint``: of what computes the KV. ``policy_clock``: of host memory's policy, like the cache's; waits for the
     disk take ``clock``.
@@ -112,7 +111,7 @@ class LowerTiers:
         clock: Clock = monotonic,
         policy_clock: Clock = monotonic,
     ) -> None:
-        self.gate, self._dtype = Gate(), settings.dtype
+        self.gate = Gate()
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
@@ -131,9 +130,6 @@ class LowerTiers:
         self._changing: Counter[str] = Counter()
         self._unkept: dict[str, Tenant] = {}
         """Settings of tenants that were refused their share of host memory."""
-        self._added: set[str] = set()
-        self.serves: Callable[[str], bool] = lambda tenant: True
-        """Whether a tenant's KV are kept here. Another answer changes the tenant's mark."""
         self._lock, self._following = OwnLock(), OwnLock()
         self._is_off = self._is_closed = False
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
@@ -164,9 +160,7 @@ class LowerTiers:
 
     def keeps(self, namespace: Namespace) -> bool:
         """Whether KV of a namespace are kept now. Any thread."""
-        tenant = namespace.tenant
-        is_left_out = not self.has(namespace) or tenant in self._unkept
-        return not self._is_shut and not is_left_out and self.serves(tenant)
+        return not self._is_shut and self.has(namespace) and namespace.tenant not in self._unkept
 
     @property
     def _is_shut(self) -> bool:
@@ -174,13 +168,9 @@ class LowerTiers:
         return self._is_off or self._clock() < self._rests_until
 
     def mark(self, tenant: str) -> int | None:
-        """Return a number that changes with each purge or clear of a tenant. Any thread.
-
-        None while one runs, and for a tenant whose KV aren't kept here.
-        """
+        """Return a number that changes with each purge or clear of a tenant; None while one runs. Any thread."""
         with self._lock:
-            is_shut = self._changing[tenant] or not self.serves(tenant)
-            return None if is_shut else self._marks[tenant]
+            return None if self._changing[tenant] else self._marks[tenant]
 
     def is_current(self, mark: int, tenant: str) -> bool:
         """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
@@ -346,19 +336,6 @@ class LowerTiers:
                 "the disk below this cache is closed, and can't forget: open it again, then purge"
             )
 
-    def owes_all_of(self, tenant: str) -> bool:
-        """Owe what the disk has of a tenant whose KV aren't kept here. Returns False if it has none, or owes it."""
-        disk = self.disk
-        if disk is None or disk.debts.is_owed(tenant) or not disk.tier.has(tenant):
-            return False
-        disk.debts.owe(tenant)
-        return True
-
-    def require(self, tenant: Tenant) -> None:
-        """See ``Below``."""
-        if tenant.tier_dtype != self._dtype:
-            raise ArgumentError("tier_dtype", tenant.tier_dtype, f"{self._dtype!r}: {_NO_LOSSY}")
-
     def follow(self, settings: Callable[[], Tenant]) -> None:
         """See ``Below``."""
         with self._following:
@@ -370,7 +347,6 @@ class LowerTiers:
         If it can't have that of host memory, nothing of it is kept here until another change makes room. Two tenants'
         changes may come in another order than to the cache.
         """
-        self._added.add(tenant.id)
         try:
             self._give_share(tenant)
         except ArgumentError as error:
@@ -402,18 +378,6 @@ class LowerTiers:
         if self.level.index.own_slots(tenant) != num_slots:
             with self.moving():
                 self.level.index.set_strict(tenant, num_slots)
-
-    def leave_out(self, tenant: str) -> None:
-        """Take a tenant's share back: its KV are kept elsewhere."""
-        if tenant in self._added:
-            self._added.discard(tenant)
-            with suppress(ArgumentError):  # its share was refused
-                self.level.cache.remove_tenant(tenant)
-        self._set_own_slots(tenant, 0)
-        if self.level.disk is not None:
-            self.level.disk.follow(tenant, None)
-        self._unkept.pop(tenant, None)
-        self._meet_unmet()
 
     def _made_prefetch(self, disk: DiskLevel) -> Prefetch:
         def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
@@ -947,6 +911,31 @@ class LowerTiers:
 refuse_copies(LowerTiers, "it holds memory, threads and files. Make another")
 
 
+def tiers_below(
+    config: CacheConfig,
+    storage: BlockStorage | None,
+    settings: TierSettings | None = None,
+    fingerprint: str = "",
+    *,
+    clock: Clock = monotonic,
+) -> LowerTiers:
+    """Return the tiers below a cache with this configuration, storage and clock; without ``settings``, those it names.
+
+    Raises ConfigError without a storage, and as LowerTiers.
+    """
+    if storage is None:
+        allowed = "0 without a layout or a storage: the cache must copy the blocks"
+        raise ConfigError("host_blocks", config.host_blocks, allowed)
+    return LowerTiers(
+        storage,
+        settings or TierSettings(0, None, config.host_blocks, config.tier_dtype),
+        fingerprint,
+        policy=config.policy,
+        always_scrubs=config.scrub == "always",
+        policy_clock=clock,
+    )
+
+
 def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:
     """Evict ahead and zero slots when there is work, as long as the tiers are there and aren't closed."""
     while not stop.wait(_BUSY_TICK_S):
@@ -981,8 +970,6 @@ def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, 
 def _num_slots(settings: TierSettings, block_bytes: int) -> int:
     blocks, physical = settings.host_blocks, physical_bytes()
     name, value = ("host_blocks", blocks) if blocks else ("host_memory", settings.host_bytes)
-    if settings.dtype != "exact":
-        name = f"lossy_{name}"
     wanted = blocks * block_bytes or settings.host_bytes
     if wanted > physical:
         raise ConfigError(name, value, f"at most what the machine has, {physical:,} bytes")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from radixkv.config import LOSSY_DTYPES, TierDtype
+from radixkv.config import TierDtype
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,21 +55,13 @@ class TierSettings:
 
     - ``host_bytes``: host memory for KV, at least two blocks. ``host.memory``: the same in blocks; 0 to use the bytes.
     - ``disk``: the disk below it; None without one.
-    - ``dtype``: how its tenants' KV are kept.
-    - ``lossy_host_bytes``: host memory for each lossy dtype; 0 for none.
-    - ``lossy_disk``: the disk below that; None without one. Its folder has one for each lossy dtype (``lossy_folder``).
+    - ``dtype``: how KV are kept: see ``CacheConfig.tier_dtype``.
     """
 
     host_bytes: int
     disk: DiskOptions | None = None
     host_blocks: int = 0
     dtype: TierDtype = "exact"
-    lossy_host_bytes: int = 0
-    lossy_disk: DiskOptions | None = None
-
-
-Disks: TypeAlias = Mapping[TierDtype, DiskOptions]
-"""Disks by the dtype of their records."""
 
 
 def require_rate(name: str, rate: object) -> None:
@@ -94,18 +86,6 @@ def disk_errors(folder: Path | str, size: int | str | None) -> Iterator[None]:
     except OSError as error:
         allowed = f"a folder that can be used ({error.strerror or error}: {error.filename or 'a file in it'})"
         raise ConfigError("disk", str(folder), allowed) from error
-
-
-def disks_of(exact: DiskOptions | None, lossy: Disks | None) -> Disks:
-    """Return disks by dtype. Raises ConfigError for a lossy disk of another dtype, and for two with one folder."""
-    found: dict[TierDtype, DiskOptions] = {} if exact is None else {"exact": exact}
-    for dtype, disk in (lossy or {}).items():
-        if dtype not in LOSSY_DTYPES:
-            raise ConfigError("lossy_disks", dtype, f"{' or '.join(LOSSY_DTYPES)}")
-        if any(disk.folder.absolute() == other.folder.absolute() for other in found.values()):
-            raise ConfigError("lossy_disks", disk.folder, "a folder of its own for each disk")
-        found[dtype] = disk
-    return found
 
 
 def require_fingerprint(fingerprint: object) -> None:

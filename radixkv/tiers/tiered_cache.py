@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixkv.config import Tenant
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ConfigError
 from radixkv.index.below import Below, Scope
 from radixkv.index.cache import PrefixCache
 from radixkv.index.load_target import attach
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.index.validation import require_namespace, require_seconds
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.settings import DiskOptions, Disks, TierSettings, disks_of, require_fingerprint
+from radixkv.tiers.settings import DiskOptions, TierSettings, require_fingerprint
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
     from radixkv.tiers.lower_tiers import LowerTiers
     from radixkv.tiers.tier import FolderNotes, TierDetails
-    from radixkv.tiers.tiers_by_dtype import TiersByDtype
-
-    Lower = LowerTiers | TiersByDtype
 
 _log = logging.getLogger(__name__)
 
 
 class TieredCache(PrefixCache):
     """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
-
-    ``lossy_disks``: disks of lossy records, under ``CacheConfig.lossy_host_blocks``: ``{"int8": DiskOptions(…)}``. Each
-    disk has a folder of its own.
 
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
@@ -48,31 +41,34 @@ class TieredCache(PrefixCache):
         config: CacheConfig,
         *,
         disk: DiskOptions | None = None,
-        lossy_disks: Disks | None = None,
         fingerprint: str = "",
         **parts: Any,
     ) -> None:
-        self._lower: Lower | None = None
-        disks = disks_of(disk, lossy_disks)
-        if disks:
+        if "lossy_disks" in parts:
+            allowed = "disk, with CacheConfig.tier_dtype: a cache keeps all in one dtype"
+            raise ConfigError("lossy_disks", parts["lossy_disks"], allowed)
+        self._lower: LowerTiers | None = None
+        if disk is not None:
             require_fingerprint(fingerprint)
-        self._below_options = disks, fingerprint
+        self._below_options = disk, fingerprint
         super().__init__(config, **parts)
 
     def _made_below(self) -> Below | None:
-        disks, fingerprint = self._below_options
-        if self.config.has_tiers:
-            from radixkv.tiers.tiers_by_dtype import tiers_below
+        disk, fingerprint = self._below_options
+        if self.config.host_blocks:
+            from radixkv.tiers.lower_tiers import tiers_below
 
-            self._lower = tiers_below(self.config, self.storage, disks, fingerprint, self._clock)
+            settings = TierSettings(0, disk, self.config.host_blocks, self.config.tier_dtype)
+            self._lower = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
             self._lower.start()
-        elif disks:
-            folder = next(iter(disks.values())).folder
-            raise ConfigError("disk", folder, "none without host_blocks: records pass through host memory")
+        elif disk is not None:
+            raise ConfigError(
+                "disk", disk.folder, "none without host_blocks: records pass through host memory"
+            )
         return self._lower
 
     @property
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerTiers | None:
         """The tiers below."""
         return self._lower
 
@@ -80,30 +76,14 @@ class TieredCache(PrefixCache):
         """Let host memory, and a disk, lie below from now on. Before the first request. ``close`` ends them.
 
         ``fingerprint``: of what computes the KV. Raises ConfigError if the cache has tiers, and for tiers that can't be
-        had (see ``LowerTiers``); ArgumentError for tenants whose ``tier_dtype`` can't be had. Nothing is added then.
+        had (see ``LowerTiers``). Nothing is added then.
         """
-        from radixkv.tiers.tiers_by_dtype import default_dtype, tiers_of, tiers_with
+        from radixkv.tiers.lower_tiers import tiers_below
 
         if self._lower is not None:
-            sizes = (self.config.host_blocks, self.config.lossy_host_blocks)
-            raise ConfigError("host_blocks, lossy_host_blocks", sizes, "0 if the engine brings its own tiers")
-        assert self.storage is not None
-        make = partial(
-            tiers_with,
-            config=self.config,
-            storage=self.storage,
-            fingerprint=fingerprint,
-            clock=self._clock,
-        )
-        tiers = tiers_of(settings, make, default_dtype(self.config))
+            raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
+        tiers = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
         known = [each for each in map(self.tenant, self.tenants()) if each is not None]
-        try:
-            for each in (self.config.default_tenant, *known):
-                if each is not None:
-                    tiers.require(each)
-        except ArgumentError:
-            tiers.close()
-            raise
         self._lower = tiers
         attach(self, tiers)
         for each in known:

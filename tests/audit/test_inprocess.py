@@ -162,24 +162,26 @@ class Silent(PrefixCache):
 
 
 class Lossless(PrefixCache):
-    """Every tenant is exact, whatever its settings say."""
+    """Host memory is exact, whatever the configuration says."""
 
-    def add_tenant(self, tenant: Tenant) -> None:
-        super().add_tenant(replace(tenant, tier_dtype="exact"))
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        super().__init__(replace(config, tier_dtype="exact"), **named)
 
 
 class Bottomless(PrefixCache):
     """There is nothing below, whatever the configuration says."""
 
     def __init__(self, config: CacheConfig, **named: Any) -> None:
-        super().__init__(replace(config, host_blocks=0, lossy_host_blocks=0), **named)
+        super().__init__(replace(config, host_blocks=0, tier_dtype="exact"), **named)
 
 
 class ExactAlone(PrefixCache):
-    """There is host memory below, and none of it is lossy."""
+    """There is host memory below, and it says that none is lossy."""
 
     def __init__(self, config: CacheConfig, **named: Any) -> None:
-        super().__init__(replace(config, lossy_host_blocks=0), **named)
+        if config.tier_dtype != "exact":
+            raise ConfigError("tier_dtype", config.tier_dtype, "'exact' in this engine")
+        super().__init__(config, **named)
 
 
 @pytest.mark.slow
@@ -257,7 +259,7 @@ class Refusing(PrefixCache):
     """There is nothing below, and it says so."""
 
     def __init__(self, config: CacheConfig, **named: Any) -> None:
-        if config.has_tiers:
+        if config.host_blocks:
             raise ConfigError("host_blocks", config.host_blocks, "0: this engine has no host memory")
         super().__init__(config, **named)
 
@@ -280,7 +282,6 @@ def test_a_cache_that_refuses_host_memory_has_no_check_of_it() -> None:
 def test_a_cache_that_refuses_lossy_memory_has_no_check_of_it() -> None:
     assert has_lossy(PrefixCache)
     assert not has_lossy(ExactAlone)
-    assert not has_lossy(lambda config, **named: Untenanted(PrefixCache(config, **named)))
 
 
 def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:

@@ -104,18 +104,31 @@ def test_the_environment_does_not_change_a_check(file: Path, monkeypatch: pytest
     assert run("check", str(file)).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("disk-bandwidth", "3GB/s", "strict tenants have no part of the disk"),
+        (
+            "disk-bandwidth",
+            "3GB/s",
+            "host memory alone (--host-memory); --disk-writes bounds what is written",
+        ),
+        ("lossy-host-memory", "8MiB", "--host-memory with --tier-dtype fp8 or int8, for all tenants"),
+        ("lossy-disk", "/kv", "--disk with --tier-dtype fp8 or int8"),
+        ("lossy-disk", "/kv", "must be emptied first, by `radixkv disk reset`"),
+        ("lossy-disk-size", "1GiB", "--disk-size with --tier-dtype fp8 or int8"),
+    ],
+)
 def test_a_setting_that_was_removed_is_refused_with_what_to_do_instead(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, instead: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an option, a variable or a line of a file; no help names it."""
-    file.write_text("port: 1\ndisk-bandwidth: 3GB/s\n")
-    said = [str(run("check", str(file)).exception), str(run("show", "--disk-bandwidth", "3GB/s").exception)]
-    monkeypatch.setenv("RADIXKV_DISK_BANDWIDTH", "3GB/s")
+    file.write_text(f"port: 1\n{name}: {value}\n")
+    said = [str(run("check", str(file)).exception), str(run("show", f"--{name}", value).exception)]
+    variable = f"RADIXKV_{name.upper().replace('-', '_')}"
+    monkeypatch.setenv(variable, value)
     said.append(str(run("show").exception))
-    for each, name in zip(
-        said, (f"{file}:2: disk-bandwidth", "--disk-bandwidth", "RADIXKV_DISK_BANDWIDTH"), strict=True
-    ):
-        assert each.startswith(name) and "strict tenants have no part of the disk" in each
-        assert "host memory alone (--host-memory); --disk-writes bounds what is written" in each
-    assert "disk-bandwidth" not in CliRunner().invoke(commands, ["serve", "--help"]).output
+    for each, place in zip(said, (f"{file}:2: {name}", f"--{name}", variable), strict=True):
+        assert each.startswith(place) and instead in each
+    assert name not in CliRunner().invoke(commands, ["serve", "--help"]).output
     assert run("show", "route").exit_code == 0

@@ -136,14 +136,9 @@ def test_settings_of_tenants(cache: PrefixCache, client: ControlClient) -> None:
     assert cache.match(ACME, IDS).num_tokens == 0
 
 
-def test_a_cache_with_lossy_tiers_takes_a_dtype(tmp_path: Path) -> None:
-    layout = KVLayout(1, 1, 8)
-    cache = PrefixCache(CacheConfig(16, 4, layout, lossy_host_blocks=8))
-    with serving(cache, tmp_path) as control, ControlClient(control.path, KEYS) as client:
-        client.call("set_tenant", {"tenant": "acme", "tier_dtype": "int8"})
-        assert cache.tenant("acme") == Tenant("acme", tier_dtype="int8")
-        client.call("set_tenant", {"tenant": "acme"})
-        assert cache.tenant("acme") == Tenant("acme"), "what is left out gets its default"
+def test_a_tenants_own_dtype_is_refused_with_what_is_in_its_place(client: ControlClient) -> None:
+    with pytest.raises(ControlError, match=r"tier_dtype='exact' is not allowed; .*CacheConfig\.tier_dtype"):
+        client.call("set_tenant", {"tenant": "acme", "tier_dtype": "exact"})
 
 
 def test_settings_reach_a_tenant_of_salts_by_its_name(cache: PrefixCache, tmp_path: Path) -> None:

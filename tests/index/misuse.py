@@ -35,7 +35,6 @@ ONCE = {
     "radixkv.tiers.tiered_cache": ["TieredCache"],
     "radixkv.tiers.loading": ["TierLoading"],
     "radixkv.tiers.lower_tiers": ["LowerTiers"],
-    "radixkv.tiers.tiers_by_dtype": ["TiersByDtype"],
     "radixkv.tiers.host.memory": ["HostBlocks"],
     "radixkv.tiers.disk_level": ["DiskLevel"],
     "radixkv.tiers.second_level": ["SecondLevel"],

@@ -1,25 +1,21 @@
-"""Random lives of a cache with a lossy tenant and an exact one: whose KV may have errors, and how large."""
+"""Random lives of a cache with lossy tiers: what comes back is its own, but for small errors."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
 
 from radixkv import PrefixCache
 from radixkv.audit import invariants, properties
-from radixkv.audit.properties.lossy_machine import LOSSY
 from radixkv.audit.properties.material import Mirror
+from radixkv.config import LOSSY_DTYPES
 from radixkv.storage.lossy_codec import LossyCodec
-from radixkv.tiers.tiers_by_dtype import TiersByDtype
+from radixkv.tiers.lower_tiers import LowerTiers
 from tests.isolation.lives import EXAMPLES, SEED, finds
-from tests.tiers.test_tier_dtype import (
-    a_change_that_leaves_what_is_resident,
-    a_purge_that_skips_lossy_tiers,
-    lossy_served_to_an_exact_tenant,
-)
 
 LIVES = max(EXAMPLES // 10, 20)
 
@@ -32,17 +28,15 @@ class CountedLossy(properties.LossyMachine):
     def laws(self) -> None:
         super().laws()
         below = self.cache._below
-        assert isinstance(below, TiersByDtype)
+        assert isinstance(below, LowerTiers)
         for counts in below.counts().values():
             assert counts["open"] and not counts["errors"], "host memory failed"
-        for tiers in below.tiers.values():
-            invariants.check(tiers.level.cache)
+        invariants.check(below.level.cache)
 
     def _came(self, run: Mirror) -> None:
         before = run.num_committed
         super()._came(run)
-        dtype = self.dtype if run.namespace.tenant == LOSSY else "exact"
-        CountedLossy.loaded[dtype] += run.num_committed - before
+        CountedLossy.loaded[self.cache.config.tier_dtype] += run.num_committed - before
 
 
 def report(examples: int, seed: int) -> properties.PropertyReport:
@@ -56,7 +50,7 @@ def test_random_lives_find_nothing() -> None:
     CountedLossy.loaded = Counter()
     found = report(LIVES, SEED)
     assert found.ok, found.failure
-    assert min(CountedLossy.loaded[dtype] for dtype in ("exact", "fp8", "int8")) > LIVES // 10
+    assert min(CountedLossy.loaded[dtype] for dtype in LOSSY_DTYPES) > LIVES // 10
 
 
 # --- planted bugs
@@ -67,18 +61,18 @@ def scales_of_another_vector(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LossyCodec, "_scales", lambda self, values: original(self, values).roll(1, -1))
 
 
-def a_change_that_only_the_cache_hears_of(patch: pytest.MonkeyPatch) -> None:
-    """What lies below of an exact tenant is what it was before: lossy."""
-    patch.setattr(TiersByDtype, "add_tenant", lambda self, tenant: self._dtypes.setdefault(tenant.id, "int8"))
+def records_of_the_block_beside(patch: pytest.MonkeyPatch) -> None:
+    original = LossyCodec.decode
+    patch.setattr(
+        LossyCodec, "decode", lambda self, records: [each.roll(1, 0) for each in original(self, records)]
+    )
 
 
-LOSSY_BUGS = [
-    lossy_served_to_an_exact_tenant,
-    pytest.param(a_change_that_leaves_what_is_resident, marks=pytest.mark.pure),
-    a_purge_that_skips_lossy_tiers,
-    scales_of_another_vector,
-    a_change_that_only_the_cache_hears_of,
-]
+def a_purge_that_skips_the_tiers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LowerTiers, "forgetting", lambda self, scope: nullcontext())
+
+
+LOSSY_BUGS = [scales_of_another_vector, records_of_the_block_beside, a_purge_that_skips_the_tiers]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
 from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, RouteSettings, ServeSettings
 from radixkv.service.server import bind
-from radixkv.tiers.lossy_folder import disks_in
 
 
 def test_settings_have_defaults() -> None:
@@ -155,26 +154,18 @@ def secret_files(folder: Path, *letters: str) -> list[Path]:
     return found
 
 
-def test_disks_and_the_usage_log_get_previous_secrets(tmp_path: Path) -> None:
+def test_a_disk_and_the_usage_log_get_previous_secrets(tmp_path: Path) -> None:
     new, old, oldest = secret_files(tmp_path, "n", "o", "p")
-    sizes = {
-        "disk-size": "1GiB",
-        "lossy-disk-size": "1GiB",
-        "host-memory": "1GiB",
-        "lossy-host-memory": "1GiB",
-    }
-    folders = {name: str(tmp_path / name) for name in ("disk", "lossy-disk", "usage")}
+    sizes = {"disk-size": "1GiB", "host-memory": "1GiB"}
+    folders = {name: str(tmp_path / name) for name in ("disk", "usage")}
     settings = ServeSettings.parse(
         {**sizes, **folders, "fleet-secret": str(new), "previous-secrets": f"{old},{oldest}"}
     )
     previous = (b"o" * 32, b"p" * 32)
     tiers, usage = settings.tiers, settings.usage
-    assert tiers is not None and tiers.disk is not None and tiers.lossy_disk is not None and usage is not None
+    assert tiers is not None and tiers.disk is not None and usage is not None
     assert settings.fleet_secret == tiers.disk.secret == usage.secret == b"n" * 32
-    assert (
-        tiers.disk.previous_secrets == tiers.lossy_disk.previous_secrets == usage.previous_secrets == previous
-    )
-    assert {each.previous_secrets for each in disks_in(tiers.lossy_disk).values()} == {previous}
+    assert tiers.disk.previous_secrets == usage.previous_secrets == previous
 
 
 def test_previous_secrets_that_can_not_be_used_are_named(
@@ -258,12 +249,12 @@ def test_a_secret_in_place_of_its_path_is_never_shown(
 
 
 @pytest.mark.parametrize("text", ["a" * 300, "a" * 300 + "/b", "a\0b"], ids=["name", "folder", "nul"])
-@pytest.mark.parametrize("setting", ["model", "tls-cert", "record", "usage", "disk", "lossy-disk"])
+@pytest.mark.parametrize("setting", ["model", "tls-cert", "record", "usage", "disk"])
 def test_an_impossible_path_is_refused_by_name(setting: str, text: str, tmp_path: Path) -> None:
     (secret,) = secret_files(tmp_path, "n")
-    given = {"fleet-secret": str(secret), "host-memory": "1GiB", "lossy-host-memory": "1GiB", setting: text}
-    if "disk" in setting:
-        given[f"{setting}-size"] = "1GiB"
+    given = {"fleet-secret": str(secret), "host-memory": "1GiB", setting: text}
+    if setting == "disk":
+        given["disk-size"] = "1GiB"
     with pytest.raises(ConfigError, match=f"^--{setting}="):
         ServeSettings.parse(given)
 

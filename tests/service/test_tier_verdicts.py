@@ -100,18 +100,18 @@ def test_records_of_another_identity_are_named_at_the_next_start(
 def test_a_disk_that_is_too_small_for_the_time_between_two_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.usefulness.LEAST_RETURNED", 2)
+    monkeypatch.setattr("radixkv.tiers.usefulness.LEAST_RETURNED", 1)
     monkeypatch.setattr(
-        "radixkv.tiers.usefulness.LEAST_SHARE", 0.5
-    )  # all prompts have the template's beginning
+        "radixkv.tiers.usefulness.LEAST_SHARE", 10.0
+    )  # whatever it brings is too little
     with service_in_thread(**tier_options(tmp_path)) as live:
         size = live.service.cache.lower.block_bytes  # type: ignore[attr-defined]
     small = tmp_path / "small"
     small.mkdir()
     sizes = {"host-memory": str(12 * size), "disk-size": str(24 * max(size, 4_096) + 16_384)}
     with service_in_thread(**{**tier_options(small), **sizes}) as live:
-        for turn in range(8):
-            ask(live.acme, prompt_of(turn % 4))
+        for turn in range(18):
+            ask(live.acme, prompt_of(turn % 6))
             evict_all(live)
             eventually(lambda: live.service.cache.lower.level.disk.stores.is_idle)  # type: ignore[attr-defined]
         assert is_shown(live, "disk", "useless", "too_old", "asked for blocks that had been evicted before")

@@ -136,46 +136,45 @@ def test_host_memory_below_a_service() -> None:
         assert ask(live.acme) == (first, 0), "purged"
 
 
-def set_dtype(live: Running, tenant: str, dtype: str) -> Any:
-    return live.operator.put(f"/v1/tenants/{tenant}", json={"tier_dtype": dtype})
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_lossy_host_memory_below_a_service(dtype: str) -> None:
+    written = {}
+    for each in ("exact", dtype):
+        with service_in_thread(**{"host-memory": "16MiB", "tier-dtype": each}) as live:
+            first, _ = ask(live.acme)
+            evict_all(live)
+            again, cached = ask(live.acme)
+            assert cached > 100 and (again == first or each != "exact")
+            assert metric(live.operator, "hit_blocks_total", "host") == cached // 16
+            written[each] = metric(live.operator, "written_bytes_total", "host")
+            assert list(live.operator.get("/v1/stats").json()["tiers"]) == ["host"]
+    assert written[dtype] == written["exact"] * (16 + 4) / (16 * 4), (
+        "heads of 16 floats: 16 codes and a scale"
+    )
 
 
-def test_lossy_tenants_beside_exact_ones() -> None:
-    with service_in_thread(**{"host-memory": "16MiB", "lossy-host-memory": "8MiB"}) as live:
-        answer = set_dtype(live, "acme", "int8")
-        assert answer.status_code == 200 and answer.json()["settings"]["tier_dtype"] == "int8"
-        first, _ = ask(live.globex)
-        ask(live.acme)
-        evict_all(live)
-        again, cached = ask(live.globex)
-        assert again == first and cached > 100
-        assert ask(live.acme)[1] == cached
-        for tier in ("host", "host_int8"):
-            assert metric(live.operator, "hit_blocks_total", tier) == cached // 16
-        assert metric(live.operator, "hit_blocks_total", "host_fp8") == 0
-        written = [metric(live.operator, "written_bytes_total", tier) for tier in ("host", "host_int8")]
-        assert written[1] == written[0] * (16 + 4) / (16 * 4), "heads of 16 floats: 16 codes and a scale"
-        set_dtype(live, "acme", "exact").raise_for_status()
-        assert ask(live.acme) == (first, 0), "nothing of another dtype is left"
-
-
-def test_lossy_memory_alone() -> None:
-    with service_in_thread(**{"lossy-host-memory": "8MiB"}) as live:
-        set_dtype(live, "acme", "fp8").raise_for_status()
-        ask(live.acme), ask(live.globex)
-        evict_all(live)
-        assert ask(live.acme)[1] > 100
-        assert ask(live.globex)[1] == 0, "an exact tenant takes none of it"
-
-
-def test_a_dtype_without_memory_for_it_is_refused() -> None:
+def test_a_tenants_own_dtype_is_refused_with_what_is_in_its_place(tmp_path: Path) -> None:
+    """In a call, and in a keys file at the start."""
     with service_in_thread(**{"host-memory": "16MiB"}) as live:
-        answer = set_dtype(live, "acme", "fp8")
-        assert answer.status_code == 422 and "lossy-host-memory" in answer.text
-        assert set_dtype(live, "acme", "int4").status_code == 422
-        _, cached = ask(live.acme)
-        evict_all(live)
-        assert cached == 0 and ask(live.acme)[1] > 100, "nothing has changed"
+        answer = live.operator.put("/v1/tenants/acme", json={"tier_dtype": "exact"})
+        assert answer.status_code == 422
+        told = answer.json()["error"]
+        assert (told["field"], told["value"]) == ("tier_dtype", "exact")
+        assert "--tier-dtype, is that of all tenants" in told["message"]
+        assert "--tier-dtype" in told["allowed"]
+        live.operator.put("/v1/tenants/acme", json={"tier_dtype": None}).raise_for_status()
+        assert "tier_dtype" not in live.operator.get("/v1/tenants/acme").text
+    document = {
+        "operator": KEYS["operator"],
+        "tenants": {"acme": {"keys": [KEYS["acme"]], "tier_dtype": "int8"}},
+    }
+    (tmp_path / "keys.json").write_text(json.dumps(document))
+    (tmp_path / "keys.json").chmod(0o600)
+    with (
+        pytest.raises(ConfigError, match=r"tenants\.acme\.tier_dtype.*--tier-dtype, is that of all tenants"),
+        service_in_thread(None, keys=str(tmp_path / "keys.json")),
+    ):
+        pass
 
 
 def test_the_banner_says_how_large_the_tiers_are_and_what_they_have(tmp_path: Path) -> None:
@@ -681,7 +680,10 @@ def test_a_process_that_ends_with_an_owed_purge_says_so(tmp_path: Path) -> None:
         code, _, complaint = purge_by_command(process.url)
         assert code == 1 and "disk of the replica" in complaint
         assert process.stop() == 1
-        assert "may still have the records of 1 purged or cleared tenants ('acme')" in process.output
+        assert (
+            "may still have the records of 1 tenants that were purged or cleared, or are strict ('acme')"
+            in process.output
+        )
         assert "Traceback" not in process.output
 
 
@@ -727,9 +729,8 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
         ({"host-memory": "8GB"}, "--host-memory"),
         ({"host-memory": ""}, "--host-memory"),
         ({"host-memory": "0"}, "--host-memory"),
-        ({"lossy-host-memory": "0"}, "--lossy-host-memory"),
-        ({"lossy-host-memory": "8GB"}, "--lossy-host-memory"),
-        ({"lossy-host-memory": "1GiB", "disk": "kv"}, "--host-memory"),
+        ({"tier-dtype": "int8"}, "--host-memory"),
+        ({"tier-dtype": "int4", "host-memory": "1GiB"}, "--tier-dtype"),
         ({"disk": "kv"}, "--host-memory"),
         ({"disk-size": "1GiB", "host-memory": "1GiB"}, "--disk"),
         ({"disk": "kv", "host-memory": "1GiB"}, "--disk-size"),

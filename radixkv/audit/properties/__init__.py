@@ -9,7 +9,7 @@ Only this subpackage imports Hypothesis (extra ``audit``). It has eight machines
   says.
 - ``BeamMachine`` does the same. It also lends some of its requests to the device, which advances them by itself.
 - ``LoadingMachine`` does it with host memory below: what was evicted comes back.
-- ``LossyMachine`` does that too, with a tenant whose KV have small errors there, beside one whose KV must have none.
+- ``LossyMachine`` does that too, with a lossy ``tier_dtype``: what comes back has small errors.
 - ``EngineMachine`` attacks a cache whose blocks the engine owns: every block is the engine's, resident or to reclaim.
 - ``TwoRuns`` plays one tenant on two caches that other tenants use differently, and compares everything that it
   observes. ``TwoLoadingRuns`` does it with host memory below them.

@@ -169,7 +169,7 @@ class BeamMachine(CacheMachine):
             lengths = lent.beams.lengths.tolist()
             for table, length, run in zip(lent.beams.tables.numpy(), lengths, lent.now, strict=True):
                 expect(length == run.num_tokens, f"a beam of {length} rows, and {run.num_tokens} tokens")
-                self._reads(table, run.states, run)
+                self._reads(table, run.states)
 
     def _refuses(self, lent: Lent, which: int) -> None:
         sequence = lent.runs[which % len(lent.runs)].sequence

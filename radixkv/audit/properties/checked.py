@@ -39,6 +39,8 @@ class CheckedCache(RuleBasedStateMachine):
     factory: ClassVar[CacheFactory]
     policies: ClassVar[tuple[str, ...]] = ("lru", "lfu")
     with_storage: ClassVar[tuple[bool, ...]] = (False, True)
+    error: ClassVar[float] = 0.0
+    """The relative error that KV may have; 0: none, bit for bit."""
 
     def start(self, config: CacheConfig) -> None:
         """Make an empty cache with ``config``."""
@@ -85,11 +87,11 @@ class CheckedCache(RuleBasedStateMachine):
         for run in self.away:
             self._agrees(run, True)
         for _, run, table in self.fenced if not behind else ():
-            self._reads(table, run.states[: run.num_computed], run)
+            self._reads(table, run.states[: run.num_computed])
         for held in self.held:
             if held.lease is not None:
                 states = chain(held.namespace, held.ids[: held.lease.num_tokens])
-                self._reads(held.lease.block_ids, states, held)
+                self._reads(held.lease.block_ids, states)
         for namespace, ids in self.pinned:
             expect(self._matched(namespace, ids).num_tokens == len(ids), "what is pinned was forgotten")
         self._waiting_agree()
@@ -143,21 +145,17 @@ class CheckedCache(RuleBasedStateMachine):
         table = sequence.block_table
         expect(len(table) == sequence.num_blocks, "the block table has another length")
         if not behind:
-            self._reads(table, run.states[: run.num_computed], run)
+            self._reads(table, run.states[: run.num_computed])
         if not run.forgotten:
             committed = run.num_committed // self.block_size * self.block_size
             expect(
                 self._matched(run.namespace, run.ids).num_tokens >= committed, "what is leased was forgotten"
             )
 
-    def _reads(self, table: Any, states: list[int], owner: Mirror | Held | Namespace) -> None:
-        """Blocks of ``owner``, which a match found in a namespace, hold the KV of ``states``."""
-        holds = self.engine.holds(table, states, self._error_of(owner))
+    def _reads(self, table: Any, states: list[int]) -> None:
+        """Blocks hold the KV of ``states``."""
+        holds = self.engine.holds(table, states, self.error)
         expect(holds, f"wrong KV under blocks {table.tolist()}")
-
-    def _error_of(self, owner: Mirror | Held | Namespace) -> float:
-        """The relative error that KV of ``owner`` may have; 0: none, bit for bit."""
-        return 0.0
 
     def teardown(self) -> None:
         """Release everything: only the trees remain, and can be evicted."""
@@ -260,7 +258,7 @@ class CheckedCache(RuleBasedStateMachine):
             and len(match.block_ids) == match.num_blocks,
             "the match counts other blocks than it names",
         )
-        self._reads(match.block_ids, chain(namespace, ids[: match.num_tokens]), namespace)
+        self._reads(match.block_ids, chain(namespace, ids[: match.num_tokens]))
         return match
 
     def _compute(self, run: Mirror, stop: int) -> None:

@@ -49,6 +49,9 @@ class RequestBody(BaseModel):
 
     With it, the fields in ``without_prompts`` may have lists and maps without a maximum."""
 
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Fields of earlier versions, and what to use in their place. A body that has one is refused."""
+
     drops: ClassVar[Drops] = {}
     """Fields that change nothing and are dropped: see ``schemas.ignored``."""
 
@@ -69,7 +72,11 @@ class RequestBody(BaseModel):
             found = {"name": "type", "value": data["type"], "allowed": allowed}
             raise PydanticCustomError(TWO_VALUES, "another type", found)
         data = without_ignored(data, cls.drops)
-        known = _names(cls)
+        for name, allowed in cls.removed.items():
+            if data.get(name) is not None:
+                found = {"name": name, "value": data[name], "allowed": allowed}
+                raise PydanticCustomError(NOT_SUPPORTED, "not supported any more; allowed: {allowed}", found)
+        known = _names(cls) | cls.removed.keys()
         unknown = [name for name in data if name not in known]
         if unknown:
             found = {"name": unknown[0], "value": data[unknown[0]], "more": len(unknown) - 1}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from radixkv.config import MAX_PINS, Tenant, TierDtype, require_loaded
+from radixkv.config import MAX_PINS, NO_OWN_DTYPE, Tenant, require_loaded
 from radixkv.errors import ArgumentError
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 from radixkv.tiers.usefulness import Reason, Worth
@@ -15,6 +16,8 @@ from radixkv.tiers.usefulness import Reason, Worth
 
 class TenantSettings(RequestBody):
     """Guarantees and limits of a tenant. A rate or a size that is null or left out has the server's value."""
+
+    removed: ClassVar[Mapping[str, str]] = {"tier_dtype": NO_OWN_DTYPE}
 
     weight: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)] = Field(
         default=1.0,
@@ -28,7 +31,8 @@ class TenantSettings(RequestBody):
     )
     mode: Literal["burst", "strict"] = Field(
         default="burst",
-        description="burst: borrows idle blocks; strict: borrows nothing, and others change nothing that it sees",
+        description="burst: borrows idle blocks; strict: borrows nothing, others change nothing that it sees, and it "
+        "has no disk",
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None,
@@ -43,11 +47,6 @@ class TenantSettings(RequestBody):
     policy: Annotated[str, Field(min_length=1, max_length=64, pattern="^[^:]*$")] | None = Field(
         default=None,
         description="name of the tenant's eviction policy, built in or registered, not a class; null: the server's",
-    )
-    tier_dtype: TierDtype = Field(
-        default="exact",
-        description="how the tiers below the cache keep the tenant's KV: as they are, or with 8 bits a value and small "
-        "errors; a change clears what the tenant has",
     )
     fleet_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
@@ -87,7 +86,6 @@ class TenantSettings(RequestBody):
             self._pinned_blocks(pin_share),
             self.policy,
             self.max_pins,
-            self.tier_dtype,
         )
         if whole.max_pinned_blocks and whole.limit is not None and whole.max_pinned_blocks >= whole.limit:
             allowed = f"at most {whole.limit - 1}: pins on all {whole.limit} blocks would leave none to its requests"

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from radixkv.config import is_tenant_id
+from radixkv.config import LOSSY_DTYPES, is_tenant_id
 from radixkv.errors import ConfigError, shown
 from radixkv.files.private_folder import (
     GENERATIONS,
@@ -27,6 +27,7 @@ from radixkv.files.private_folder import (
     LOCK,
     MASTER,
     NEW,
+    OLD_DISKS,
     OURS,
     SLAB,
     STORE,
@@ -121,16 +122,17 @@ def inspect(
         return result
 
 
-def num_dropped(path: Path | str, secrets: Sequence[bytes], disk_bytes: int) -> int:
-    """Return how many slots for records a start with a disk of this size drops, all of them or none.
+def num_dropped(path: Path | str, secrets: Sequence[bytes], disk_bytes: int, scheme: str) -> int:
+    """Return how many slots for records a start with a disk of this size and scheme drops, all of them or none.
 
     Looks at the folder's key file alone, also while a process uses the folder. 0 without one that the secrets open.
     Raises OSError.
     """
     master = master_in(path, secrets)
-    if master is None or slots_in(disk_bytes, master.record_bytes) == master.num_slots:
+    if master is None:
         return 0
-    return master.num_slots
+    is_same = slots_in(disk_bytes, master.record_bytes) == master.num_slots
+    return 0 if is_same and master.scheme in ("", scheme) else master.num_slots
 
 
 def forget_tenant(
@@ -160,6 +162,12 @@ def contents(path: Path | str, *, files: Files | None = None) -> dict[str, tuple
     Names of folders end with a slash. Raises as ``forget``. Changes nothing.
     """
     found: dict[str, tuple[int, int]] = {}
+    if old := _old_disks(path):
+        with closing(PrivateFolder(path, files, OLD_DISKS, signs=False)):
+            for part in old:
+                found[f"{part.name}/{LOCK}"] = 1, 0
+                found |= {f"{part.name}/{name}": sizes for name, sizes in contents(part, files=files).items()}
+        return found
     with closing(_opened_to_forget(path, files)) as folder:
         for name in sorted(folder.names()):
             if name == LOCK:
@@ -195,9 +203,12 @@ def _opened_to_forget(path: Path | str, files: Files | None) -> PrivateFolder:
 def forget(path: Path | str, *, files: Files | None = None) -> int:
     """Forget everything: destroy the keys, then remove all files but the folder and its lock. Needs no secret.
 
-    Returns the number of bytes that the slab had. Raises ConfigError for a missing folder, one that isn't ours or is in
-    use. Raises OSError if a file can't be destroyed, after all others were: then repeat it.
+    The folders of disk tiers that earlier versions had in one, for lossy KV, are removed. Returns the bytes that the
+    slab had. Raises ConfigError for a missing folder, one that isn't ours or is in use. Raises OSError if a file can't
+    be destroyed, after all others were: then repeat it.
     """
+    if old := _old_disks(path):
+        return _forget_old(path, old, files)
     with closing(_opened_to_forget(path, files)) as folder:
         folder.sign()
         failed = folder.destroy_all(folder.folder, [MASTER])
@@ -213,6 +224,36 @@ def forget(path: Path | str, *, files: Files | None = None) -> int:
         if failed:
             raise failed[0]
         return size
+
+
+def _old_disks(path: Path | str) -> list[Path]:
+    """Return the folders of disk tiers that an earlier version made in this one, for lossy KV."""
+    return [each for each in (Path(path) / dtype for dtype in LOSSY_DTYPES) if each.is_dir()]
+
+
+def _forget_old(path: Path | str, parts: list[Path], files: Files | None) -> int:
+    """Forget everything in these folders within another one, and remove them. Returns and raises as ``forget``."""
+    size, failed = 0, list[OSError]()
+    with closing(PrivateFolder(path, files, OLD_DISKS)) as folder:
+        for part in parts:
+            try:
+                size += _removed(folder, part)
+            except OSError as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
+    return size
+
+
+def _removed(folder: PrivateFolder, part: Path) -> int:
+    size = forget(part, files=folder.files)
+    with closing(PrivateFolder(part, folder.files)) as inner:
+        for name in (KEYS, GENERATIONS):
+            inner.files.remove_folder(name, inner.folder)
+        inner.files.remove(LOCK, inner.folder)
+        folder.files.remove_folder(part.name, folder.folder)
+    folder.files.sync_folder(folder.folder)
+    return size
 
 
 class _States:

@@ -493,10 +493,6 @@ class DiskTier:
         named = {self._folder.tag(tenant) for tenant in tenants}
         return {owner.hex() for owner in self._folder.owners().values()} - named
 
-    def has(self, tenant: str) -> bool:
-        """Whether there may be something of a tenant here: it has keys. O(1), no I/O."""
-        return self._folder.keys(tenant) is not None
-
     def tag(self, tenant: str) -> str:
         """Return the tag by which the folder knows a tenant. No I/O."""
         return self._folder.tag(tenant)

@@ -1,4 +1,4 @@
-"""Host memory for blocks of tenants whose ``tier_dtype`` is lossy: ``HostBlocks`` whose rows are records of a codec.
+"""Host memory for blocks under a lossy ``tier_dtype``: ``HostBlocks`` whose rows are records of a codec.
 
 Blocks are quantised and restored on the engine's device, so only records pass between it and the host.
 """

@@ -22,7 +22,6 @@ from tests.tiers.support import FaultyFiles, num_of
 from tests.tiers.support import patience as patience
 from tests.tiers.test_cache_tiers import PROMPT, SIZE
 from tests.tiers.test_loading import SECRET, DiskOwner
-from tests.tiers.test_tier_dtype import LAYOUT as QUANTIZABLE
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -36,19 +35,12 @@ GLOBEX = Tenant("b", max_blocks=25)
 class SharedOwner(DiskOwner):
     """A cache with a small disk, and these tenants."""
 
-    def __init__(
-        self, folder: Path, tenants: tuple[Tenant, ...], dtype: str = "exact", fingerprint: str = "toy"
-    ) -> None:
+    def __init__(self, folder: Path, tenants: tuple[Tenant, ...], fingerprint: str = "toy") -> None:
         size = 2 * 4096 + NUM_SLOTS * (4096 + 128)
-        layout = LAYOUT if dtype == "exact" else QUANTIZABLE
-        lossy = {} if dtype == "exact" else {dtype: DiskOptions(folder / "lossy", size, SECRET)}
         disk = DiskOptions(folder, size, SECRET, files=FaultyFiles())
         self.cache = TieredCache(
-            CacheConfig(
-                NUM_BLOCKS, SIZE, layout, host_blocks=24, lossy_host_blocks=24 if lossy else 0, policy="lru"
-            ),
+            CacheConfig(NUM_BLOCKS, SIZE, LAYOUT, host_blocks=24, policy="lru"),
             disk=disk,
-            lossy_disks=lossy,  # type: ignore[arg-type]
             fingerprint=fingerprint,
         )
         self.engine = Engine(self.cache)
@@ -134,15 +126,6 @@ def test_a_change_of_a_tenant_reaches_the_disk(tmp_path: Path) -> None:
         assert owner.quota("a") == NO_QUOTA
 
 
-def test_a_tenant_of_another_dtype_has_no_share_of_this_disk(tmp_path: Path) -> None:
-    with shared(tmp_path / "disk", ACME, dtype="int8") as owner:
-        tiers = owner.cache.lower.tiers  # type: ignore[union-attr]
-        tables = {dtype: each.disk.tier._table for dtype, each in tiers.items() if each.disk is not None}
-        assert {dtype: table._guaranteed for dtype, table in tables.items()} == {"exact": 20, "int8": 0}
-        owner.cache.add_tenant(replace(ACME, tier_dtype="int8"))
-        assert {dtype: table._guaranteed for dtype, table in tables.items()} == {"exact": 0, "int8": 20}
-
-
 def test_a_guarantee_that_does_not_fit_yet_is_logged_and_given_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,8 +157,6 @@ def test_a_disk_needs_a_fingerprint(tmp_path: Path, fingerprint: Any) -> None:
         TieredCache(config, disk=disk, fingerprint=fingerprint)
     with pytest.raises(ConfigError, match="fingerprint"):
         TieredCache(config, disk=disk)
-    with pytest.raises(ConfigError, match="fingerprint"):
-        TieredCache(config, lossy_disks={"int8": disk})
     assert not (tmp_path / "disk").exists()
 
 
