@@ -101,9 +101,7 @@ def test_a_disk_that_is_too_small_for_the_time_between_two_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("radixkv.tiers.usefulness.LEAST_RETURNED", 1)
-    monkeypatch.setattr(
-        "radixkv.tiers.usefulness.LEAST_SHARE", 10.0
-    )  # whatever it brings is too little
+    monkeypatch.setattr("radixkv.tiers.usefulness.LEAST_SHARE", 10.0)  # whatever it brings is too little
     with service_in_thread(**tier_options(tmp_path)) as live:
         size = live.service.cache.lower.block_bytes  # type: ignore[attr-defined]
     small = tmp_path / "small"
