@@ -173,6 +173,11 @@ def stats(url: str, key: str | None, socket: str | None, engine_keys: str | None
         rows = [{"tier": name, **{tier: tiers[tier][name] for tier in tiers}} for name in names]
         click.echo()
         click.echo(table(rows, ("tier", *tiers)))
+    if verdicts := document.get("tier_verdicts"):
+        click.echo()
+        for name, each in verdicts.items():
+            reason = "" if each["reason"] is None else f" ({each['reason']})"
+            click.echo(f"{name} is {each['worth']}{reason}: {each['text']}")
 
 
 @click.group(

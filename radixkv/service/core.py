@@ -7,6 +7,7 @@ event loop:  handlers, lookups, jobs, fleet      one thread at a time:  the mode
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,7 @@ from radixkv.service.turns import Turns
 from radixkv.service.vocabulary import vocabulary_of
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
+from radixkv.tiers.usefulness import TierWatch, Verdict
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -60,7 +62,10 @@ if TYPE_CHECKING:
     from radixkv.events.event_publisher import EventPublisher
     from radixkv.tokenizer import Tokenizer
 
+_log = logging.getLogger("radixkv.service")
 _UPKEEP_EVERY_S = 1.0
+_LOOK_EVERY_S = 300.0
+"""Seconds between looks at what tiers bring, for the log. What a start needs to open them is over before the first."""
 _ASK_EVERY_S = 10.0
 """How often a cache in another process is asked what each tenant holds."""
 
@@ -158,7 +163,10 @@ class Service:
             self.fleet_pins,
             clock,
         )
-        self.metrics = Metrics(engine, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
+        self.tier_watch, self._looks_at = TierWatch(clock), clock() + _LOOK_EVERY_S
+        self.metrics = Metrics(
+            engine, lambda: keys.ring.tenants, fleet.coordinator, self._levels(), self.tier_watch
+        )
         self.metrics.show_rules(lambda: self.intake.rule_uses)
 
     @property
@@ -297,6 +305,15 @@ class Service:
         text = "tiers: {} can't be used until the next start, and requests go on without it; the log says why"
         return [*self.keys.warnings(), *map(text.format, self._unusable)]
 
+    def tier_verdicts(self) -> dict[str, Verdict]:
+        """Return whether each tier below the cache is useful, and why not. Any thread."""
+        cache = self.cache
+        return (
+            self.tier_watch.verdicts(cache.tier_counts(), cache.tier_details())
+            if isinstance(cache, Tiered)
+            else {}
+        )
+
     def coordination(self) -> str:
         """Return the state of this process in the fleet."""
         return self.fleet.coordinator.health().state
@@ -338,6 +355,10 @@ class Service:
         self.fleet.coordinator.report_load(load)
         await self.threads.administer(self.quotas.step)
         await self.threads.administer(self._sample)
+        if self.clock() >= self._looks_at:
+            self._looks_at = self.clock() + _LOOK_EVERY_S
+            for tier, verdict in self.tier_watch.unsaid(self.tier_verdicts()).items():
+                _log.warning("tier %s is %s", tier, verdict)
 
     def _num_queued_tokens(self, missing: float) -> int:
         """Return the prompt tokens to compute before those of a new request, of which this share isn't resident."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from radixkv.engines.engine_protocol import Preempting, Tiered
 from radixkv.errors import ControlError, require_extra
+from radixkv.tiers.usefulness import REASONS, TierWatch
 
 require_extra("radixkv.service.metrics", "http")
 
@@ -88,6 +89,7 @@ _TIER_TEXTS = {
     "errors": ("Reads and writes of the tier that failed, and records that were refused", False),
 }
 
+_USELESS_TEXT = "1 if the tier brings nothing now, for this reason; 0 also while it is too early to say"
 _REASON_TEXTS = {
     "missed": "Records that were found in the tier, and couldn't be loaded",
     "unstored": "Records that were to be stored in the tier, and weren't",
@@ -140,7 +142,10 @@ class RequestMetrics:
 
 
 class Metrics(RequestMetrics):
-    """The metrics of one service process. ``tenants`` lists the tenants at each scrape."""
+    """The metrics of one service process. ``tenants`` lists the tenants at each scrape.
+
+    ``tier_watch``: judges tiers.
+    """
 
     def __init__(
         self,
@@ -148,12 +153,13 @@ class Metrics(RequestMetrics):
         tenants: Callable[[], Sequence[str]],
         coordinator: Coordinator,
         levels: Sequence[Level] = (),
+        tier_watch: TierWatch | None = None,
     ) -> None:
         super().__init__(levels)
         self._cache = _CacheCollector(engine.cache, tenants)
         self.registry.register(self._cache)
         if isinstance(engine.cache, Tiered):
-            self.registry.register(_TierCollector(engine.cache))
+            self.registry.register(_TierCollector(engine.cache, tier_watch or TierWatch()))
         if isinstance(engine, Preempting):
             self.registry.register(_PreemptionCollector(engine))
         self.registry.register(_FleetCollector(coordinator))
@@ -233,8 +239,8 @@ class _CacheCollector(Collector):
 
 
 class _TierCollector(Collector):
-    def __init__(self, cache: Tiered) -> None:
-        self._cache = cache
+    def __init__(self, cache: Tiered, watch: TierWatch) -> None:
+        self._cache, self._watch = cache, watch
 
     def collect(self) -> Iterable[Metric]:
         tiers = self._cache.tier_counts()
@@ -258,6 +264,11 @@ class _TierCollector(Collector):
                 for reason, count in getattr(each, name).items():
                     family.add_metric([tier, reason], count)
             yield family
+        family = GaugeMetricFamily("radixkv_tier_useless", _USELESS_TEXT, labels=["tier", "reason"])
+        for tier, verdict in self._watch.verdicts(tiers, details).items():
+            for reason in REASONS:
+                family.add_metric([tier, reason], verdict.reason == reason)
+        yield family
 
 
 class _PreemptionCollector(Collector):

@@ -116,7 +116,13 @@ class DiskLevel:
     @property
     def is_open(self) -> bool:
         """Whether the disk serves requests now. Any thread."""
-        return self.tier.state == "open" and not self.patience.is_resting
+        return self.state == "open"
+
+    @property
+    def state(self) -> str:
+        """Whether the disk serves requests now, or why not: see TierDetails. Any thread."""
+        is_resting = self.tier.state == "open" and self.patience.is_resting
+        return "resting" if is_resting else self.tier.state
 
     # --- tenants, any thread
 

@@ -135,6 +135,7 @@ class LowerTiers:
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
         self._rests_until = clock()
         self._counts, self._load_durations = Counter[str](), Durations()
+        self._opened_at = clock()
         self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
         self._store_id: Callable[[], str] = lambda: ""
@@ -750,12 +751,27 @@ class LowerTiers:
 
     def details(self) -> Mapping[str, TierDetails]:
         """Return details of the tiers in ``counts``. Any thread."""
-        found, disk = {"host": TierDetails(self._load_durations)}, self.level.disk
+        age_s, sizes = self._clock() - self._opened_at, (self.block_bytes, self._size)
+        own_state = "off" if self._is_off else "degraded" if self._is_shut else "open"
+        found = {"host": TierDetails(self._load_durations, {}, {}, {}, own_state, age_s, *sizes)}
+        disk = self.level.disk
         if disk is not None:
-            tier, loads = disk.tier, disk.promotions.load_durations
-            found["disk"] = TierDetails(loads, tier.missed(), tier.unstored(), tier.durations)
+            tier = disk.tier
+            found["disk"] = TierDetails(
+                disk.promotions.load_durations,
+                tier.missed(),
+                tier.unstored(),
+                tier.durations,
+                disk.state if own_state == "open" else own_state,
+                age_s,
+                *sizes,
+                tier.num_found,
+                tier.num_foreign,
+                tier.num_returned,
+                self._counts["disk_timeouts"],
+            )
         elif self._unusable is not None:
-            found["disk"] = TierDetails(Durations())
+            found["disk"] = TierDetails(Durations(), state="unusable", age_s=age_s)
         return found
 
     # --- inside

@@ -29,6 +29,7 @@ from radixkv.service.schemas.tenants import (
     PromptRuleReply,
     TenantSettings,
     TenantStatsReply,
+    TierVerdictReply,
     UsageLogReply,
 )
 from radixkv.service.schemas.warming import (
@@ -222,11 +223,17 @@ async def stats(call: Call[Service]) -> Response:
         cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
         below = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
         tiers = {name: dict(counts) for name, counts in below.items()}
+        verdicts = {name: TierVerdictReply(**asdict(each)) for name, each in service.tier_verdicts().items()}
         log = _usage_log(service.meter.log_state)
         uses = service.intake.rule_uses
         rules = [PromptRuleReply(**asdict(each), uses=uses[each.name]) for each in service.rules.lines]
         return OperatorStatsReply(
-            cache=cache, tenants=tenants, usage_log=log, tiers=tiers, prompt_rules=rules
+            cache=cache,
+            tenants=tenants,
+            usage_log=log,
+            tiers=tiers,
+            tier_verdicts=verdicts,
+            prompt_rules=rules,
         )
 
     return reply(await service.threads.administer(everybody))

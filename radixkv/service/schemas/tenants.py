@@ -11,6 +11,7 @@ from pydantic import Field
 from radixkv.config import MAX_PINS, NO_OWN_DTYPE, Tenant, require_loaded
 from radixkv.errors import ArgumentError
 from radixkv.service.schemas.base import ReplyBody, RequestBody
+from radixkv.tiers.usefulness import Reason, Worth
 
 
 class TenantSettings(RequestBody):
@@ -30,7 +31,8 @@ class TenantSettings(RequestBody):
     )
     mode: Literal["burst", "strict"] = Field(
         default="burst",
-        description="burst: borrows idle blocks; strict: borrows nothing, and others change nothing that it sees",
+        description="burst: borrows idle blocks; strict: borrows nothing, others change nothing that it sees, and it "
+        "has no disk",
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None,
@@ -157,6 +159,14 @@ class PromptRuleReply(ReplyBody):
     uses: int = Field(description="conversations that it has changed in this process")
 
 
+class TierVerdictReply(ReplyBody):
+    """Whether a tier below the cache is worth what it costs."""
+
+    worth: Worth = Field(description="too early: it has had too little time, or too little was written")
+    reason: Reason | None = Field(description="why it is useless; else null")
+    text: str = Field(description="what it brought, or why it is useless and what to do, for people")
+
+
 class OperatorStatsReply(ReplyBody):
     """Statistics of all tenants, and of the cache as a whole."""
 
@@ -165,6 +175,9 @@ class OperatorStatsReply(ReplyBody):
     usage_log: UsageLogReply | None = Field(description="null: no usage log is written")
     tiers: dict[str, dict[str, int | float]] = Field(
         description="counts by tier below the cache, as in the metrics; empty without one"
+    )
+    tier_verdicts: dict[str, TierVerdictReply] = Field(
+        description="by tier, whether it was useful in the last 12 to 24 hours"
     )
     prompt_rules: list[PromptRuleReply]
 

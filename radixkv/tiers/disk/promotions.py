@@ -226,7 +226,7 @@ class DiskPromotions:
     def located(self, namespace: Namespace, key: bytes, first: int) -> int:
         """Return how many blocks of a prompt in a row, from ``first`` on, could be read. Tells the budget."""
         self._stores.tell_budget(namespace, self._cache.generation(namespace.tenant), key, first)
-        return self._tier.locate(self._debts.on_disk(namespace), key, first)
+        return self._tier.locate(self._debts.on_disk(namespace), key, first, is_asked=True)
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """Whether the last block of a key may be found. True if that isn't known, or a budget must hear of it."""
@@ -297,7 +297,11 @@ class DiskPromotions:
         on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
         num_purges = self._tier.num_purges(tenant)
         num = self._tier.locate(
-            on_disk, key, first, self._rows.num_for(tenant) if waits else self._rows.num_ahead
+            on_disk,
+            key,
+            first,
+            self._rows.num_for(tenant) if waits else self._rows.num_ahead,
+            is_asked=True,
         )
         if (first + num) * self._size <= max(num_local, first * self._size):
             return False

@@ -40,15 +40,15 @@ HEADER: Final = np.dtype(
         ("key_id", "V16"),
         ("part", "<u8"),
         ("nonce", "V12"),
-        ("reserved", "V4"),
+        ("origin", "<u4"),
         ("tag", "V16"),
         ("identity", "V32"),
         ("check", "<u8"),
     ]
 )
-"""A header. ``sequence`` counts the records that the folder has sealed."""
+"""A header. ``sequence`` counts the records that the folder has sealed. ``origin``: see Header."""
 
-PACKED: Final = struct.Struct("<IIQ16s16sQ12s4s16s32sQ")
+PACKED: Final = struct.Struct("<IIQ16s16sQ12sI16s32sQ")
 HEADER_BYTES: Final = PACKED.size
 MAGIC: Final = 0x316B7652
 AUTHENTICATED_BYTES: Final = 72
@@ -75,7 +75,11 @@ log = logging.getLogger("radixkv.tiers")
 
 
 class Header(NamedTuple):
-    """The fields of a header but its magic and check; see HEADER."""
+    """The fields of a header but its magic and check; see HEADER.
+
+    ``origin``: 32 bits of a digest of what made the record. It tells records of others when a folder is opened; the
+    identity decides. 0 in records of versions that didn't note it.
+    """
 
     payload_bytes: int
     sequence: int
@@ -85,11 +89,12 @@ class Header(NamedTuple):
     nonce: bytes
     tag: bytes
     identity: bytes
+    origin: int = 0
 
     def packed(self) -> bytes:
         """Return its 128 bytes. About 10 µs."""
         content = PACKED.pack(
-            MAGIC, *self[:3], self.key_id, self.part, self.nonce, b"", self.tag, self.identity, 0
+            MAGIC, *self[:3], self.key_id, self.part, self.nonce, self.origin, self.tag, self.identity, 0
         )
         return content[:-8] + _check(content).to_bytes(8, "little")
 
@@ -99,7 +104,7 @@ class Header(NamedTuple):
 
     def packed_start(self) -> bytes:
         """Return the authenticated bytes."""
-        fields = (MAGIC, *self[:3], self.key_id, self.part, self.nonce, b"", b"", b"", 0)
+        fields = (MAGIC, *self[:3], self.key_id, self.part, self.nonce, self.origin, b"", b"", 0)
         return PACKED.pack(*fields)[:AUTHENTICATED_BYTES]
 
 
@@ -172,8 +177,8 @@ class Slab:
     def header(self, slot: int) -> Header:
         """Return the header of a slot, from memory. About 1 µs."""
         fields = PACKED.unpack_from(self._table, slot * HEADER_BYTES)
-        _, size, sequence, locator, key_id, part, nonce, _, tag, identity, _ = fields
-        return Header(size, sequence, locator, key_id, part, nonce, tag, identity)
+        _, size, sequence, locator, key_id, part, nonce, origin, tag, identity, _ = fields
+        return Header(size, sequence, locator, key_id, part, nonce, tag, identity, origin)
 
     def is_clear(self, slot: int) -> bool:
         """Whether a slot has no header in memory."""

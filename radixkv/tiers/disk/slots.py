@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from radixkv.errors import ArgumentError, IntegrityError
+from radixkv.tiers.disk.evicted import Evicted
 from radixkv.tiers.disk.slot_owners import NO_QUOTA, Overuse, Owner, Quota
 
 FREE: Final = 0
@@ -48,6 +49,8 @@ class SlotTable:
         self._filling: dict[bytes, int] = {}
         self._owners: dict[bytes, Owner] = {}
         self._overuse, self._guaranteed = Overuse(), 0
+        self.evicted = Evicted(num_slots)
+        """Which records had to make way for others."""
 
     def __len__(self) -> int:
         """Number of sealed slots."""
@@ -104,6 +107,7 @@ class SlotTable:
                 victim = self._victim(owner)
                 if victim is None:
                     return None
+                self.evicted.add(self._entries[victim].locator)
                 self.drop(victim)
         slot = self._free.pop()
         self._states[slot] = FILLING

@@ -201,6 +201,9 @@ class DiskTier:
             self._purging: Counter[str] = Counter()
             """Tags of tenants that are being purged."""
             self._num_purges_of_all = self._sequence = 0
+            self._origin = _origin(settings, self._folder.id)
+            self.num_found = self.num_foreign = 0
+            """Records that were there at the opening, and those of them that others made, and that can't be read."""
             self._restore()
         except BaseException as error:
             self._folder.close(is_refused=isinstance(error, ConfigError))
@@ -297,13 +300,21 @@ class DiskTier:
         with self._lock:
             return {reason: self._unstored[reason] for reason in UNSTORED}
 
-    def locate(self, namespace: Namespace, key: bytes, first: int, most: int | None = None) -> int:
+    @property
+    def num_returned(self) -> int:
+        """Requests for a record that had been evicted: see ``locate``, ``evicted``."""
+        return self._table.evicted.num_asked
+
+    def locate(
+        self, namespace: Namespace, key: bytes, first: int, most: int | None = None, *, is_asked: bool = False
+    ) -> int:
         """Return how many segments of a prompt in a row, from segment ``first`` on, are on this disk.
 
-        ``most``: look at no more. A hint: only ``load`` decides. No I/O: a tenant's keys are in memory. O(the tokens
-        before the first miss); about 2 µs if nothing is there.
+        ``most``: look at no more. ``is_asked``: a request needs them; the first one that is missing counts in
+        ``num_returned`` if it was evicted. A hint: only ``load`` decides. No I/O: a tenant's keys are in memory. O(the
+        tokens before the first miss); about 2 µs if nothing is there.
         """
-        return sum(takewhile(bool, self._are_here(namespace, key, first, most)))
+        return sum(takewhile(bool, self._are_here(namespace, key, first, most, is_asked=is_asked)))
 
     def num_missing(self, namespace: Namespace, key: bytes, first: int) -> int:
         """Return how many segments of a prompt from segment ``first`` on are not on this disk. See ``locate``.
@@ -314,7 +325,7 @@ class DiskTier:
         return max(num_segments - first, 0) - sum(self._are_here(namespace, key, first))
 
     def _are_here(
-        self, namespace: Namespace, key: bytes, first: int, most: int | None = None
+        self, namespace: Namespace, key: bytes, first: int, most: int | None = None, *, is_asked: bool = False
     ) -> Iterator[bool]:
         """Return for each segment from ``first`` on whether it is on this disk; nothing if the disk isn't open."""
         num_segments = len(key) // (self.settings.segment_tokens * TOKEN_BYTES)
@@ -333,7 +344,10 @@ class DiskTier:
             stream.update(view[segment * size : (segment + 1) * size])
             digest = started.copy()
             digest.update(stream.digest())
-            yield find(digest.digest()) is not None
+            is_here = find(locator := digest.digest()) is not None
+            if is_asked and not is_here:
+                self._table.evicted.asked(locator)
+            yield is_here
 
     def violations(self, pause: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
         """Return the laws that the table of slots breaks now, and where: see ``radixkv.audit.invariants``. No I/O.
@@ -763,7 +777,9 @@ class DiskTier:
             return self._leave_out("no_slot")
         try:
             identity = self._identity(keys, namespace, prefix, segment, len(payload))
-            header = Header(len(payload), sequence, locator, keys.key_id, self._part, b"", b"", identity)
+            header = Header(
+                len(payload), sequence, locator, keys.key_id, self._part, b"", b"", identity, self._origin
+            )
             sealed = self._sealed(job, memory, payload, keys, header)
             began_at = self._clock()
             is_written = sealed is not None and self._written(slot, memory, sealed)
@@ -965,6 +981,9 @@ class DiskTier:
             (slot, locator, owner) for slot, locator, owner in owned if owner is not None
         )
         self._counts["orphaned"] = len(at) - len(kept)
+        origins = headers["origin"][kept]
+        self.num_found = len(kept)
+        self.num_foreign = int(((origins != 0) & (origins != self._origin)).sum())
         self._sequence = int(headers["sequence"][kept].max(initial=0))
         is_lost = np.ones(len(headers), np.bool_)
         is_lost[kept] = False
@@ -1015,6 +1034,12 @@ class DiskTier:
 
 
 refuse_copies(DiskTier, "it holds threads and files. Make another in another folder")
+
+
+def _origin(settings: DiskSettings, folder_id: bytes) -> int:
+    """Return the ``origin`` of a tier's records, from 1 to 2³² - 1."""
+    made_by = settings.fingerprint + settings.segment_tokens.to_bytes(8)
+    return int.from_bytes(blake2b(made_by, digest_size=4, key=folder_id).digest()) or 1
 
 
 def _zero(memory: memoryview) -> None:
