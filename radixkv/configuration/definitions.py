@@ -384,8 +384,8 @@ REMOVED: Final[Mapping[str, Mapping[str, str]]] = {
         "disk-bandwidth": "no value any more: strict tenants have no part of the disk, their KV is kept in host memory "
         "alone (--host-memory); --disk-writes bounds what is written for the others",
         "lossy-host-memory": "--host-memory with --tier-dtype fp8 or int8, for all tenants",
-        "lossy-disk": "--disk with --tier-dtype fp8 or int8, for all tenants; the old folder must be emptied first, by "
-        "`radixkv disk reset`",
+        "lossy-disk": "--disk with --tier-dtype fp8 or int8, for all tenants; `radixkv disk reset` empties the old "
+        "folder, or one of the two in it goes on: --disk FOLDER/int8",
         "lossy-disk-size": "--disk-size with --tier-dtype fp8 or int8, for all tenants",
     },
     "route": {},

@@ -36,7 +36,7 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
     limits = service.engine.limits
     size, room = limits.block_size, limits.num_cache_tokens
     lines = [f"  cache    {limits.num_blocks} blocks of {size} tokens ({room} tokens), {settings.device}"]
-    lines += _tiers(service)
+    lines += _tiers(settings, service)
     if settings.model is None:
         lines.insert(0, "  model    random weights: its text is random, its cache and its timings are real")
     if settings.redis is None:
@@ -48,7 +48,7 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
     return lines
 
 
-def _tiers(service: Service) -> list[str]:
+def _tiers(settings: ServeSettings, service: Service) -> list[str]:
     counts = service.cache.tier_counts() if isinstance(service.cache, Tiered) else {}
     sizes = (
         f"{tier}: {each['resident_blocks']:.0f} of {each['capacity_blocks']:.0f} blocks"
@@ -56,7 +56,9 @@ def _tiers(service: Service) -> list[str]:
         else f"{tier}: can't be used, see the log"
         for tier, each in counts.items()
     )
-    return [f"  tiers    {', '.join(sizes)}"] if counts else []
+    dtype = "exact" if settings.tiers is None else settings.tiers.dtype
+    kept = "" if dtype == "exact" else f"; KV as {dtype}"
+    return [f"  tiers    {', '.join(sizes)}{kept}"] if counts else []
 
 
 def _keys(settings: ServeSettings) -> list[str]:

@@ -115,7 +115,7 @@ def test_the_environment_does_not_change_a_check(file: Path, monkeypatch: pytest
         ),
         ("lossy-host-memory", "8MiB", "--host-memory with --tier-dtype fp8 or int8, for all tenants"),
         ("lossy-disk", "/kv", "--disk with --tier-dtype fp8 or int8"),
-        ("lossy-disk", "/kv", "must be emptied first, by `radixkv disk reset`"),
+        ("lossy-disk", "/kv", "`radixkv disk reset` empties the old folder"),
         ("lossy-disk-size", "1GiB", "--disk-size with --tier-dtype fp8 or int8"),
     ],
 )

@@ -187,6 +187,8 @@ def test_the_banner_says_how_large_the_tiers_are_and_what_they_have(tmp_path: Pa
     sizes = [int(size) for size in re.findall(r"of (\d+) blocks", shown)]
     assert re.search(r"^  tiers    host: 0 of \d+ blocks, disk: 26 of \d+ blocks$", shown, re.M), shown
     assert all(size > 26 for size in sizes)
+    lossy = ServeSettings.parse({**options, "tier-dtype": "fp8"})
+    assert banner(lossy, live.service, live.url).count(" blocks; KV as fp8\n") == 1
 
 
 def test_without_tiers_nothing_is_said_of_them(live: Running) -> None:

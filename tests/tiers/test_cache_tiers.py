@@ -462,7 +462,7 @@ def test_a_share_that_does_not_fit_yet_is_given_later(mode: Literal["burst", "st
     assert owner.ask(PROMPT[:21], OTHER) == (20, 1)
     owner.below.add_tenant(Tenant("c", guaranteed_blocks=5))
     assert not owner.below.keeps(Namespace("c", "m"))
-    owner.below.leave_out("a")
+    owner.below.add_tenant(Tenant("a"))
     assert owner.below.keeps(Namespace("c", "m"))
 
 
