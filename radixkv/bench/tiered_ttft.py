@@ -30,7 +30,7 @@ from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.errors import ConfigError
 from radixkv.files.system import Files
 from radixkv.index.cache import PrefixCache
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.settings import DiskOptions, TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 
@@ -123,7 +123,7 @@ def _round(
 ) -> set[tuple[int, ...]]:
     """Ask cold, then by the other ways, in an order that alternates. Returns the answers."""
     cache, answers = engine.cache, set()
-    assert isinstance(cache, TieredCache) and isinstance(cache.lower, LowerTiers)
+    assert isinstance(cache, TieredCache) and isinstance(cache.lower, Ladder)
     disk = cache.lower.disk
     assert disk is not None
     for way in ("cold", *(WAYS[1:] if at % 2 else WAYS[:0:-1])):

@@ -489,7 +489,7 @@ class Tiered(Protocol):
     """A cache with tiers below it. Others are left alone."""
 
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
-        """Return counts by tier: see ``LowerTiers.counts``. Empty if there is none. From any thread."""
+        """Return counts by tier: see ``Ladder.counts``. Empty if there is none. From any thread."""
 
     def tier_details(self) -> Mapping[str, TierDetails]:
         """Return details by tier, of the same tiers as ``tier_counts``. From any thread."""

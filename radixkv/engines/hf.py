@@ -108,7 +108,7 @@ class HFEngine(StockLoop):
       without an end-of-sequence token. A model with an attention of its own lacks ``logprobs``.
 
     Raises ConfigError if the cache has no storage or another layout or device, if the model can't be served (see
-    ``layout_of``), and for tiers that can't be had (see ``LowerTiers``).
+    ``layout_of``), and for tiers that can't be had (see ``Ladder``).
     """
 
     abilities: Collection[Ability] = ABILITIES

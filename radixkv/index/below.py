@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GiveAll: TypeAlias = Callable[[Callable[[], bool]], None]
 
-FACTORY: Final = "radixkv.tiers.lower_tiers", "tiers_below"
+FACTORY: Final = "radixkv.tiers.ladder", "tiers_below"
 """The module and the function that make what lies below a cache with ``host_blocks``."""
 
 

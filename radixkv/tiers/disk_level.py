@@ -47,7 +47,7 @@ from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory, StagingRows
-from radixkv.tiers.pending import DiskDebts, Pending
+from radixkv.tiers.pending import Pending, PendingPurges
 from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
@@ -92,7 +92,7 @@ class DiskLevel:
         self._unmet: dict[str, Quota] = {}
         """Quotas whose guarantee didn't fit yet."""
         self._following = OwnLock()
-        self.debts = DiskDebts(tier, index.cache, fleet_generation, clock)
+        self.debts = PendingPurges(tier, index.cache, fleet_generation, clock)
         self._filling = FillingSlots(index.num_slots)
         self.rows = StagingRows(memory, num_ahead_rows, clock)
         self.patience = DiskPatience(index.cache.config.block_size, clock)
@@ -297,7 +297,7 @@ class DiskLevel:
             self.stores.poll(_POLL_S)
 
     def counts(self) -> dict[str, float]:
-        """Return what the disk has and did since the start, by the names of ``LowerTiers.counts``. Any thread."""
+        """Return what the disk has and did since the start, by the names of ``Ladder.counts``. Any thread."""
         tier, durations = self.tier.counts(), self.promotions.load_durations
         errors = ("refused", "read_errors", "write_errors", "sync_errors", "damaged")
         return {

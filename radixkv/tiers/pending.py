@@ -139,7 +139,7 @@ class Pending:
         return f"the disk still has to destroy the records {'; '.join(told)}. It serves nothing of them meanwhile"
 
 
-class DiskDebts:
+class PendingPurges:
     """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
 
     def __init__(

@@ -603,7 +603,7 @@ class SecondLevel:
         return taken
 
     def tiers(self) -> dict[str, dict[str, float]]:
-        """Return what host memory and a disk have, by the names of ``LowerTiers.counts``. Any thread.
+        """Return what host memory and a disk have, by the names of ``Ladder.counts``. Any thread.
 
         What was loaded and saved counts in ``take_counts``.
         """

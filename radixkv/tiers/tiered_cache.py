@@ -18,7 +18,7 @@ from radixkv.tiers.settings import DiskOptions, TierSettings, require_fingerprin
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
-    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.ladder import Ladder
     from radixkv.tiers.tier import FolderNotes, TierDetails
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class TieredCache(PrefixCache):
         if "lossy_disks" in parts:
             allowed = "disk, with CacheConfig.tier_dtype: a cache keeps all in one dtype"
             raise ConfigError("lossy_disks", parts["lossy_disks"], allowed)
-        self._lower: LowerTiers | None = None
+        self._lower: Ladder | None = None
         if disk is not None:
             require_fingerprint(fingerprint)
         self._below_options = disk, fingerprint
@@ -56,7 +56,7 @@ class TieredCache(PrefixCache):
     def _made_below(self) -> Below | None:
         disk, fingerprint = self._below_options
         if self.config.host_blocks:
-            from radixkv.tiers.lower_tiers import tiers_below
+            from radixkv.tiers.ladder import tiers_below
 
             settings = TierSettings(0, disk, self.config.host_blocks, self.config.tier_dtype)
             self._lower = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
@@ -68,7 +68,7 @@ class TieredCache(PrefixCache):
         return self._lower
 
     @property
-    def lower(self) -> LowerTiers | None:
+    def lower(self) -> Ladder | None:
         """The tiers below."""
         return self._lower
 
@@ -76,9 +76,9 @@ class TieredCache(PrefixCache):
         """Let host memory, and a disk, lie below from now on. Before the first request. ``close`` ends them.
 
         ``fingerprint``: of what computes the KV. Raises ConfigError if the cache has tiers, and for tiers that can't be
-        had (see ``LowerTiers``). Nothing is added then.
+        had (see ``Ladder``). Nothing is added then.
         """
-        from radixkv.tiers.lower_tiers import tiers_below
+        from radixkv.tiers.ladder import tiers_below
 
         if self._lower is not None:
             raise ConfigError("host_blocks", self.config.host_blocks, "0 if the engine brings its own tiers")
@@ -132,7 +132,7 @@ class TieredCache(PrefixCache):
         """
         if self._lower is None:
             return Pending()
-        return self._waited(self._lower.forget_scope(scope), wait_s)
+        return self._waited(self._lower.forget(scope), wait_s)
 
     def pending(self, tenant: str | None = None) -> Pending:
         """Return what a disk still has to destroy of a tenant that was purged, cleared or removed, or is strict; None:
@@ -196,7 +196,7 @@ class TieredCache(PrefixCache):
             self._lower.follow_generations(generation, knows, store_id, notes)
 
     def tier_counts(self) -> Mapping[str, Mapping[str, float]]:
-        """Return counts by tier: see ``LowerTiers.counts``."""
+        """Return counts by tier: see ``Ladder.counts``."""
         return {} if self._lower is None else self._lower.counts()
 
     def tier_details(self) -> Mapping[str, TierDetails]:

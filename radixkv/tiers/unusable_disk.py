@@ -75,7 +75,7 @@ class UnusableDisk:
         )
 
     def counts(self) -> dict[str, float]:
-        """Return its counts, by the names of ``LowerTiers.counts``: no blocks, and not open."""
+        """Return its counts, by the names of ``Ladder.counts``: no blocks, and not open."""
         names = (
             "capacity_blocks", "resident_blocks", "hit_blocks", "read_bytes", "written_bytes", "loads", "load_seconds",
             "open", "unchosen_blocks", "lost_blocks", "budget_bytes",

@@ -119,7 +119,7 @@ class TierFacts(NamedTuple):
 
 
 def facts_of(counts: Mapping[str, float], details: TierDetails) -> TierFacts:
-    """Return the facts of a tier, of its counts (``LowerTiers.counts``) and details."""
+    """Return the facts of a tier, of its counts (``Ladder.counts``) and details."""
     size = max(details.block_bytes, 1)
     written, read = int(counts["written_bytes"]) // size, int(counts["read_bytes"]) // size
     return TierFacts(

@@ -23,7 +23,7 @@ from radixkv.errors import ConfigError
 from radixkv.index import ghost_keys
 from radixkv.index.tokens import encode
 from radixkv.tiers.host.index import HostIndex
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from tests.isolation.test_lossy_machine import LOSSY_BUGS, scales_of_another_vector
 
 pytestmark = pytest.mark.slow
@@ -266,7 +266,7 @@ class Refusing(PrefixCache):
 
 @pytest.mark.usefixtures("_one_policy")
 def test_slots_that_a_strict_tenant_shares_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LowerTiers, "_set_own_slots", lambda self, tenant, num_slots: None)
+    monkeypatch.setattr(Ladder, "_set_own_slots", lambda self, tenant, num_slots: None)
     monkeypatch.setattr(HostIndex, "_pool_number", lambda self, tenant: 0)
     verdict, detail, figures = inprocess.found_by(audit_of(PrefixCache, 60, seed=2).two_strict_runs_below)
     assert verdict is Verdict.LEAKS, (detail, figures)

@@ -17,7 +17,7 @@ from radixkv import IntegrityError, Namespace, Tenant, audit
 from radixkv.errors import ArgumentError, CapacityError, LeaseError
 from radixkv.tiers.disk.slots import FREE
 from radixkv.tiers.host.index import NO_SLOT
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
@@ -28,7 +28,7 @@ from tests.tiers.test_tier_dtype import LossyOwner
 from tests.waiting import ended, eventually, is_set
 
 
-def _parts(tiers: LowerTiers) -> SimpleNamespace:
+def _parts(tiers: Ladder) -> SimpleNamespace:
     """What the tests break. ``entries`` have slots, ``free`` ones are free, ``blocks`` of the cache are joined."""
     index: Any = tiers.level.index
     parts = SimpleNamespace(index=index, pool=index._pools[0], copies=index._copies)

@@ -13,7 +13,7 @@ from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError, TokenError
 from radixkv.index.tokens import encode
-from radixkv.tiers import lower_tiers, prefetch
+from radixkv.tiers import ladder, prefetch
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, clock, patience
 from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
@@ -102,7 +102,7 @@ def test_asking_waits_for_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", ["purge", "clear", "time"])
 def test_what_ends_it(folder: Path, change: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_tiers, "ASKED_S", 5.0)
+    monkeypatch.setattr(ladder, "ASKED_S", 5.0)
     with held_reads(folder) as (owner, reads):
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: owner.disk.num_running == 1)
@@ -121,7 +121,7 @@ def test_what_was_asked_before_its_end_is_not_looked_for(
     folder: Path, change: str, by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if change == "time":
-        monkeypatch.setattr(lower_tiers, "ASKED_S", 0.0)
+        monkeypatch.setattr(ladder, "ASKED_S", 0.0)
     with on_disk(folder) as owner:
         owner.known()
         found = looked_at(owner, monkeypatch)
@@ -134,7 +134,7 @@ def test_what_was_asked_before_its_end_is_not_looked_for(
 
 def test_a_flood_delays_no_other_tenant(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a tenant asks: it keeps a few prompts, and the others have their turn after each part of them."""
-    monkeypatch.setattr(lower_tiers, "AHEAD_ROWS", 2)
+    monkeypatch.setattr(ladder, "AHEAD_ROWS", 2)
     with on_disk(folder) as owner:
         owner.known()
         held = held_by(owner)
@@ -189,7 +189,7 @@ def test_the_number_of_tenants_is_bounded(
 
 def test_the_newest_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request of an older one has probably come. One that takes several parts gives way after each."""
-    monkeypatch.setattr(lower_tiers, "AHEAD_ROWS", 2)
+    monkeypatch.setattr(ladder, "AHEAD_ROWS", 2)
     with on_disk(folder) as owner:
         owner.known()
         found = looked_at(owner, monkeypatch)

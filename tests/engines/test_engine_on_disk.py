@@ -22,14 +22,14 @@ from radixkv.files.system import Files
 from radixkv.index.below import Scope
 from radixkv.index.tokens import encode
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.settings import DiskOptions, TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
+from tests.tiers.test_ladder import SIZE, ask, evict_all, hits, host_bytes
 from tests.tiers.test_loading import Reads
-from tests.tiers.test_lower_tiers import SIZE, ask, evict_all, hits, host_bytes
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -158,7 +158,7 @@ def test_what_is_read_is_used(tmp_path: Path, num_together: int, host_blocks: in
 
 def test_a_request_without_room_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its load begins when it has its blocks. What comes ahead for an announcement is another matter."""
-    monkeypatch.setattr(LowerTiers, "expect", lambda self, expected: None)
+    monkeypatch.setattr(Ladder, "expect", lambda self, expected: None)
     answer, lacks = filled(tmp_path / "disk"), threading.Event()
     with on_disk(tmp_path / "disk") as engine, ThreadPoolExecutor(1) as threads:
         with engine.cache.open(engine.namespace("b"), prompt_of(100)):
@@ -260,11 +260,11 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
     with on_disk(tmp_path / "disk") as engine:
         cache = engine.cache
         assert isinstance(cache, TieredCache) and cache.lower is not None and cache.lower.disk is not None
-        disk, name, original = cache.lower.disk, engine.namespace("a"), getattr(LowerTiers, forget)
+        disk, name, original = cache.lower.disk, engine.namespace("a"), getattr(Ladder, forget)
         answer, _ = ask(engine, PROMPT)
         assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
 
-        def late(self: LowerTiers, what: Any) -> int:
+        def late(self: Ladder, what: Any) -> int:
             with lower_of(engine).gate:
                 disk.debts._pays_at = 0.0
                 disk.debts._pay_if_due()
@@ -276,7 +276,7 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
             found: int = original(self, what)
             return found
 
-        monkeypatch.setattr(LowerTiers, forget, late)
+        monkeypatch.setattr(Ladder, forget, late)
         forget_it(engine, forget)
         assert disk.tier.counts()["sealed"] == 0
     with on_disk(tmp_path / "disk") as engine:
@@ -348,8 +348,8 @@ def test_the_disk_learns_no_purge_that_the_cache_has_not_applied(tmp_path: Path)
             assert eventually(lambda: not cache.pending()) and ask(engine, PROMPT) == (answer, 0)
 
 
-def lower_of(engine: HFEngine) -> LowerTiers:
-    assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, LowerTiers)
+def lower_of(engine: HFEngine) -> Ladder:
+    assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, Ladder)
     return engine.cache.lower
 
 
@@ -532,7 +532,7 @@ def test_an_error_in_the_tiers_thread_does_not_end_it(
         assert isinstance(cache, TieredCache)
         if where == "tick":
             monkeypatch.setattr(lower.memory, "load", lambda work: knows())
-            monkeypatch.setattr(LowerTiers, "_guarded", lambda self: nullcontext())
+            monkeypatch.setattr(Ladder, "_guarded", lambda self: nullcontext())
         cache.follow_generations(lambda tenant: 0, knows)
         files.before = failing("write sync rename", errno.EIO, times=3)
         cache.purge("a")
@@ -546,7 +546,7 @@ def test_an_error_in_the_tiers_thread_does_not_end_it(
         monkeypatch.undo()
 
 
-def disk_counts_of(lower: LowerTiers) -> Any:
+def disk_counts_of(lower: Ladder) -> Any:
     return lower.counts()["host"]
 
 

@@ -18,16 +18,15 @@ from radixkv.index.tokens import decode
 from radixkv.storage.device import DeviceStorage
 from radixkv.tiers.disk import tier
 from radixkv.tiers.disk.io_threads import IOThreads
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.loading import TierLoading
-from radixkv.tiers.lower_tiers import LowerTiers
 from radixkv.tiers.settings import DiskOptions, TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
-from tests.tiers import test_lower_tiers as own_tiers
+from tests.tiers import test_ladder as own_tiers
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-from tests.tiers.test_loading import Reads
-from tests.tiers.test_lower_tiers import (
+from tests.tiers.test_ladder import (
     SIZE,
     ask,
     evict_all,
@@ -35,6 +34,7 @@ from tests.tiers.test_lower_tiers import (
     purged_again_and_again,
     wrong_answers,
 )
+from tests.tiers.test_loading import Reads
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_disk_hears_when_conversations_go_on(tmp_path: Path, sampling: dict[st
     """With the prompts and answers, at the end of a request whose hints say it."""
     prompts = [PROMPT, PROMPT[::-1]]
     with tiered(model=model_of(name), disk=options(tmp_path)) as engine:
-        assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, LowerTiers)
+        assert isinstance(engine.cache, TieredCache) and isinstance(engine.cache.lower, Ladder)
         later, namespace = engine.cache.lower._later, engine.namespace("a")
         for labels in ({}, {"tool_pending": True}, {"expected_gap_s": 60.0, "session_over": True}):
             engine.generate(namespace, prompts, 4, hints=RequestHints(labels), **sampling)

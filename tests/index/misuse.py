@@ -34,7 +34,7 @@ ONCE = {
     "radixkv.storage.beams": ["DeviceBeams"],
     "radixkv.tiers.tiered_cache": ["TieredCache"],
     "radixkv.tiers.loading": ["TierLoading"],
-    "radixkv.tiers.lower_tiers": ["LowerTiers"],
+    "radixkv.tiers.ladder": ["Ladder"],
     "radixkv.tiers.host.memory": ["HostBlocks"],
     "radixkv.tiers.disk_level": ["DiskLevel"],
     "radixkv.tiers.second_level": ["SecondLevel"],

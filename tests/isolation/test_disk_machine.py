@@ -18,7 +18,7 @@ from radixkv.audit.properties.material import MAX_OPEN, NAMESPACES, prompts, sma
 from radixkv.config import CacheConfig, Namespace
 from radixkv.tiers.disk.slots import SlotTable
 from radixkv.tiers.disk.tier import DiskTier
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.isolation.lives import EXAMPLES, SEED, finds
@@ -136,7 +136,7 @@ def a_purge_that_skips_the_disk(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_record_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LowerTiers, "row_copy", lambda self, row: lambda block_ids: None)
+    patch.setattr(Ladder, "row_copy", lambda self, row: lambda block_ids: None)
 
 
 def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:

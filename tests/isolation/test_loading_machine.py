@@ -16,7 +16,7 @@ from radixkv.config import Namespace
 from radixkv.index.cache import PrefixCache as Index
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks, StepWork
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.second_level import SecondLevel
 from tests.isolation.lives import EXAMPLES, SEED, finds
 from tests.tiers.test_cache_tiers import (
@@ -36,7 +36,7 @@ class Counted(properties.LoadingMachine):
     def laws(self) -> None:
         super().laws()
         below = self.cache._below
-        assert isinstance(below, LowerTiers)
+        assert isinstance(below, Ladder)
         counts = below.counts()["host"]
         assert counts["open"] and not counts["errors"], "host memory failed"
 
@@ -108,7 +108,7 @@ def blocks_that_leave_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_clear_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LowerTiers, "clear", lambda self, namespace: 0)
+    patch.setattr(Ladder, "clear", lambda self, namespace: 0)
 
 
 def a_store_visible_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from radixkv.audit import invariants, properties
 from radixkv.audit.properties.material import Mirror
 from radixkv.config import LOSSY_DTYPES
 from radixkv.storage.lossy_codec import LossyCodec
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from tests.isolation.lives import EXAMPLES, SEED, finds
 
 LIVES = max(EXAMPLES // 10, 20)
@@ -28,7 +28,7 @@ class CountedLossy(properties.LossyMachine):
     def laws(self) -> None:
         super().laws()
         below = self.cache._below
-        assert isinstance(below, LowerTiers)
+        assert isinstance(below, Ladder)
         for counts in below.counts().values():
             assert counts["open"] and not counts["errors"], "host memory failed"
         invariants.check(below.level.cache)
@@ -69,7 +69,7 @@ def records_of_the_block_beside(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_purge_that_skips_the_tiers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LowerTiers, "forgetting", lambda self, scope: nullcontext())
+    patch.setattr(Ladder, "forgetting", lambda self, scope: nullcontext())
 
 
 LOSSY_BUGS = [scales_of_another_vector, records_of_the_block_beside, a_purge_that_skips_the_tiers]

@@ -15,7 +15,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.ladder import Ladder
     from radixkv.tiers.prefetch import Prefetch
 
 IDS = list(range(5, 5 + 16 * 20))
@@ -44,12 +44,12 @@ def live(service: Running) -> Running:
     return service
 
 
-def tiers(live: Running) -> LowerTiers:
-    from radixkv.tiers.lower_tiers import LowerTiers
+def tiers(live: Running) -> Ladder:
+    from radixkv.tiers.ladder import Ladder
     from radixkv.tiers.tiered_cache import TieredCache
 
     cache = live.service.engine.cache
-    assert isinstance(cache, TieredCache) and isinstance(cache.lower, LowerTiers)
+    assert isinstance(cache, TieredCache) and isinstance(cache.lower, Ladder)
     return cache.lower
 
 

@@ -161,6 +161,6 @@ def test_a_disk_whose_purges_are_pending(tmp_path: Path) -> None:
 def test_a_disk_waits_for_the_store(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.DiskDebts.know_generations", lambda debts: None)
+    monkeypatch.setattr("radixkv.tiers.pending.PendingPurges.know_generations", lambda debts: None)
     with service_in_thread(**tier_options(tmp_path), redis=redis_server.url, replica="a") as live:
         assert is_shown(live, "disk", "useless", "closed", "waits for the fleet's store")

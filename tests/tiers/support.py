@@ -45,10 +45,10 @@ WAITS: dict[str, float] = {
     "tiers.disk.patience.REST_S": PATIENT_S,
     "tiers.disk.promotions.AHEAD_S": PATIENT_S,
     "tiers.disk.stores.STORE_S": PATIENT_S,
-    "tiers.lower_tiers.ASKED_S": PATIENT_S,
-    "tiers.lower_tiers.ERRORS_S": PATIENT_S,
+    "tiers.ladder.ASKED_S": PATIENT_S,
+    "tiers.ladder.ERRORS_S": PATIENT_S,
     "tiers.pending.FORGET_S": PATIENT_S,
-    "tiers.lower_tiers.REST_S": PATIENT_S,
+    "tiers.ladder.REST_S": PATIENT_S,
     "tiers.loading.COMPUTING_S": PATIENT_S,
     "tiers.loading.IDLE_S": PATIENT_S,
 }
@@ -105,10 +105,10 @@ def patience() -> Iterator[None]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     """The clock of the tiers below caches that are made from now on. They wait for the disk by it."""
-    from radixkv.tiers.lower_tiers import LowerTiers
+    from radixkv.tiers.ladder import Ladder
 
     made = ManualClock(1_000.0)
-    monkeypatch.setattr(LowerTiers, "__init__", partialmethod(LowerTiers.__init__, clock=made))
+    monkeypatch.setattr(Ladder, "__init__", partialmethod(Ladder.__init__, clock=made))
     return made
 
 

@@ -20,9 +20,9 @@ from radixkv.errors import ArgumentError, ConfigError, LeaseError
 from radixkv.index.below import Loading, Scope
 from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
-from radixkv.tiers import lower_tiers
+from radixkv.tiers import ladder
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.lower_tiers import MOST_ERRORS, LowerTiers
+from radixkv.tiers.ladder import MOST_ERRORS, Ladder
 from radixkv.tiers.tiered_cache import TieredCache
 from radixkv_kernels import Pool
 from radixkv_policies import LRU, Policy
@@ -79,7 +79,7 @@ class Owner:
         return self.engine.holds(sequence.block_table, states, self.error)
 
     @property
-    def below(self) -> LowerTiers:
+    def below(self) -> Ladder:
         assert self.cache.lower is not None
         return self.cache.lower
 
@@ -375,15 +375,15 @@ def test_wrong_kv_are_not_loaded_while_they_are_forgotten(monkeypatch: pytest.Mo
     owner = Owner(48)
     owner.evicted(PROMPT)
     with owner.cache.open(NS, PROMPT) as other, owner.cache.open(NS, PROMPT) as sequence:
-        loading, original = loading_of(other), LowerTiers.clear
+        loading, original = loading_of(other), Ladder.clear
 
-        def clear(self: LowerTiers, namespace: Namespace) -> int:
+        def clear(self: Ladder, namespace: Namespace) -> int:
             assert loading.poll() and loading.num_loaded_tokens == 0
             with owner.cache.open(NS, PROMPT) as late:
                 assert late.loading is None
             return original(self, namespace)
 
-        monkeypatch.setattr(LowerTiers, "clear", clear)
+        monkeypatch.setattr(Ladder, "clear", clear)
         assert loading_of(sequence).wait()
         owner.cache.forget(sequence, 0)
     owner.check()
@@ -408,13 +408,13 @@ def test_an_interrupted_purge_leaves_the_tenant_usable(at: str, monkeypatch: pyt
     owner = Owner()
 
     @contextmanager
-    def interrupt(self: LowerTiers, scope: Scope) -> Iterator[None]:
+    def interrupt(self: Ladder, scope: Scope) -> Iterator[None]:
         if at == "its beginning":
             raise KeyboardInterrupt
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LowerTiers, "_forgetting_on_disk", interrupt)
+    monkeypatch.setattr(Ladder, "_forgetting_on_disk", interrupt)
     before = owner.below.mark("a")
     with pytest.raises(KeyboardInterrupt):
         owner.cache.purge("a")
@@ -499,7 +499,7 @@ def test_errors_of_a_save_cost_hits_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_too_much_host_memory_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_tiers, "MAX_SLOTS", 8)
+    monkeypatch.setattr(ladder, "MAX_SLOTS", 8)
     Owner(host_blocks=8)
     with pytest.raises(
         ConfigError, match=r"host_blocks=9 is not allowed; allowed: 2 to 8 blocks, \S+ to \S+ bytes"
@@ -728,11 +728,11 @@ def a_load_that_survives_a_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_purge_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LowerTiers, "purge", lambda self, tenant: 0)
+    patch.setattr(Ladder, "purge", lambda self, tenant: 0)
 
 
 def a_mark_that_nobody_compares(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LowerTiers, "is_current", lambda self, mark, tenant: True)
+    patch.setattr(Ladder, "is_current", lambda self, mark, tenant: True)
 
 
 @pytest.mark.parametrize(
@@ -766,7 +766,7 @@ def test_the_policy_of_host_memory_follows_the_caches_clock(kind: type[PrefixCac
     clock = ManualClock()
     cache = kind(CacheConfig(16, SIZE, LAYOUT, host_blocks=32, policy="lrfu"), clock=clock)
     below = cache._below
-    assert isinstance(below, LowerTiers) and below.level.cache._clock is clock
+    assert isinstance(below, Ladder) and below.level.cache._clock is clock
 
 
 def test_with_a_clock_of_its_own_maintain_reaches_host_memory() -> None:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from radixkv.clock import ManualClock
+from radixkv.tiers import ladder
 from radixkv.tiers import loading as tier_loading
-from radixkv.tiers import lower_tiers
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.promotions import DiskPromotions
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.lower_tiers import MOST_ERRORS
+from radixkv.tiers.ladder import MOST_ERRORS
 from radixkv.tiers.record_reader import RecordReader
 from radixkv.tiers.second_level import SecondLevel
 from tests.tiers.support import clock, patience
@@ -126,7 +126,7 @@ def test_after_several_errors_the_tiers_rest_and_come_back(
     assert owner.below.counts()["host"]["open"] == 0
     assert owner.ask(PROMPT) == (0, 41), "they rest"
     owner.evict()
-    clock.advance(lower_tiers.REST_S)
+    clock.advance(ladder.REST_S)
     assert owner.below.counts()["host"]["open"] == 1
     assert owner.ask(PROMPT) == (40, 1)
     checked(owner)
@@ -138,7 +138,7 @@ def test_rare_errors_are_no_reason_to_rest(clock: ManualClock, monkeypatch: pyte
     out_of_memory(monkeypatch, "stage", 2 * MOST_ERRORS)
     for _ in range(2 * MOST_ERRORS):
         owner.evicted(PROMPT)
-        clock.advance(lower_tiers.ERRORS_S / 3)
+        clock.advance(ladder.ERRORS_S / 3)
     assert owner.ask(PROMPT) == (40, 1)
 
 
@@ -164,7 +164,7 @@ def error_lives(num: int, share: float = 0.02) -> tuple[int, int]:
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiers never rest."""
-    monkeypatch.setattr(lower_tiers, "REST_S", 0.0)
+    monkeypatch.setattr(ladder, "REST_S", 0.0)
 
 
 @pytest.mark.usefixtures("restless")

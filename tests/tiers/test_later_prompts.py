@@ -12,7 +12,7 @@ from radixkv import Namespace, RequestHints
 from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import encode
-from radixkv.tiers import later_prompts, lower_tiers
+from radixkv.tiers import ladder, later_prompts
 from radixkv.tiers.later_prompts import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, LaterPrompts
 from radixkv.tiers.prefetch import Asked
 from radixkv_policies.hints import Label
@@ -62,7 +62,7 @@ def test_it_takes_the_time_that_is_left(
     folder: Path, by_hand: None, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come until the pause is over, and some seconds longer."""
-    monkeypatch.setattr(lower_tiers, "ASKED_S", 5.0)
+    monkeypatch.setattr(ladder, "ASKED_S", 5.0)
     for late_s, tokens in ((GAP_S + 6.0, 0), (GAP_S + 4.0, 40)):
         with on_disk(folder) as owner:
             owner.known()

@@ -23,7 +23,7 @@ from radixkv.engines.control_tenants import is_known_to
 from radixkv.errors import ConfigError
 from radixkv.index.below import Loading
 from radixkv.index.tokens import encode
-from radixkv.tiers import lower_tiers
+from radixkv.tiers import ladder
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk_level import DiskLevel
@@ -121,7 +121,7 @@ class Sleeper:
             finally:
                 self._is_asleep = False
 
-        patch.setattr(lower_tiers, "_TICK_S", 3_600.0)
+        patch.setattr(ladder, "_TICK_S", 3_600.0)
         patch.setattr(owner.below._has_work, "wait", sleep)
 
     def sleeps(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from radixkv import Namespace, Tenant
 from radixkv.clock import ManualClock
-from radixkv.tiers import lower_tiers, prefetch
+from radixkv.tiers import ladder, prefetch
 from tests.tiers.support import FaultyFiles, clock, patience
 from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, loading_of
 from tests.tiers.test_loading import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
@@ -25,7 +25,7 @@ __all__ = ["clock", "folder", "patience"]  # fixtures
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk's thread does nothing: the test calls ``ticks``."""
     for name in ("_TICK_S", "_BUSY_TICK_S"):
-        monkeypatch.setattr(lower_tiers, name, 3_600.0)
+        monkeypatch.setattr(ladder, name, 3_600.0)
 
 
 def ticks(owner: DiskOwner, until: Callable[[], bool]) -> bool:
@@ -104,7 +104,7 @@ def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.M
 
 def test_tenants_take_turns(folder: Path, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with many long prompts doesn't keep another's from coming."""
-    monkeypatch.setattr(lower_tiers, "AHEAD_ROWS", 2)
+    monkeypatch.setattr(ladder, "AHEAD_ROWS", 2)
     with on_disk(folder) as owner:
         owner.known()
         for length in range(41, 9, -1):

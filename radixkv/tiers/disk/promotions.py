@@ -38,7 +38,7 @@ from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import ONE_MORE, HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import StagingRows
-from radixkv.tiers.pending import DiskDebts
+from radixkv.tiers.pending import PendingPurges
 
 Need: TypeAlias = Literal["waits", "announced", "asked"]
 """Why something comes: a request waits for it, an announced one will, or somebody asked where to send it."""
@@ -80,7 +80,7 @@ class DiskPromotions:
         fill: Callable[[Slots, Slots], None],
         rows: StagingRows,
         patience: DiskPatience,
-        debts: DiskDebts,
+        debts: PendingPurges,
         stores: DiskStores,
         filling: FillingSlots,
         serves: Callable[[str], bool],

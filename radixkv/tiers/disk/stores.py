@@ -43,7 +43,7 @@ from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory
-from radixkv.tiers.pending import DiskDebts
+from radixkv.tiers.pending import PendingPurges
 
 STORE_S: Final = 5.0
 """The longest time for which a block that is being stored needs its slot."""
@@ -90,7 +90,7 @@ class DiskStores:
         tier: DiskTier,
         index: HostIndex,
         memory: HostMemory,
-        debts: DiskDebts,
+        debts: PendingPurges,
         patience: DiskPatience,
         filling: FillingSlots,
         serves: Callable[[str], bool],

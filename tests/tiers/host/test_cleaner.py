@@ -13,7 +13,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, Tenant, audit
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.tiers.host.cleaner import AHEAD_PART, Cleaner
-from radixkv.tiers.lower_tiers import LowerTiers
+from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.test_cache_tiers import NS, OTHER, SIZE
 from tests.waiting import eventually
@@ -42,12 +42,12 @@ class Work(threading.Event):
 
 
 @contextmanager
-def cleaned() -> Iterator[tuple[TieredCache, LowerTiers, Work]]:
+def cleaned() -> Iterator[tuple[TieredCache, Ladder, Work]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("radixkv.tiers.lower_tiers.threading.Event", Work)
+        patch.setattr("radixkv.tiers.ladder.threading.Event", Work)
         cache = TieredCache(CacheConfig(NUM_BLOCKS, SIZE, LAYOUT, host_blocks=2 * NUM_BLOCKS))
     below = cache.lower
-    assert isinstance(below, LowerTiers) and isinstance(below._has_work, Work)
+    assert isinstance(below, Ladder) and isinstance(below._has_work, Work)
     try:
         yield cache, below, below._has_work
     finally:
@@ -126,7 +126,7 @@ def test_it_wants_nothing_after_a_quiet_time(num_blocks: int) -> None:
 def test_its_thread_keeps_no_tiers_that_nobody_has() -> None:
     """Host memory alone needs no ``close``."""
     cache = TieredCache(CacheConfig(NUM_BLOCKS, SIZE, LAYOUT, host_blocks=2 * NUM_BLOCKS))
-    assert isinstance(cache.lower, LowerTiers)
+    assert isinstance(cache.lower, Ladder)
     thread, tiers = cache.lower._thread, weakref.ref(cache.lower)
     for number in range(NUM_BLOCKS):
         ask(cache, number)

@@ -16,7 +16,7 @@ from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.errors import ConfigError, LeaseError
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.lower_tiers import MOST_ERRORS, LowerTiers
+from radixkv.tiers.ladder import MOST_ERRORS, Ladder
 from radixkv.tiers.settings import TierSettings, bytes_of
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
@@ -178,7 +178,7 @@ def test_what_was_forgotten_does_not_come_back(forget: str) -> None:
 
 
 def test_a_purge_that_skips_host_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LowerTiers, "purge", lambda self, tenant: 0)
+    monkeypatch.setattr(Ladder, "purge", lambda self, tenant: 0)
     with pytest.raises(AssertionError):
         test_what_was_forgotten_does_not_come_back("purge")
 

@@ -89,7 +89,7 @@ _BUSY_TICK_S: Final = 0.01
 _log = logging.getLogger(__name__)
 
 
-class LowerTiers:
+class Ladder:
     """The tiers below a cache with this storage. Any thread may use them.
 
     ``fingerprint``: of what computes the KV. ``policy_clock``: of host memory's policy, like the cache's; waits for the
@@ -245,7 +245,7 @@ class LowerTiers:
             self._unusable.owe(scope.tenant)
         yield
 
-    def forget_scope(self, scope: Scope) -> Pending:
+    def forget(self, scope: Scope) -> Pending:
         """Forget in all tiers what the cache may have forgotten before, or never had. Returns what is still to do."""
         if scope.tenant is not None:
             with self.forgetting(scope):
@@ -908,7 +908,7 @@ class LowerTiers:
             _log.error("the tiers below the cache failed %d times: they rest for %g s", MOST_ERRORS, REST_S)
 
 
-refuse_copies(LowerTiers, "it holds memory, threads and files. Make another")
+refuse_copies(Ladder, "it holds memory, threads and files. Make another")
 
 
 def tiers_below(
@@ -918,15 +918,15 @@ def tiers_below(
     fingerprint: str = "",
     *,
     clock: Clock = monotonic,
-) -> LowerTiers:
+) -> Ladder:
     """Return the tiers below a cache with this configuration, storage and clock; without ``settings``, those it names.
 
-    Raises ConfigError without a storage, and as LowerTiers.
+    Raises ConfigError without a storage, and as Ladder.
     """
     if storage is None:
         allowed = "0 without a layout or a storage: the cache must copy the blocks"
         raise ConfigError("host_blocks", config.host_blocks, allowed)
-    return LowerTiers(
+    return Ladder(
         storage,
         settings or TierSettings(0, None, config.host_blocks, config.tier_dtype),
         fingerprint,
@@ -936,7 +936,7 @@ def tiers_below(
     )
 
 
-def _evict_ahead(tiers: weakref.ref[LowerTiers], stop: threading.Event, has_work: threading.Event) -> None:
+def _evict_ahead(tiers: weakref.ref[Ladder], stop: threading.Event, has_work: threading.Event) -> None:
     """Evict ahead and zero slots when there is work, as long as the tiers are there and aren't closed."""
     while not stop.wait(_BUSY_TICK_S):
         has_work.wait()
