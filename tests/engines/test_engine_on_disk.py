@@ -572,7 +572,7 @@ def test_a_close_tells_what_the_disk_still_owes(
 ) -> None:
     """The next opening doesn't find it, because its key was marked before anything failed."""
     answer, files = filled(tmp_path / "disk"), FaultyFiles()
-    message = r"of 1 tenants that were purged or cleared, or are strict \('a'\): .*Input/output error"
+    message = r"of 1 purged or cleared tenants \('a'\): .*Input/output error"
     with pytest.raises(TierError, match=message), on_disk(tmp_path / "disk", files=files) as engine:
         assert isinstance(engine.cache, TieredCache)
         ask(engine, prompt_of(9, 77))

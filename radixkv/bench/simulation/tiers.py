@@ -132,7 +132,7 @@ class _Disk:
         new = [each for each in blocks if self.table.find(each) is None]
         for at in range(0, len(new), _AT_ONCE):
             part = new[at : at + _AT_ONCE]
-            if self.budget is not None and not self.budget.spend(len(part), self.now):
+            if self.budget is not None and not self.budget.spend("", len(part), self.now):
                 return
             self._put(part)
 

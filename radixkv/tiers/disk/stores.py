@@ -371,12 +371,12 @@ class DiskStores:
             return True
         slots = self._index.filled_slots(entries[: min(stop, self._room)])  # some may have gone just now
         num_ready = self._filling.num_ready(slots)
-        if num_ready and self._budget is not None and self._budget.left_bytes(self._clock()) <= 0:
+        if num_ready and self._budget is not None and not self._budget.may_spend(tenant, self._clock()):
             self._counts["disk_unchosen_blocks"] += saved.stop - first
             return True
         num_begun = self._begin(on_disk, key, first, slots[:num_ready], since)
         if self._budget is not None and num_begun:
-            self._budget.spend(num_begun * self._record_bytes, self._clock())
+            self._budget.spend(tenant, num_begun * self._record_bytes, self._clock())
             self.budget_bytes = max(int(self._budget.left_bytes(self._clock())), 0)
         left = saved._replace(first=first + num_begun)
         if num_begun == num_ready < len(slots):
