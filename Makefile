@@ -183,7 +183,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) .venv-latest .venv-lowest build dist site radixkv/*/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venv-latest .venv-lowest build dist site radixkv/_native radixkv/*/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `dev` includes `all`, so installing `dev` also marks `all` as installed.

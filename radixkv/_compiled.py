@@ -146,11 +146,14 @@ PUBLISHER = Build(
     ("store/wire", "values"),
 )
 
-TENANCY = Build("radixkv.tenancy", "tenancy", ("request_keys",), ("../_compiled", "__init__"))
+ENGINES = Build(
+    "radixkv",
+    "engines",
+    ("engines/sglang_cache", "engines/vllm_cache", "tenancy/request_keys"),
+    ("_compiled", "engines/__init__", "tenancy/__init__"),
+)
 
-ENGINES = Build("radixkv.engines", "engines", ("sglang_cache", "vllm_cache"), ("../_compiled", "__init__"))
-
-BUILDS = (INDEX, POLICIES, PUBLISHER, TENANCY, ENGINES)
+BUILDS = (INDEX, POLICIES, PUBLISHER, ENGINES)
 
 is_compiled = False
 """The result of ``prefer_compiled``."""
@@ -173,12 +176,14 @@ def prefer_compiled(path: list[str]) -> bool:
         Path(path[0], "index"),
         Path(places[-1]),
         Path(path[0], "coordination"),
-        Path(path[0], "tenancy"),
-        Path(path[0], "engines"),
+        Path(path[0]),
     )
     if not all(build.library(folder).is_file() for build, folder in zip(BUILDS, folders, strict=True)):
         return False
     is_compiled = True
+    path.append(
+        str(Path(path[0], FOLDER))
+    )  # last: it has folders of packages, but only their compiled modules
     if POLICIES.package not in sys.modules:
         places.insert(0, str(Path(places[-1], FOLDER)))
         _load(policies)

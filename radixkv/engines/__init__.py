@@ -5,7 +5,7 @@
 
 from radixkv._compiled import follow
 
-follow(__path__)
+follow(__path__, "engines")
 
 from radixkv.engines.engine_protocol import ABILITIES as ABILITIES
 from radixkv.engines.engine_protocol import Ability as Ability

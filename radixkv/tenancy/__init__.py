@@ -6,4 +6,4 @@ request_keys   what an engine says of a request, as namespace and token ids of t
 
 from radixkv._compiled import follow
 
-follow(__path__)
+follow(__path__, "tenancy")

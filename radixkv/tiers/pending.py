@@ -33,9 +33,9 @@ from radixkv.errors import CoordinationError, TierError
 from radixkv.forks import OwnLock
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk.io_threads import IOThreads, Job
-from radixkv.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
+    from radixkv.tiers.disk.tier import DiskTier
     from radixkv.tiers.tier import FolderNotes
 
 LEARNING_S: Final = 0.1
