@@ -467,12 +467,13 @@ class Batch:
 
         The row has its blocks, and computes nothing meanwhile. It is asked again in each step.
         """
-        began_at, num_host, is_done = self._clock(), 0, True
+        began_at, num_host, is_done = 0.0, 0, True
         try:
             if row.loading is None:
                 row.loading = row.opened.loading
                 num_host = 0 if row.loading is None else row.loading.num_host_tokens
             if row.loading is not None:
+                began_at = self._clock()
                 is_done = row.loading.poll()
             there = row.opened.num_committed_tokens
         except Exception as error:  # noqa: BLE001 its caller raises it

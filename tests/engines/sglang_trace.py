@@ -18,6 +18,7 @@ A trace is a gzip file of JSON lines. The first is about the run; each other one
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
 import json
@@ -38,8 +39,13 @@ _LOOKED_AT = 256
 
 
 def shell_digest() -> str:
-    """A digest of the file that decides which calls SGLang's scheduler makes."""
-    return hashlib.sha256(SHELL.read_bytes()).hexdigest()[:16]
+    """A digest of the file that decides which calls SGLang's scheduler makes, without its imports."""
+    text = SHELL.read_text()
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]
 
 
 def read(path: Path) -> Iterator[Any]:

@@ -175,7 +175,7 @@ def test_a_write_budget_bounds_what_is_written(tmp_path: Path) -> None:
 def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
     budget = engine.disk.stores._budget = WriteBudget(1e9)
-    assert budget.spend(2_000_000_000, engine.clock())
+    assert budget.spend("a", 2_000_000_000, engine.clock())
     engine.again("a", ids_of(41))
     assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
     engine.clock.advance(60.0)

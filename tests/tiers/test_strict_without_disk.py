@@ -129,7 +129,7 @@ def test_the_write_budget_is_that_of_the_others(tmp_path: Path) -> None:
     with owned(tmp_path / "disk", bytes_per_s=1e9) as owner:
         owner.ask(PROMPT, MINE)
         budget = owner.disk.stores._budget
-        assert budget is not None and not budget._tenants
+        assert budget is not None and not budget._parts
         assert owner.cache.tier_counts()["disk"]["unchosen_blocks"] == 0
 
 
