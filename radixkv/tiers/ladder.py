@@ -248,8 +248,10 @@ class Ladder:
     def forget(self, scope: Scope) -> Pending:
         """Forget in all tiers what the cache may have forgotten before, or never had. Returns what is still to do."""
         if scope.tenant is not None:
-            with self.forgetting(scope):
-                pass
+            self.require_disk()
+            is_here = scope.namespace is None or self.has(scope.namespace)
+            with self.forgetting(scope) if is_here else self._forgetting_on_disk(scope):
+                pass  # a disk forgets the whole tenant, also if nothing of this namespace is kept here
         elif self.level.disk is not None:
             self.level.disk.debts.owe_all_but(scope.but)
         return self.pending(scope.tenant)

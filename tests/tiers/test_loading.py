@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache
+from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.engines.control_tenants import is_known_to
 from radixkv.errors import ConfigError
-from radixkv.index.below import Loading
+from radixkv.index.below import Loading, Scope
 from radixkv.index.tokens import encode
 from radixkv.tiers import ladder
 from radixkv.tiers.disk.io_threads import Job
@@ -30,7 +30,7 @@ from radixkv.tiers.disk_level import DiskLevel
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.loading import TierLoading
 from radixkv.tiers.record_reader import RecordReader, Where
-from radixkv.tiers.settings import DiskOptions
+from radixkv.tiers.settings import UNCACHED_SALT, DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import clock as clock
@@ -523,3 +523,17 @@ def test_a_late_record_is_no_hit(folder: Path) -> None:
         assert loading.num_loaded_tokens == 24
         assert owner.disk.promotions._counts["disk_loaded_blocks"] == 6
         owner.compute(sequence, 41)
+
+
+@pytest.mark.parametrize("namespace", [NS._replace(salt=f"{UNCACHED_SALT}x"), NS._replace(weights=7)])
+def test_a_disk_forgets_the_tenant_also_for_a_namespace_of_which_nothing_is_kept(
+    folder: Path, namespace: Namespace
+) -> None:
+    """A client may clear the salt of requests that leave nothing, or of former weights."""
+    with on_disk(folder) as owner:
+        owner.known()
+        assert not owner.cache.forget_in_tiers(Scope("a", namespace))
+        assert owner.ask(PROMPT) == (0, 41), "its keys are destroyed"
+        with owner.cache.open(OTHER, PROMPT) as sequence:
+            loading = loading_of(sequence)
+            assert loading.wait() and loading.num_loaded_tokens == 40, "the other tenant's are not"
